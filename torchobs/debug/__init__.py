@@ -1,0 +1,101 @@
+"""Functions for a person who debugs a training: what is wrong with this tensor, these gradients, this step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.support.lazy import attach
+
+if TYPE_CHECKING:
+    from torchobs.debug.asynchronous import acheck_gradients, acheck_tensor
+    from torchobs.debug.batch_memory import memory_usage
+    from torchobs.debug.compilation import compile  # noqa: A004  # torch's own name for it
+    from torchobs.debug.diffusion import analyze_diffusion, diffusion_monitor
+    from torchobs.debug.durations import performance
+    from torchobs.debug.findings import logging_bridge
+    from torchobs.debug.gradients import check_gradients
+    from torchobs.debug.held_steps import nan_guard
+    from torchobs.debug.history import clear, summary, training_summary
+    from torchobs.debug.loading import dataloader
+    from torchobs.debug.memory import memory_tracking, profile_memory
+    from torchobs.debug.monitor import monitor_step
+    from torchobs.debug.nan_origin import trace_nan
+    from torchobs.debug.operations import DebugInfo, context, operation
+    from torchobs.debug.placement import devices
+    from torchobs.debug.profiles import profile, profiling_context
+    from torchobs.debug.rank_agreement import ddp
+    from torchobs.debug.reports import plots, report
+    from torchobs.debug.steps import backward_pass, forward_pass, inference, optimization_step, training_step
+    from torchobs.debug.stopping import early_stopping, validation
+    from torchobs.debug.switches import disable, enable, status
+    from torchobs.debug.tensors import analyze_parameters, analyze_tensor
+
+_HOMES: dict[str, str] = {
+    **dict.fromkeys(("profile", "profiling_context"), "profiles"),
+    **dict.fromkeys(("early_stopping", "validation"), "stopping"),
+    **dict.fromkeys(("disable", "enable", "status"), "switches"),
+    **dict.fromkeys(("analyze_diffusion", "diffusion_monitor"), "diffusion"),
+    "performance": "durations",
+    "ddp": "rank_agreement",
+    "compile": "compilation",
+    "dataloader": "loading",
+    "devices": "placement",
+    **dict.fromkeys(("acheck_gradients", "acheck_tensor"), "asynchronous"),
+    "memory_usage": "batch_memory",
+    "logging_bridge": "findings",
+    "check_gradients": "gradients",
+    **dict.fromkeys(("clear", "summary", "training_summary"), "history"),
+    **dict.fromkeys(("memory_tracking", "profile_memory"), "memory"),
+    "monitor_step": "monitor",
+    "nan_guard": "held_steps",
+    **dict.fromkeys(("DebugInfo", "context", "operation"), "operations"),
+    **dict.fromkeys(("plots", "report"), "reports"),
+    **dict.fromkeys(("backward_pass", "forward_pass", "inference", "optimization_step", "training_step"), "steps"),
+    **dict.fromkeys(("analyze_parameters", "analyze_tensor"), "tensors"),
+    "trace_nan": "nan_origin",
+}
+"""Public name to the module that defines it"""
+
+__all__ = [
+    "DebugInfo",
+    "acheck_gradients",
+    "acheck_tensor",
+    "analyze_diffusion",
+    "analyze_parameters",
+    "analyze_tensor",
+    "backward_pass",
+    "check_gradients",
+    "clear",
+    "compile",
+    "context",
+    "dataloader",
+    "ddp",
+    "devices",
+    "diffusion_monitor",
+    "disable",
+    "early_stopping",
+    "enable",
+    "forward_pass",
+    "inference",
+    "logging_bridge",
+    "memory_tracking",
+    "memory_usage",
+    "monitor_step",
+    "nan_guard",
+    "operation",
+    "optimization_step",
+    "performance",
+    "plots",
+    "profile",
+    "profile_memory",
+    "profiling_context",
+    "report",
+    "status",
+    "summary",
+    "trace_nan",
+    "training_step",
+    "training_summary",
+    "validation",
+]
+
+__getattr__, __dir__ = attach(__name__, _HOMES, globals())

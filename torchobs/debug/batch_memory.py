@@ -1,0 +1,294 @@
+"""``memory_usage``: a model's memory by component, and the largest batch that fits, from two measured passes."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import floor, inf
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from torchobs.debug.module_values import call
+from torchobs.debug.tensors import require_module
+from torchobs.debug.values import bytes_of
+from torchobs.support import cgroup
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_SHADOW = 8
+"""Edge of the square parameters that an optimizer is tried on"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleActivations(Result):
+    """What one module keeps for the backward pass, at the given batch size."""
+
+    name: str
+    kind: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBreakdown(Result):
+    """A model's memory in bytes. ``fits`` and ``largest_batch_size`` go by a straight line through two measured passes."""
+
+    model: str
+    batch_size: int
+    parameters: int
+    buffers: int
+    gradients: int
+    """Of the trainable parameters, whether they are there already or not"""
+    optimizer_state: int | None
+    """Measured on small parameters where the optimizer has not stepped yet; ``None`` without one, or if it cannot be"""
+    inputs: int
+    activations: int
+    """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
+    peak: int
+    """Most memory that forward and backward allocated at one time, gradients included, at this batch size"""
+    per_sample: float
+    """Bytes by which the peak grows with each sample"""
+    fixed: float
+    """Bytes of the peak that do not depend on the batch size"""
+    still_needed: int
+    """Gradients that are there already (less), optimizer state that is not there yet (more)"""
+    available: int
+    """Bytes that may be used in addition to what is used now"""
+    modules: tuple[ModuleActivations, ...]
+
+    def needed(self, batch_size: int) -> float:
+        """Return the bytes that a training step of that batch size needs in addition to what is used now."""
+        return self.fixed + self.per_sample * batch_size + self.still_needed
+
+    def fits(self, batch_size: int) -> bool:
+        """Return True if a training step of that batch size fits what is available.
+
+        Raises:
+            ValueError: the size is below 1.
+        """
+        if batch_size < 1:
+            raise ValueError(f"a batch has at least one sample, not {batch_size}")
+        return self.needed(batch_size) <= self.available
+
+    @property
+    def largest_batch_size(self) -> int | None:
+        """The largest batch size that fits, 0 if none does; ``None`` if memory does not grow with it."""
+        if self.per_sample <= 0:
+            return None
+        return max(0, floor((self.available - self.fixed - self.still_needed) / self.per_sample))
+
+
+def memory_usage(
+    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[[Any], Any] | None = None,
+    available: int | None = None,
+) -> MemoryBreakdown:  # fmt: skip
+    """Measure a model's memory by component with two forward and backward passes, of the batch and of one of another size.
+
+    Nothing of the model is changed: gradients are computed beside ``.grad`` (without hooks of DDP), and buffers and the
+    random state are put back. What kernels allocate inside themselves is not seen, nor the allocator's fragmentation: leave a
+    tenth of the memory free.
+
+    Args:
+        model: the module; in train mode, as it is trained.
+        batch: as for :func:`torchobs.debug.forward_pass`; the first dimension of its tensors is the batch size.
+        optimizer: for its state.
+        loss_fn: of the output; without it, the output's ``loss``, or the sum of its floating-point tensors.
+        available: bytes that may be used in addition to what is used now; without it, what is free on the device of the
+            parameters (with what torch's allocator holds in reserve), or of the cgroup and the machine for the CPU.
+
+    Raises:
+        TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
+    """
+    require_module(model, "memory_usage")
+    size = batch_size(batch)
+    other = size // 2 if size >= _LEAST_HALVED else 2 * size
+    first, second = _measured(model, batch, loss_fn), _measured(model, resized(batch, size, other), loss_fn)
+    # where gradients are larger than activations, a small batch's peak does not show what a sample takes
+    slopes = ((after - before) / (size - other) for after, before in zip(first.levels, second.levels, strict=True))
+    per_sample = max(slopes)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state, state_there = _optimizer_state(optimizer)
+    gradients_there = sum(bytes_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    rows = sorted((ModuleActivations(*name, size) for name, size in first.modules.items()), key=lambda row: -row.size)
+    return MemoryBreakdown(
+        model=type(model).__name__, batch_size=size, parameters=_unique(model.parameters()), buffers=_unique(model.buffers()),
+        gradients=sum(map(bytes_of, parameters)), optimizer_state=state, inputs=_unique(_tensors(batch)),
+        activations=sum(row.size for row in rows), peak=first.peak, per_sample=per_sample,
+        fixed=max(first.peak - per_sample * size, 0.0), still_needed=(state or 0) - state_there - gradients_there,
+        available=_available(model) if available is None else available, modules=tuple(rows),
+    )  # fmt: skip
+
+
+_LEAST_HALVED = 4
+"""Smaller batches are doubled instead: batch normalisation takes no single sample"""
+
+
+@dataclass(slots=True)
+class _Passes:
+    """What a forward and a backward pass took."""
+
+    peak: int
+    forward_peak: int
+    modules: dict[tuple[str, str], int]
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        return self.peak, self.forward_peak
+
+
+def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _Passes:
+    import torch
+
+    from torchobs.debug.allocation_watch import AllocationWatch
+
+    known = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
+    modules: dict[tuple[str, str], int] = {}
+    watch = AllocationWatch()
+    with unchanged(model), torch.enable_grad(), _module_names(model) as names, watch:
+
+        def keep(x: Any) -> Any:
+            if x.layout is torch.strided and x.untyped_storage().data_ptr() not in known:
+                known.add(x.untyped_storage().data_ptr())
+                modules[names[-1]] = modules.get(names[-1], 0) + x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = _loss(call(model, batch), loss_fn)
+        parameters, forward_peak = [x for x in model.parameters() if x.requires_grad], watch.peak
+        if loss is not None and loss.requires_grad and parameters:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            del gradients
+        del loss
+    return _Passes(watch.peak, forward_peak, modules)
+
+
+def _loss(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
+    if loss_fn is not None:
+        return loss_fn(output)
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    parts = [x.sum() for x in _tensors(output) if x.requires_grad]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Put buffers and the random state back."""
+    import torch
+
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({x.device.index for x in model.parameters() if x.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+@contextmanager
+def _module_names(model: Any) -> Iterator[list[tuple[str, str]]]:
+    """Yield the stack of names and classes of the modules whose forward is running; hooks keep it, and are gone afterwards."""
+    stack = [("", type(model).__name__)]
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            entry = name, type(module).__name__
+            handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: stack.append(entry)))
+            handles.append(module.register_forward_hook(_popping(stack), always_call=True))
+        yield stack
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _popping(stack: list[tuple[str, str]]) -> Any:
+    def pop(*_: object) -> None:
+        stack.pop()
+
+    return pop
+
+
+def _tensors(values: Any) -> list[Any]:
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict) or hasattr(values, "items"):
+        return [x for value in values.values() for x in _tensors(value)]
+    return [x for value in values for x in _tensors(value)] if isinstance(values, (tuple, list)) else []
+
+
+def batch_size(batch: Any) -> int:
+    """Return the first dimension of the batch's tensors; raise ``TypeError`` if it has none."""
+    sizes = [int(x.shape[0]) for x in _tensors(batch) if x.dim()]
+    if not sizes or not sizes[0]:
+        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {type(batch).__name__}")
+    return sizes[0]
+
+
+def resized(values: Any, size: int, other: int) -> Any:
+    """Return the batch with another number of samples, the first ones or all of them again."""
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        is_batched = values.dim() > 0 and values.shape[0] == size
+        return values[torch.arange(other, device=values.device) % size] if is_batched else values
+    if isinstance(values, dict) or hasattr(values, "items"):
+        return {name: resized(value, size, other) for name, value in values.items()}
+    return [resized(value, size, other) for value in values] if isinstance(values, (tuple, list)) else values
+
+
+def _unique(tensors: Iterable[Any]) -> int:
+    """Return the bytes of tensors, those that share memory once."""
+    found = {x.untyped_storage().data_ptr() or -id(x): bytes_of(x) for x in tensors}
+    return sum(found.values())
+
+
+def _optimizer_state(optimizer: Any) -> tuple[int | None, int]:
+    """Return the bytes of an optimizer's state when all parameters have one, and those that are there already."""
+    if optimizer is None:
+        return None, 0
+    there = sum(map(bytes_of, _tensors([dict(state) for state in optimizer.state.values()])))
+    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
+    if there and len(optimizer.state) >= len(parameters):
+        return there, there
+    try:
+        return sum(_state_of_group(optimizer, group) for group in optimizer.param_groups), there
+    except (TypeError, ValueError, RuntimeError):  # the class takes other arguments than its groups have
+        return (there or None), there
+
+
+def _state_of_group(optimizer: Any, group: dict[str, Any]) -> int:
+    """Return the bytes of a group's state: an optimizer of the class steps on small parameters of the same types."""
+    import torch
+
+    total = 0.0
+    options = {name: value for name, value in group.items() if name not in {"params", "param_names"}}
+    for dtype, device in {(x.dtype, x.device) for x in group["params"]}:
+        shadow = torch.nn.Parameter(torch.zeros(_SHADOW, _SHADOW, dtype=dtype, device=device))
+        shadow.grad = torch.ones_like(shadow)
+        tried = type(optimizer)([{**options, "params": [shadow]}])
+        type(tried).step.__wrapped__(tried) if hasattr(type(tried).step, "__wrapped__") else tried.step()
+        same = [x for x in group["params"] if (x.dtype, x.device) == (dtype, device) and x.requires_grad]
+        for x in _tensors(dict(tried.state[shadow])):
+            share = x.numel() / shadow.numel() if x.dim() else inf
+            total += sum(bytes_of(x) if share is inf else share * y.numel() * x.element_size() for y in same)
+    return round(total)
+
+
+def _available(model: Any) -> int:
+    import torch
+
+    device = next((x.device for x in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = psutil.virtual_memory().available
+    groups = cgroup.of_process("memory")
+    tightest = cgroup.tightest(groups) if groups is not None else None
+    left = tightest[1].left if tightest is not None else None
+    return int(free if left is None else min(free, left))

@@ -1,0 +1,310 @@
+"""``analyze_diffusion`` and ``diffusion_monitor``: the parts of a diffusion pipeline, and its latents step by step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import nan
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.debug.findings import found, record_series
+from torchobs.debug.transfer import Numbers
+from torchobs.debug.values import bytes_of, elements_of
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MOST_STEPS = 10_000
+DIVERGING = 100.0
+"""Times the first step's norm: latents keep about the norm of their noise"""
+_SETTINGS = ("num_train_timesteps", "prediction_type", "beta_schedule", "beta_start", "beta_end", "timestep_spacing")
+
+
+@dataclass(frozen=True, slots=True)
+class Component(Result):
+    """One part of a pipeline. Numbers are 0 for what has no parameters (scheduler, tokenizer)."""
+
+    name: str
+    kind: str
+    """Its class; ``absent`` for one that is ``None``"""
+    parameters: int
+    trainable: int
+    size: int
+    """Bytes of parameters and buffers"""
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    training: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionCheck(Result):
+    """A diffusion pipeline."""
+
+    pipeline: str
+    total_parameters: int
+    trainable_parameters: int
+    size: int
+    """Bytes in all; what components share counts once"""
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    components: tuple[Component, ...]
+    scheduler: dict[str, Any]
+    """Class and settings"""
+    anomalies: tuple[str, ...]
+
+
+def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
+    """Describe the components of a diffusion pipeline: parameters, types, devices, memory, and what does not fit together.
+
+    Args:
+        pipeline: one of diffusers, or any object with ``components`` (a mapping) or with modules as attributes.
+
+    Raises:
+        TypeError: it has no module among its components.
+    """
+    import torch
+
+    parts = {name: part for name, part in _parts(pipeline).items() if not name.startswith("_")}
+    modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+    if not modules:
+        kind = type(pipeline).__name__
+        raise TypeError(f"analyze_diffusion() takes a pipeline with modules (unet, vae, ...), and {kind} has none")
+    rows = tuple(_component(name, part, is_module=name in modules) for name, part in parts.items())
+    every = {id(x): x for module in modules.values() for x in [*module.parameters(), *module.buffers()]}
+    parameters = {id(x): x for module in modules.values() for x in module.parameters()}
+    anomalies = [*_mismatches([row for row in rows if row.name in modules]), *_nonfinite(modules)]
+    for kind, name, text in anomalies:
+        found(kind, text, function="analyze_diffusion", name=name)
+    return DiffusionCheck(
+        pipeline=type(pipeline).__name__, total_parameters=sum(map(elements_of, parameters.values())),
+        trainable_parameters=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
+        size=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
+        devices=_sorted(row.devices for row in rows), components=rows, scheduler=_scheduler(parts.get("scheduler")),
+        anomalies=tuple(text for _, _, text in anomalies),
+    )  # fmt: skip
+
+
+def _parts(pipeline: Any) -> dict[str, Any]:
+    import torch
+
+    components = getattr(pipeline, "components", None)
+    if components is not None and hasattr(components, "items"):
+        return dict(components.items())
+    if isinstance(pipeline, torch.nn.Module):
+        return dict(pipeline.named_children())
+    return dict(getattr(pipeline, "__dict__", {}))
+
+
+def _component(name: str, part: Any, *, is_module: bool) -> Component:
+    kind = "absent" if part is None else type(part).__name__
+    if not is_module:
+        return Component(name, kind, 0, 0, 0, (), (), training=False)
+    parameters, tensors = list(part.parameters()), [*part.parameters(), *part.buffers()]
+    return Component(
+        name, kind, sum(map(elements_of, parameters)), sum(elements_of(x) for x in parameters if x.requires_grad),
+        sum(map(bytes_of, tensors)), _sorted([str(x.dtype).removeprefix("torch.")] for x in parameters),
+        _sorted([str(x.device)] for x in tensors), training=bool(part.training),
+    )  # fmt: skip
+
+
+def _sorted(groups: Any) -> tuple[str, ...]:
+    return tuple(sorted({one for group in groups for one in group}))
+
+
+def _mismatches(rows: list[Component]) -> Iterator[tuple[str, str, str]]:
+    for what, values in (("device", [row.devices for row in rows]), ("type", [row.dtypes for row in rows])):
+        if len({value for value in values if value}) > 1:
+            usual = Counter(value for value in values if value).most_common(1)[0][0]
+            for row, value in zip(rows, values, strict=True):
+                if value and value != usual:
+                    text = f"{row.name} has {what} {', '.join(value)}, most others {', '.join(usual)}"
+                    yield f"component_{what}", row.name, text
+
+
+def _nonfinite(modules: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    import torch
+
+    numbers, names = Numbers(), []
+    with torch.no_grad():
+        for name, module in modules.items():
+            for key, x in module.named_parameters():
+                if x.is_floating_point() and x.device.type != "meta" and x.dtype.itemsize > 1 and x.numel():
+                    numbers.add((~x.isfinite()).sum(dtype=torch.float32).reshape(1))
+                    names.append((name, key))
+    for (name, key), (count,) in zip(names, numbers.read(), strict=True):
+        if count:
+            yield "nonfinite_parameter", f"{name}.{key}", f"{name}.{key} has {int(count)} elements that are not finite"
+
+
+def _scheduler(scheduler: Any) -> dict[str, Any]:
+    if scheduler is None:
+        return {}
+    config = getattr(scheduler, "config", None) or {}
+    read = config.get if hasattr(config, "get") else lambda name: getattr(config, name, None)
+    return {"class": type(scheduler).__name__} | {name: read(name) for name in _SETTINGS if read(name) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class DenoisingStep(Result):
+    """The latents after one step. Statistics are of finite elements, the norm of all; seconds since the step before."""
+
+    step: int
+    timestep: float | None
+    norm: float
+    mean: float
+    std: float
+    nan_count: int
+    inf_count: int
+    drift: float
+    """Norm of the change by this step, by the norm before it; NaN for the first"""
+    time: float | None
+    """``None`` for the first, before which nothing was seen"""
+
+
+@dataclass(frozen=True, slots=True)
+class DenoisingCheck(Result):
+    """All steps that a monitor has seen."""
+
+    steps: int
+    time: float
+    average_time: float | None
+    final_norm: float
+    first_nonfinite: int | None
+    """Step after which latents were not finite"""
+    anomalies: tuple[str, ...]
+    rows: tuple[DenoisingStep, ...]
+
+
+class _Seen(NamedTuple):
+    step: int
+    timestep: Any
+    at: int
+    time: float | None
+
+
+class DiffusionMonitor:
+    """Watches latents; see :func:`diffusion_monitor`. Nothing waits for the device before :meth:`result`."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, for another image."""
+        self._numbers, self._seen = Numbers(), list[_Seen]()
+        self._before: Any = None
+        self._at: float | None = None
+
+    def __call__(self, pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take a step as diffusers' ``callback_on_step_end``; return its tensors unchanged.
+
+        Raises:
+            ValueError: ``latents`` are not among the tensors.
+        """
+        del pipeline
+        if "latents" not in callback_kwargs:
+            raise ValueError("there are no latents: call the pipeline with callback_on_step_end_tensor_inputs=['latents']")
+        self.step(callback_kwargs["latents"], timestep=timestep, step=step)
+        return callback_kwargs
+
+    def step(self, latents: Any, timestep: Any = None, step: int | None = None) -> None:
+        """Take the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
+        import torch
+
+        from torchobs.debug.tensors import start_moments
+        from torchobs.debug.values import require_tensor
+
+        require_tensor(latents, "diffusion_monitor")
+        if len(self._seen) >= MOST_STEPS:
+            return
+        now = time.perf_counter()
+        with torch.no_grad():
+            current = latents.detach()
+            index = start_moments(current, self._numbers)
+            if index is None:
+                return
+            norm = torch.linalg.vector_norm(current.float())
+            same = self._before is not None and self._before.shape == current.shape
+            before = self._before if same else current
+            drift = torch.linalg.vector_norm(current.float() - before.float()) / torch.linalg.vector_norm(before.float())
+            self._numbers.add(drift.double().reshape(1))
+            self._before = current.clone()  # schedulers may write into their sample
+        elapsed = now - self._at if self._at is not None else None
+        self._seen.append(_Seen(len(self._seen) if step is None else int(step), timestep, index, elapsed))
+        record_series({"diffusion.latent_norm": norm})
+        self._at = now
+
+    @contextmanager
+    def watch(self, pipeline: Any) -> Iterator[DiffusionMonitor]:
+        """Watch each step of a pipeline's scheduler in a ``with`` block, for pipelines without ``callback_on_step_end``.
+
+        Args:
+            pipeline: an object with a ``scheduler``, or the scheduler itself.
+
+        Raises:
+            TypeError: there is no scheduler with a ``step``.
+        """
+        scheduler = getattr(pipeline, "scheduler", pipeline)
+        original = getattr(scheduler, "step", None)
+        if not callable(original):
+            raise TypeError(f"watch() takes a pipeline or a scheduler with step(), not {type(pipeline).__name__}")
+        own = vars(scheduler).get("step")
+
+        def step(model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(model_output, timestep, *args, **kwargs)
+            sample = result[0] if isinstance(result, tuple) else getattr(result, "prev_sample", result)
+            self.step(sample, timestep=timestep)
+            return result
+
+        scheduler.step = step
+        try:
+            yield self
+        finally:
+            if own is not None:
+                scheduler.step = own
+            else:
+                del scheduler.step
+
+    def result(self) -> DenoisingCheck:
+        """Return all steps so far, after one transfer from each device."""
+        from torchobs.debug.statistics import Moments
+
+        numbers, rows = self._numbers.read(), list[DenoisingStep]()
+        for one in self._seen:
+            m = Moments(*numbers[one.at])
+            drift = numbers[one.at + 1][0] if rows else nan
+            timestep = None if one.timestep is None else float(one.timestep)
+            counts = int(m.nan), int(m.infinite)
+            rows.append(DenoisingStep(one.step, timestep, m.norm, m.mean, m.std, *counts, drift, one.time))
+        times = [row.time for row in rows if row.time is not None]
+        odd = next((row for row in rows if row.nan_count or row.inf_count), None)
+        texts = list(_latent_texts(rows, odd))
+        for kind, text in texts:
+            found(kind, text, function="diffusion_monitor", name="latents")
+        return DenoisingCheck(
+            len(rows), sum(times), sum(times) / len(times) if times else None, rows[-1].norm if rows else nan,
+            odd.step if odd is not None else None, tuple(text for _, text in texts), tuple(rows),
+        )  # fmt: skip
+
+
+def _latent_texts(rows: list[DenoisingStep], odd: DenoisingStep | None) -> Iterator[tuple[str, str]]:
+    if odd is not None:
+        counts = f"{odd.nan_count} NaN and {odd.inf_count} Inf"
+        yield "nonfinite_latents", f"latents have {counts} after step {odd.step} (timestep {odd.timestep}), for the first time"
+    grown = next((row for row in rows if row.norm > DIVERGING * rows[0].norm > 0 and row.norm < float("inf")), None)
+    if grown is not None:
+        yield (
+            "diverging_latents",
+            f"the latents' norm is {grown.norm:.3g} after step {grown.step}, {rows[0].norm:.3g} at first",
+        )
+
+
+def diffusion_monitor() -> DiffusionMonitor:
+    """Return a monitor of denoising steps: norm, NaN, drift and time of the latents after each.
+
+    Give it to a pipeline of diffusers as ``callback_on_step_end``, call ``monitor.step(latents, timestep)`` in a loop of one's
+    own, or enclose a pipeline without callbacks by ``monitor.watch(pipeline)``; then ``monitor.result()``.
+    """
+    return DiffusionMonitor()

@@ -1,0 +1,231 @@
+"""``check_gradients``: the gradients that a backward pass has left, parameter by parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.statistics import NOTHING, Moments
+from torchobs.debug.tensors import parameters_of, start_moments, total_norm
+from torchobs.debug.transfer import Numbers
+from torchobs.debug.values import elements_of
+from torchobs.runtime.session import current
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXPLODING = 10.0
+"""Norm of one parameter's gradient above which it is called exploding; trainings clip the total norm to 1 or so"""
+VANISHING = 1e-6
+"""Norm below which it is called vanishing: a step at a learning rate of 0.1 is lost in float32 beside weights of 1"""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStats(Result):
+    """The gradient of one parameter, divided by the loss scale. Statistics are of the finite elements, the norm of all."""
+
+    name: str
+    numel: int
+    norm: float
+    mean: float
+    std: float
+    min: float
+    max: float
+    zero_count: int
+    nan_count: int
+    inf_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCheck(Result):
+    """The gradients of a model, divided by the loss scale where they are scaled."""
+
+    model: str
+    total_norm: float
+    """L2 norm of all of them, on this rank; NaN or infinite if an element is; NaN without any gradient"""
+    loss: float | None
+    loss_scale: float
+    """What the gradients were divided by; 1 if they are not scaled"""
+    has_nan: bool
+    has_inf: bool
+    missing: tuple[str, ...]
+    """Trainable parameters without a gradient"""
+    anomalies: tuple[str, ...]
+    """Not finite, exploding; vanishing for weights alone: a bias before a normalisation has no gradient by construction"""
+    parameters: tuple[GradientStats, ...]
+
+    def exploding(self, threshold: float = EXPLODING) -> tuple[str, ...]:
+        """Return the names of parameters whose gradient has a norm above ``threshold``, or is not finite.
+
+        Raises:
+            ValueError: the threshold is not above 0.
+        """
+        require_positive(threshold)
+        return tuple(row.name for row in self.parameters if not row.norm <= threshold)
+
+    def vanishing(self, threshold: float = VANISHING) -> tuple[str, ...]:
+        """Return the names of parameters whose gradient has a norm below ``threshold``, zero included.
+
+        Raises:
+            ValueError: the threshold is not above 0.
+        """
+        require_positive(threshold)
+        return tuple(row.name for row in self.parameters if row.norm < threshold)
+
+
+class PendingGradients(NamedTuple):
+    """A check that a device computes; ``build`` makes the result of the numbers when they are read."""
+
+    numbers: Numbers
+    build: Callable[[list[list[float]]], GradientCheck]
+
+
+class _Measured(NamedTuple):
+    name: str
+    numel: int
+    is_weight: bool
+    """Of two dimensions or more"""
+    moments: Moments
+
+
+def check_gradients(model: Any, loss: Any = None, *, scaler: Any = None) -> GradientCheck:
+    """Check the gradients that a backward pass has left in a model, after one transfer from each device.
+
+    Call it between ``backward()`` and ``zero_grad()``. Gradients that a loss scaler has scaled are divided by its scale: the
+    scale is that of ``scaler``, or of the scaler that a session has seen. Without a session, gradients count as scaled until
+    ``scaler.unscale_()`` or ``scaler.step()``, and again after ``scaler.update()``: so call it before that.
+
+    Args:
+        model: the module; shared parameters count once. Of a DTensor the local shard is checked, without a collective.
+        loss: the loss as a tensor with one element or a number, to be reported and checked as well.
+        scaler: a ``torch.amp.GradScaler``.
+
+    Raises:
+        TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
+    """
+    pending = start_gradients(model, loss, scaler, "check_gradients")
+    return pending.build(pending.numbers.read())
+
+
+def start_gradients(model: Any, loss: Any, scaler: Any, function: str) -> PendingGradients:
+    """Start the computations of :func:`check_gradients`."""
+    import torch
+
+    named, numbers = parameters_of(model, function), Numbers()
+    with torch.no_grad():
+        rows = [(name, x, start_moments(x.grad, numbers)) for name, x in named if x.grad is not None]
+        at_loss, at_scale = _add_scalar(numbers, loss, function), _add_scalar(numbers, scale_in_use(scaler), function)
+    missing = tuple(name for name, x in named if x.grad is None and x.requires_grad)
+
+    def build(read: list[list[float]]) -> GradientCheck:
+        scale = 1.0 if at_scale is None else read[at_scale][0]
+        measured = [
+            _Measured(name, elements_of(x), x.dim() > 1, NOTHING if at is None else Moments(*read[at])) for name, x, at in rows
+        ]
+        return _checked(model, measured, None if at_loss is None else read[at_loss][0], scale, missing, function)
+
+    return PendingGradients(numbers, build)
+
+
+def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
+    """Add a number, or a tensor with one element; return its index."""
+    import torch
+
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return numbers.add(value.detach().reshape(1).to(torch.float32 if value.device.type == "mps" else torch.float64))
+    if isinstance(value, (int, float)):
+        return numbers.add(torch.tensor([float(value)], dtype=torch.float64, device="cpu"))
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise TypeError(f"{function}() takes a loss of one number, not {what}: reduce it, or leave it out")
+
+
+def scale_in_use(scaler: Any) -> Any:
+    """Return the scale that the gradients still have, as a tensor on its device; ``None`` if they have none."""
+    session = current()
+    seen = session.loss_scaling if session is not None else None
+    own = getattr(scaler, "_scale", None)  # a disabled scaler has none, and get_scale() would wait
+    if seen is not None and seen.losses and (scaler is None or seen.scale is own):
+        return seen.scale if seen.waits_for_unscale else None
+    stages = [] if own is None else [state["stage"].name for state in scaler._per_optimizer_states.values()]
+    return own if all(stage == "READY" for stage in stages) else None
+
+
+def _checked(
+    model: Any,
+    measured: list[_Measured],
+    loss: float | None,
+    scale: float,
+    missing: tuple[str, ...],
+    function: str,
+) -> GradientCheck:
+    rows = tuple(_row(one.name, one.numel, one.moments, scale) for one in measured)
+    total = total_norm((one.moments for one in measured), scale) if rows else nan
+    check = GradientCheck(
+        model=type(model).__name__, total_norm=total, loss=loss, loss_scale=scale, has_nan=any(row.nan_count for row in rows),
+        has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), parameters=rows,
+    )  # fmt: skip
+    anomalies = _anomalies(check, {one.name for one in measured if one.is_weight})
+    for kind, name, text in _limited(anomalies):
+        found(kind, text, function=function, name=name)
+    object.__setattr__(check, "anomalies", tuple(text for _, _, text in anomalies))  # nobody has seen it yet
+    return check
+
+
+def _row(name: str, numel: int, m: Moments, scale: float) -> GradientStats:
+    return GradientStats(
+        name=name, numel=numel, norm=m.norm / scale, mean=m.mean / scale, std=m.std / scale, min=m.min / scale,
+        max=m.max / scale, zero_count=int(m.zeros), nan_count=int(m.nan), inf_count=int(m.infinite),
+    )  # fmt: skip
+
+
+def _anomalies(check: GradientCheck, weights: set[str]) -> list[tuple[str, str, str]]:
+    """Return kind, name and text of each.
+
+    Only of weights a small gradient is one: that of a bias before a normalisation, or of attention's keys, is zero but for
+    rounding, and nothing is wrong with it.
+    """
+    anomalies = []
+    if check.loss is not None and not isfinite(check.loss):
+        anomalies.append(("nonfinite_loss", "loss", f"the loss is {check.loss}"))
+    if not check.parameters and check.missing:
+        text = f"no parameter of {check.model} has a gradient: was backward() called, and not yet zero_grad()?"
+        anomalies.append(("no_gradient", check.model, text))
+    vanishing = set(check.vanishing())
+    for row in check.parameters:
+        if row.nan_count or row.inf_count:
+            more = "; a loss scaler skips such a step" if check.loss_scale != 1.0 else ""
+            text = f"{row.name}: {row.nan_count} NaN and {row.inf_count} Inf in a gradient of {row.numel} elements{more}"
+            anomalies.append(("nonfinite_gradient", row.name, text))
+        elif row.norm > EXPLODING:
+            text = f"{row.name}: the gradient's norm {row.norm:.3g} is above {EXPLODING:g} (exploding)"
+            anomalies.append(("gradient_explosion", row.name, text))
+        elif row.name not in weights:
+            continue
+        elif row.numel and row.zero_count == row.numel:
+            anomalies.append(("gradient_vanishing", row.name, f"{row.name}: the gradient is exactly zero (vanishing)"))
+        elif row.name in vanishing and row.numel:
+            text = f"{row.name}: the gradient's norm {row.norm:.3g} is below {VANISHING:g} (vanishing)"
+            anomalies.append(("gradient_vanishing", row.name, text))
+    return anomalies
+
+
+def _limited(anomalies: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return the first few of each kind."""
+    left: dict[str, int] = {}
+    kept = []
+    for anomaly in anomalies:
+        left[anomaly[0]] = left.get(anomaly[0], FLOOD) - 1
+        if left[anomaly[0]] >= 0:
+            kept.append(anomaly)
+    return kept
+
+
+def require_positive(threshold: float) -> None:
+    """Raise ``ValueError`` if a threshold of a norm is not above 0."""
+    if not threshold > 0:
+        raise ValueError(f"a threshold of a norm is above 0, not {threshold}")

@@ -1,0 +1,289 @@
+"""``dataloader``: how fast a loader is, whether its workers share the work, and what is in its batches and splits."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from math import nan
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+from torchobs.debug.findings import FLOOD, found
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+SLOW_WORKER = 3.0
+"""A worker is slow whose batches are waited for this many times longer than the median worker's"""
+LEAST_WAIT_S = 0.01
+"""and at least this long"""
+LEAST_BATCHES = 3
+"""of each that is judged, after the first batch"""
+IMBALANCE = 10.0
+"""Ratio of the most to the least frequent class from which it is told"""
+LEAST_LABELS = 100
+"""Labels seen before classes are judged"""
+_LABELS = ("labels", "label", "target", "targets", "y")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad(Result):
+    """What one worker did. Times in seconds."""
+
+    worker: int
+    batches: int
+    wait: float
+    """Time that the main process waited for its batches"""
+    typical: float
+    """The median wait for one of them"""
+    longest: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart(Result):
+    """One tensor of the batches."""
+
+    name: str
+    dtype: str
+    shapes: tuple[str, ...]
+    """Different ones that were seen, the first eight"""
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSize(Result):
+    """One part of a data set."""
+
+    name: str
+    samples: int | None
+    """``None`` where it has no length"""
+    share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCheck(Result):
+    """A data loader, by its first batches. Times in seconds."""
+
+    dataset: str
+    dataset_size: int | None
+    batch_size: int | None
+    workers: int
+    batches: int
+    """That were taken"""
+    samples: int
+    first_batch: float
+    """Time to the first batch, the start of workers included"""
+    batch_median: float
+    batch_longest: float
+    throughput: float
+    """Samples a second after the first batch, with nothing between batches; NaN with fewer than two"""
+    worker_loads: tuple[WorkerLoad, ...]
+    parts: tuple[BatchPart, ...]
+    classes: dict[str, int]
+    """Labels by class, where batches have integer labels"""
+    imbalance: float | None
+    """The most frequent class to the least frequent one of those seen"""
+    splits: tuple[SplitSize, ...]
+    anomalies: tuple[str, ...]
+
+
+class _Fetch(NamedTuple):
+    seconds: float
+    worker: int | None
+    batch: Any
+
+
+def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | None = None) -> LoaderCheck:
+    """Take some batches of a loader and report on them. Its workers are ended and random states put back afterwards.
+
+    A ``torch.utils.data.DataLoader`` gets an iterator of its own, so that an epoch in progress goes on undisturbed. Of any
+    other iterable the first batches are consumed if it is its own iterator.
+
+    Args:
+        loader: a DataLoader, or any iterable of batches.
+        batches: how many to take at most.
+        splits: loaders or data sets by name (``{"train": ..., "validation": ...}``), to report their sizes, and samples that
+            two ``Subset`` of one data set have in common.
+
+    Raises:
+        TypeError: ``loader`` is not iterable.
+        ValueError: ``batches`` is below 1.
+    """
+    if not hasattr(loader, "__iter__"):
+        raise TypeError(f"dataloader() takes a DataLoader or an iterable of batches, not {type(loader).__name__}")
+    if batches < 1:
+        raise ValueError(f"dataloader() takes at least one batch, not {batches}")
+    summary, fetches = _Batches(), list[_Fetch]()
+    for fetch in _taken(loader, batches):
+        summary.add(fetch)
+        fetches.append(fetch._replace(batch=None))
+    seconds = [fetch.seconds for fetch in fetches]
+    later, after_first = seconds[1:], summary.samples - summary.first_samples
+    loads, dataset = _loads(fetches), getattr(loader, "dataset", loader)
+    rows, shared = _splits(splits or {})
+    texts = [*_slow_workers(loads), *summary.findings(), *shared]
+    if not seconds:
+        texts.append(("no_batch", "loader", "the loader gives no batch"))
+    for kind, name, text in texts[:FLOOD]:
+        found(kind, text, function="dataloader", name=name)
+    counts = summary.classes
+    return LoaderCheck(
+        dataset=type(dataset).__name__, dataset_size=_length(dataset), batch_size=getattr(loader, "batch_size", None),
+        workers=getattr(loader, "num_workers", 0), batches=len(seconds), samples=summary.samples,
+        first_batch=seconds[0] if seconds else nan, batch_median=median(later or seconds or [nan]),
+        batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
+        worker_loads=loads, parts=summary.parts(), classes={str(key): counts[key] for key in sorted(counts)},
+        imbalance=max(counts.values()) / min(counts.values()) if counts else None, splits=rows,
+        anomalies=tuple(text for _, _, text in texts),
+    )  # fmt: skip
+
+
+def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
+    import torch
+
+    generators = [getattr(one, "generator", None) for one in (loader, getattr(loader, "sampler", None))]
+    states = [(one, one.get_state()) for one in generators if one is not None]
+    with torch.random.fork_rng(devices=[]):
+        begun = time.perf_counter()
+        iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
+        try:
+            for _ in range(batches):
+                worker = _next_worker(iterator)
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                yield _Fetch(time.perf_counter() - begun, worker, batch)
+                begun = time.perf_counter()
+        finally:
+            getattr(iterator, "_shutdown_workers", int)()
+            for generator, state in states:
+                generator.set_state(state)
+
+
+def _next_worker(iterator: Any) -> int | None:
+    """Return the worker whose batch comes next: torch hands them out in order."""
+    task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    return task[0] if task else None
+
+
+class _Batches:
+    """Sums over batches."""
+
+    def __init__(self) -> None:
+        self.samples = self.first_samples = 0
+        self.classes: Counter[int] = Counter()
+        self._shapes: dict[str, tuple[str, dict[str, None], bool]] = {}
+        self._first_of_worker: dict[int, int] = {}
+        self._nonfinite: set[str] = set()
+
+    def add(self, fetch: _Fetch) -> None:
+        from torchobs.debug.module_values import walk
+
+        named = list(walk(fetch.batch, "batch"))
+        size = next((int(x.shape[0]) for _, x in named if x.dim()), 0)
+        self.first_samples = self.first_samples or size
+        self.samples += size
+        for name, x in named:
+            self._note(name, x)
+        self._count(fetch.batch, size)
+        if fetch.worker is not None and fetch.worker not in self._first_of_worker and named:
+            self._first_of_worker[fetch.worker] = crc32(b"".join(map(_bytes, (x for _, x in named))))
+
+    def _note(self, name: str, x: Any) -> None:
+        dtype = str(x.dtype).removeprefix("torch.")
+        _, shapes, _ = self._shapes.setdefault(name, (dtype, {}, x.device.type == "cpu" and x.is_pinned()))
+        shapes["x".join(map(str, x.shape)) or "scalar"] = None
+        if x.is_floating_point() and x.numel() and not bool(x.isfinite().all()):
+            self._nonfinite.add(name)
+
+    def _count(self, batch: Any, size: int) -> None:
+        labels = _labels(batch)
+        if labels is not None and labels.dim() == 1 and len(labels) == size and not labels.is_floating_point():
+            self.classes.update(labels.tolist())
+
+    def parts(self) -> tuple[BatchPart, ...]:
+        rows = self._shapes.items()
+        return tuple(BatchPart(name, dtype, tuple(shapes)[:8], pinned) for name, (dtype, shapes, pinned) in rows)
+
+    def findings(self) -> Iterator[tuple[str, str, str]]:
+        """Yield kind, name and text of what is wrong with the batches."""
+        for name in sorted(self._nonfinite):
+            yield "nonfinite_input", name, f"{name} has NaN or Inf"
+        same = Counter(self._first_of_worker.values())
+        if len(self._first_of_worker) > 1 and len(same) == 1:
+            advice = "an IterableDataset splits its samples by torch.utils.data.get_worker_info()"
+            yield "duplicated_data", "workers", f"all {len(self._first_of_worker)} workers begin with the same batch: {advice}"
+        counts = self.classes
+        if counts.total() >= LEAST_LABELS and (ratio := max(counts.values()) / min(counts.values())) >= IMBALANCE:
+            most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+            yield "class_imbalance", "classes", f"class {most} is {ratio:.3g} times as frequent as class {least}"
+        if counts.total() >= LEAST_LABELS and len(counts) == 1:
+            yield "single_class", "classes", f"all {counts.total()} labels seen are {next(iter(counts))}: is the data shuffled?"
+
+
+def _bytes(x: Any) -> bytes:
+    import torch
+
+    return bytes(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else b""
+
+
+def _labels(batch: Any) -> Any:
+    import torch
+
+    if hasattr(batch, "keys"):
+        values = [batch[name] for name in _LABELS if name in batch]
+    else:
+        values = [batch[-1]] if isinstance(batch, (tuple, list)) and len(batch) > 1 else []
+    return values[0] if values and isinstance(values[0], torch.Tensor) else None
+
+
+def _loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:
+    waits: dict[int, list[float]] = {}
+    for index, fetch in enumerate(fetches):
+        if fetch.worker is not None and index:  # the first has the start of all workers in it
+            waits.setdefault(fetch.worker, []).append(fetch.seconds)
+    return tuple(WorkerLoad(worker, len(all_), sum(all_), median(all_), max(all_)) for worker, all_ in sorted(waits.items()))
+
+
+def _slow_workers(loads: tuple[WorkerLoad, ...]) -> Iterator[tuple[str, str, str]]:
+    typical = {load.worker: load.typical for load in loads if load.batches >= LEAST_BATCHES}
+    for worker, wait in typical.items():
+        others = [other for one, other in typical.items() if one != worker]
+        if others and wait >= LEAST_WAIT_S and wait > SLOW_WORKER * median(others):
+            text = f"worker {worker} is waited for {wait:.3g} s a batch, the others {median(others):.3g} s"
+            yield "slow_worker", f"worker {worker}", text
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _splits(splits: Mapping[str, Any]) -> tuple[tuple[SplitSize, ...], list[tuple[str, str, str]]]:
+    datasets = {name: getattr(one, "dataset", one) if hasattr(one, "batch_sampler") else one for name, one in splits.items()}
+    sizes = {name: _length(dataset) for name, dataset in datasets.items()}
+    total = sum(size or 0 for size in sizes.values())
+    rows = tuple(SplitSize(name, size, size / total if size is not None and total else None) for name, size in sizes.items())
+    texts, names = [], list(datasets)
+    for index, one in enumerate(names):
+        for other in names[index + 1 :]:
+            if shared := _shared(datasets[one], datasets[other]):
+                text = f"{shared} samples of {one} are in {other}, too"
+                texts.append(("split_overlap", f"{one}, {other}", text))
+    texts += [("empty_split", name, f"{name} has no sample") for name, size in sizes.items() if size == 0]
+    return rows, texts
+
+
+def _shared(one: Any, other: Any) -> int:
+    if one is other:
+        return _length(one) or 0
+    indices, others = getattr(one, "indices", None), getattr(other, "indices", None)
+    if indices is None or others is None or getattr(one, "dataset", None) is not getattr(other, "dataset", one):
+        return 0
+    return len(set(map(int, indices)) & set(map(int, others)))

@@ -1,0 +1,136 @@
+"""Statistics of what goes into a model, comes out of it and passes between its modules, read by one transfer."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchobs.debug.statistics import NOTHING, Moments
+from torchobs.debug.tensors import start_moments
+from torchobs.debug.transfer import Numbers
+from torchobs.debug.values import elements_of, shape_of
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MOST_TENSORS = 64
+"""Most tensors of a batch, or of an output, that are looked at"""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueStats(Result):
+    """One tensor: an input, an output or a module's output. Statistics are of the finite elements, the norm of all."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    device: str
+    numel: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    norm: float
+    zero_count: int
+    nan_count: int
+    inf_count: int
+
+    @property
+    def anomaly(self) -> str:
+        """What is wrong with it in words, or nothing."""
+        counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nan_count, "NaN"), (self.inf_count, "Inf")) if n)
+        return f"{self.name}: {counts} of {self.numel} elements" if counts else ""
+
+
+class Collector:
+    """Starts the statistics of tensors where they are; ``read`` waits for them once."""
+
+    def __init__(self) -> None:
+        self._numbers = Numbers()
+        self._taken: list[tuple[str, str, Any, int | None]] = []
+
+    def add(self, group: str, name: str, values: Any) -> None:
+        """Take all tensors of a value: a tensor, or any nesting of tuples, lists, dicts and dataclass-like outputs."""
+        import torch
+
+        with torch.no_grad():
+            for path, tensor in _tensors(values, name):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                known = shape_of(tensor), dtype, str(tensor.device), elements_of(tensor)
+                self._taken.append((group, path, known, start_moments(tensor, self._numbers)))
+
+    def read(self) -> dict[str, tuple[ValueStats, ...]]:
+        """Return the statistics by group, in the order in which they were taken."""
+        numbers = self._numbers.read()
+        found: dict[str, list[ValueStats]] = {}
+        for group, name, (shape, dtype, device, numel), index in self._taken:
+            m = NOTHING if index is None else Moments(*numbers[index])
+            row = ValueStats(
+                name,
+                shape,
+                dtype,
+                device,
+                numel,
+                m.mean,
+                m.std,
+                m.min,
+                m.max,
+                m.norm,
+                int(m.zeros),
+                int(m.nan),
+                int(m.infinite),
+            )
+            found.setdefault(group, []).append(row)
+        return {group: tuple(rows) for group, rows in found.items()}
+
+
+def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for count, pair in enumerate(walk(values, name)):
+        if count == MOST_TENSORS:
+            return
+        yield pair
+
+
+def walk(values: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of any nesting of tuples, lists and mappings, each with its path."""
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        yield name, values
+    elif isinstance(values, dict) or hasattr(values, "items"):
+        for key, value in values.items():
+            yield from walk(value, f"{name}.{key}")
+    elif isinstance(values, (tuple, list)):
+        for index, value in enumerate(values):
+            yield from walk(value, f"{name}[{index}]")
+
+
+@contextmanager
+def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[None]:
+    """Take the output of every module without children during the block, by hooks that are gone afterwards."""
+    handles = []
+    try:
+        for name, module in model.named_modules() if wanted else ():
+            if not any(True for _ in module.children()):
+                handles.append(module.register_forward_hook(_take(collector, name or type(module).__name__)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _take(collector: Collector, name: str) -> Any:
+    def take(module: Any, given: Any, output: Any) -> None:
+        del module, given
+        collector.add("activations", name, output)
+
+    return take
+
+
+def call(model: Any, batch: Any) -> Any:
+    """Call a model with a batch: a dict by keywords, a tuple or list by position, anything else as the only argument."""
+    if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
+        return model(**dict(batch.items()))
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -1,0 +1,130 @@
+"""``monitor_step``: check loss and gradients of a step in a training loop, and count what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torchobs.debug.findings import found
+from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, require_positive, start_gradients
+from torchobs.debug.history import history
+from torchobs.detect.spikes import judge
+from torchobs.flight.metrics.fold import LEAST_LOSS_EXCESS
+from torchobs.support.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class StepCheck(Result):
+    """One step of a training loop."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    """L2 norm of all gradients, unscaled"""
+    gradient_explosion: bool
+    gradient_vanishing: bool
+    loss_anomaly: bool
+    """Not finite, or far above the losses of this model before"""
+    anomaly_detected: bool
+    anomalies: tuple[str, ...]
+    gradients: GradientCheck
+
+
+@dataclass(slots=True)
+class _Baseline:
+    """Losses of one model so far."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    seen: int = 0
+    steps: int = 0
+
+    def is_spike(self, loss: float) -> bool:
+        least = LEAST_LOSS_EXCESS * max(1.0, abs(self.mean))
+        judged = judge(loss, self.mean, self.variance, self.seen, least, skewed=True)
+        is_spike, self.mean, self.variance, self.seen = judged
+        return is_spike
+
+
+_baselines: WeakKeyDictionary[Any, _Baseline] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a step as a whole, by kind."""
+
+    kinds: frozenset[str]
+    anomalies: tuple[str, ...]
+
+    def count(self, *, anomalous: bool) -> None:
+        """Count the step in the history and in the flight file."""
+        history.add_step(self.kinds, anomalous=anomalous or bool(self.kinds))
+
+
+def monitor_step(
+    model: Any, loss: Any, step: int | None = None, *, scaler: Any = None, exploding: float = EXPLODING,
+    vanishing: float = VANISHING,
+) -> StepCheck:  # fmt: skip
+    """Check loss and gradients of the step in progress, after one transfer from each device, and count it.
+
+    Call it between ``backward()`` and ``zero_grad()``, before ``scaler.update()``. The loss is compared with those of the same
+    model before, by :mod:`torchobs.detect.spikes`, from the 20th on.
+
+    Args:
+        model: the module.
+        loss: a tensor with one element, or a number.
+        step: its number; without one, calls for this model are counted.
+        scaler: as for :func:`torchobs.debug.check_gradients`.
+        exploding: total gradient norm above which gradients explode.
+        vanishing: total gradient norm below which they vanish.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``loss`` not one number.
+        ValueError: a threshold is not above 0.
+    """
+    require_positive(exploding)
+    require_positive(vanishing)
+    if loss is None:
+        raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
+    pending = start_gradients(model, loss, scaler, "monitor_step")
+    check = pending.build(pending.numbers.read())
+    value = check.loss if check.loss is not None else float("nan")
+    # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
+    is_skipped = check.loss_scale != 1.0 and not isfinite(check.total_norm)
+    verdict = judge_step(model, value, check.total_norm, "monitor_step", exploding, vanishing, is_skipped=is_skipped)
+    anomalies = tuple(dict.fromkeys([*(() if is_skipped and isfinite(value) else check.anomalies), *verdict.anomalies]))
+    verdict.count(anomalous=bool(anomalies))
+    return StepCheck(
+        step=_baselines[model].steps if step is None else step, loss=value, gradient_norm=check.total_norm,
+        gradient_explosion="gradient_explosion" in verdict.kinds, gradient_vanishing="gradient_vanishing" in verdict.kinds,
+        loss_anomaly="loss_anomaly" in verdict.kinds, anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
+    )  # fmt: skip
+
+
+def judge_step(
+    model: Any, loss: float, norm: float, function: str, exploding: float = EXPLODING, vanishing: float = VANISHING, *,
+    is_skipped: bool = False,
+) -> Verdict:  # fmt: skip
+    """Judge a step by its loss and the total norm of its gradients; one that is not finite explodes, unless it is skipped."""
+    baseline = _baselines.setdefault(model, _Baseline())
+    baseline.steps += 1
+    told: dict[str, str] = {}
+    if not isfinite(loss):
+        told["loss_anomaly"] = f"the loss is {loss}"
+    elif baseline.is_spike(loss):
+        told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {baseline.mean:.4g}"
+    if norm > exploding or (not isfinite(norm) and _has_gradients(model)):
+        if isfinite(norm) or not is_skipped:
+            told["gradient_explosion"] = f"the total gradient norm {norm:.3g} is above {exploding:g} (exploding)"
+    elif norm < vanishing:
+        told["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:g} (vanishing)"
+    for kind, text in told.items():
+        if isfinite(loss) or kind != "loss_anomaly":  # else the check of the gradients has told it
+            found(kind, text, function=function, name=type(model).__name__)
+    return Verdict(frozenset(told), tuple(told.values()))
+
+
+def _has_gradients(model: Any) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,120 @@
+"""Trace a NaN or an infinity of one batch to where it is born."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.nonfinite.backward import BackwardWatch
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin
+from torchobs.probes.nonfinite.probe import attributes_of
+from torchobs.probes.nonfinite.replay import CallSites, state_kept
+from torchobs.probes.nonfinite.values import Condition, condition
+from torchobs.runtime.session import current
+from torchobs.support.error_guard import CircuitBreaker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+    from torchobs.probes.nonfinite.graph import GraphNode
+
+_WRAPPED = ("_orig_mod", "module")
+
+
+def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None = None) -> NonfiniteOrigin | None:
+    """Run the forward and the backward pass of one batch and say where its first NaN or infinity is born.
+
+    Nothing stays changed: random states, buffers (the statistics of BatchNorm) and gradients are restored, and no optimizer
+    steps. The model's own forward hooks run as in any forward pass. A compiled model is run without the compiler, one within
+    ``DistributedDataParallel`` without its wrapper, so that no collective is called.
+
+    Args:
+        model: in the mode (``train()`` or ``eval()``) that is to be traced.
+        batch: what the model is called with: a tensor, a dictionary of keyword arguments, or a tuple of arguments. With
+            ``loss_fn`` a tuple's last item is the target.
+        loss_fn: called with the output, and with the target if the batch is a tuple; without it the output's own ``loss``, or
+            the sum of its elements, is taken.
+
+    Returns:
+        The origin; ``None`` if the loss and all gradients are finite.
+
+    Raises:
+        ValueError: nothing in the model or the batch takes a gradient, or the loss is not one number.
+    """
+    import torch
+
+    for name in _WRAPPED:
+        inner = vars(model).get("_modules", {}).get(name)
+        if inner is not None and (name == "_orig_mod" or type(model).__name__.endswith("DataParallel")):
+            model = inner
+    with state_kept(model), torch.enable_grad():
+        sites = CallSites(model)
+        try:
+            with sites, torch.compiler.set_stance("force_eager"):
+                loss = _loss(model, batch, loss_fn)
+        finally:
+            sites.remove()
+        origin = _traced(model, loss, sites, batch)
+    session = current()
+    if origin is not None and session is not None and session.context is not None:
+        session.context.event(catalog.EVENT_NONFINITE_ORIGIN, attributes_of(origin))
+    return origin
+
+
+def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None) -> torch.Tensor:
+    target: tuple[Any, ...] = ()
+    if isinstance(batch, (tuple, list)) and loss_fn is not None and len(batch) > 1:
+        *batch, last = batch
+        target = (last,)
+    arguments = batch if isinstance(batch, (tuple, list)) else [batch]
+    output = model(**batch) if hasattr(batch, "keys") else model(*arguments)
+    loss = loss_fn(output, *target) if loss_fn is not None else _summed(output)
+    if loss.numel() != 1 or loss.grad_fn is None:
+        what = "has no gradient" if loss.grad_fn is None else f"has {loss.numel()} elements"
+        raise ValueError(f"the loss {what}: trace_nan() needs one number that parameters have been used for; give loss_fn")
+    return loss
+
+
+def _summed(output: Any) -> torch.Tensor:
+    """Return the output's own loss, or the sum of its floating-point elements."""
+    import torch
+
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        own: torch.Tensor = output.loss
+        return own
+    values = output.values() if hasattr(output, "values") and not isinstance(output, torch.Tensor) else output
+    items = [values] if isinstance(values, torch.Tensor) else list(values)
+    floats = [item.sum() for item in items if isinstance(item, torch.Tensor) and item.is_floating_point()]
+    if not floats:
+        raise ValueError("the model's output holds no tensor of floating-point numbers: give loss_fn")
+    return torch.stack([each.float() for each in floats]).sum()
+
+
+def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, batch: Any) -> NonfiniteOrigin | None:
+    import torch
+
+    tracer = GraphTracer([loss], [], None, [model], variables=[{"batch": batch}])
+    found: list[tuple[GraphNode, NonfiniteOrigin]] = []
+    if condition(loss) is not Condition.FINITE:
+        origin = tracer.forward()
+        return None if origin is None or tracer.node is None else _placed(origin, tracer.node, sites)
+    breaker = CircuitBreaker("trace_nan")
+    watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), breaker)
+    try:
+        leaves = [node.parameter for node in tracer.nodes if node.parameter is not None]
+        torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+    finally:
+        watch.remove()
+    return _placed(found[0][1], found[0][0], sites) if found else None
+
+
+def _placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> NonfiniteOrigin:
+    """Return the origin with the module and the line that were seen to make the node."""
+    site = sites.find(node.number)
+    if site is None or origin.kind == "parameter":
+        return origin
+    return replace(origin, module=site.module, module_class=site.kind, line=site.line)

@@ -1,0 +1,237 @@
+"""``debug.context`` and ``@debug.operation``: time, memory, gradient norm and anomalies of a part of the program."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+
+from torchobs.debug import anomaly_mode, resources
+from torchobs.debug.findings import found
+from torchobs.debug.history import history
+from torchobs.debug.optimizer_norms import norm_of_model, unwatch_steps, watch_steps
+from torchobs.debug.resources import MemoryUse
+from torchobs.debug.tensors import require_module
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from torchobs.debug.operator_watch import Birth
+
+Anomaly = Literal["off", "warn", "raise"]
+ANOMALY = ("off", "warn", "raise")
+MOST_ANOMALIES = 32
+"""Anomalies of one operation that are kept, each once for an operator and a line"""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class DebugInfo(Result):
+    """One operation. What is only known at its end is ``None``, 0 or empty before it."""
+
+    operation: str
+    model_name: str | None = None
+    epoch: int | None = None
+    batch: int | None = None
+    anomaly: str = "off"
+    parent: str | None = None
+    """The operation that encloses this one, of the same task"""
+    execution_time: float | None = None
+    """Seconds"""
+    memory_usage: MemoryUse | None = None
+    """Resident memory of the process, in bytes"""
+    gpu_memory: MemoryUse | None = None
+    """Bytes that tensors have on CUDA devices; ``None`` without one"""
+    gradient_norm: float | None = None
+    """L2 norm, unscaled, of the gradients of the last optimizer step inside, or of ``model`` at the end; else ``None``"""
+    anomaly_detected: bool = False
+    anomalies: tuple[str, ...] = ()
+    error: str | None = None
+    """Class of the exception that ended it"""
+
+
+class _Open:
+    """An operation that has begun."""
+
+    def __init__(self, info: DebugInfo, parent: _Open | None) -> None:
+        self.info, self.parent = info, parent
+        self.norm: Any = None
+        self.texts: dict[str, None] = {}
+
+    def enclosing(self) -> Iterator[_Open]:
+        """Yield this operation and those around it."""
+        one: _Open | None = self
+        while one is not None:
+            yield one
+            one = one.parent
+
+    def note(self, text: str) -> None:
+        """Keep an anomaly for this operation and those around it."""
+        for one in self.enclosing():
+            if len(one.texts) < MOST_ANOMALIES:
+                one.texts[text] = None
+
+
+_current: ContextVar[_Open | None] = ContextVar("torchobs_debug_operation", default=None)
+
+
+def context(
+    operation: str,
+    model_name: str | None = None,
+    epoch: int | None = None,
+    batch: int | None = None,
+    anomaly: Anomaly = "off",
+    *,
+    model: Any = None,
+) -> AbstractContextManager[DebugInfo]:
+    """Measure a ``with`` block: time, memory, gradient norm, anomalies. It yields a :class:`DebugInfo` that the end fills.
+
+    Blocks nest, within tasks of an event loop and threads apart from each other; an exception is noted and goes on. Each block
+    counts in ``debug.summary()`` and, where a session runs, in the flight file.
+
+    Args:
+        operation: name to count it by; a few names, not one for each step.
+        model_name: recorded as it is; ``model``'s class without it.
+        epoch: recorded as it is, as is ``batch``.
+        batch: its number.
+        anomaly: ``raise``: torch's anomaly mode, which raises at a backward function that returns NaN. ``warn``: finds the
+            operator, forward or backward, whose results are not finite though its inputs are, and lets training go on; it sees
+            every operator of this thread, and compiled functions run eagerly in it. The mode that was set before is restored.
+        model: module whose gradients are measured at the end, where no optimizer steps inside.
+
+    Raises:
+        TypeError: the operation is no text, or ``model`` no module.
+        ValueError: ``anomaly`` is none of the three.
+    """
+    _check(operation, anomaly, model)
+    name = model_name if model_name is not None or model is None else type(model).__name__
+    return _Measurement(DebugInfo(operation, name, epoch, batch, anomaly), model)
+
+
+def _check(operation: object, anomaly: object, model: Any) -> None:
+    if not isinstance(operation, str) or not operation:
+        raise TypeError(f"an operation's name is a text, not {operation!r}")
+    if anomaly not in ANOMALY:
+        raise ValueError(f"anomaly is one of {', '.join(map(repr, ANOMALY))}, not {anomaly!r}")
+    if model is not None:
+        require_module(model, "context")
+
+
+class _Measurement:
+    """The context manager of one block after another; frozen results are filled before anybody is told that they are."""
+
+    def __init__(self, template: DebugInfo, model: Any) -> None:
+        self._template, self._model = template, model
+        self._entered: list[tuple[_Open, ExitStack, resources.Reading, float]] = []
+
+    def __enter__(self) -> DebugInfo:
+        parent = _current.get()
+        info = replace(self._template, parent=parent.info.operation if parent is not None else None)
+        opened, undo = _Open(info, parent), ExitStack()
+        undo.callback(_current.set, parent)
+        undo.enter_context(anomaly_mode.entered(info.anomaly, _note_birth))
+        watch_steps(_note_norm)
+        undo.callback(unwatch_steps)
+        _current.set(opened)
+        self._entered.append((opened, undo, resources.read(), time.perf_counter()))
+        return info
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        opened, undo, before, begun = self._entered.pop()
+        elapsed = time.perf_counter() - begun
+        undo.close()
+        if error is not None:
+            _fill(opened.info, error=type(error).__name__)
+            if anomaly_mode.raised_by_torch(error):
+                opened.note(str(error).splitlines()[0])
+        _finish(opened, elapsed, before, self._model)
+
+
+def _finish(opened: _Open, elapsed: float, before: resources.Reading, model: Any) -> None:
+    info, (host, device) = opened.info, resources.use(before, resources.read())
+    on_device = opened.norm if opened.norm is not None or model is None else norm_of_model(model)
+    norm = None if on_device is None else float(on_device.item())
+    if norm is not None and not isfinite(norm):
+        opened.note(f"the gradient norm is {norm}")
+    anomalies = tuple(opened.texts)
+    _fill(
+        info, execution_time=elapsed, memory_usage=host, gpu_memory=device, gradient_norm=norm,
+        anomaly_detected=bool(anomalies), anomalies=anomalies,
+    )  # fmt: skip
+    history.add_operation(info.operation, elapsed, host.peak, device.peak if device is not None else 0, anomalies)
+    about = {"epoch": info.epoch, "batch": info.batch, "model": info.model_name}
+    for text in anomalies:
+        if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it
+            fields = {name: value for name, value in about.items() if value is not None}
+            found("anomaly", f"{info.operation}: {text}", function="context", name=info.operation, **fields)
+
+
+def _fill(info: DebugInfo, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(info, name, value)
+
+
+def _note_norm(norm: Any) -> None:
+    """Keep the norm of a step for the operations of this task that it is in."""
+    opened = _current.get()
+    for one in opened.enclosing() if opened is not None else ():
+        one.norm = norm
+
+
+def _note_birth(birth: Birth) -> None:
+    """Keep it for the innermost operation of this task that wants to know."""
+    opened = _current.get()
+    for one in opened.enclosing() if opened is not None else ():
+        if one.info.anomaly == "warn":
+            one.note(birth.text)
+            return
+
+
+def operation(
+    name: str | Callable[..., Any] | None = None, model_name: str | None = None, *, anomaly: Anomaly = "off"
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function, or a coroutine function, whose calls are measured as :func:`context` does.
+
+    Args:
+        name: the operation's name; the function's own without it. ``@debug.operation`` without parentheses does that, too.
+        model_name: recorded as it is.
+        anomaly: as for :func:`context`.
+
+    Raises:
+        TypeError: it decorates a generator, whose body does not run when it is called.
+        ValueError: ``anomaly`` is none of the three.
+    """
+    if name is not None and not isinstance(name, str):
+        return cast("Callable[[Callable[P, R]], Callable[P, R]]", operation()(name))
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{function.__qualname__} is a generator: use debug.context() inside it")
+        label = name if name is not None else function.__qualname__
+        _check(label, anomaly, None)
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def measured_coroutine(*args: Any, **kwargs: Any) -> Any:
+                with context(label, model_name, anomaly=anomaly):
+                    return await function(*args, **kwargs)
+
+            return cast("Callable[P, R]", measured_coroutine)
+
+        @functools.wraps(function)
+        def measured(*args: P.args, **kwargs: P.kwargs) -> R:
+            with context(label, model_name, anomaly=anomaly):
+                return function(*args, **kwargs)
+
+        return measured
+
+    return decorate

@@ -1,0 +1,243 @@
+"""Find the operators whose results are not finite, while the program goes on: ``anomaly="warn"``.
+
+A dispatch mode sees every operator of the forward and the backward pass. An operator is to blame if its results are not finite
+although its inputs were. On the CPU the answer is there at once; on a device the counts stay there until the end, when they are
+read by one copy.
+
+``-inf`` as a constant (attention masks) is no finding, nor is memory that nobody has written to yet.
+"""
+
+# mypy: disable-error-code="no-untyped-call, unreachable"
+# torch has no types for its dispatch modes
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType
+
+MOST_FORWARD = 100_000
+"""Forward operators whose place in the user's code is remembered for their backward"""
+MOST_PENDING = 100_000
+"""Operators on devices whose results wait to be read"""
+_CONSTANTS = frozenset({
+    "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where", "masked_fill", "masked_fill_", "masked_scatter",
+    "index_fill", "index_fill_", "index_put", "index_put_", "constant_pad_nd", "copy_", "set_", "resize_", "lift_fresh",
+    "lift_fresh_copy",
+})  # fmt: skip
+"""Operators that write a constant, which may be infinite on purpose"""
+_UNWRITTEN = frozenset({
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+})  # fmt: skip
+
+
+class Birth(NamedTuple):
+    """An operator whose results are not finite although its inputs are."""
+
+    operator: str
+    node: str
+    """Autograd node in the backward pass, or empty"""
+    nans: int
+    infinities: int
+    location: str
+    """file:line of the user's code that called it; in the backward pass, that called the forward operator"""
+
+    @property
+    def text(self) -> str:
+        """The finding in words."""
+        counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nans, "NaN"), (self.infinities, "Inf")) if n)
+        where = f" in the backward of {self.node}" if self.node else ""
+        return f"{counts} from {self.operator}{where}{f' at {self.location}' if self.location else ''}"
+
+
+class _Pending(NamedTuple):
+    birth: Birth
+    counts: Any
+    """On the device: NaN and Inf of the results, and whether an input was not finite"""
+    is_constant: bool
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Calls ``found`` with each :class:`Birth`. One for each thread; see :func:`watch_operators`."""
+
+    def __init__(self, found: Callable[[Birth], None]) -> None:
+        super().__init__()
+        self._found = found
+        self._places: OrderedDict[int, tuple[CodeType, int]] = OrderedDict()
+        self._pending: list[_Pending] = []
+        self.left_out = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and look at what it returns."""
+        was_odd = func._schema.is_mutable and self._changes_odd(args)
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _UNWRITTEN or func.is_view or was_odd:
+            return result
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self._remember()
+        for tensor in _floating(result, only_first=name.startswith("_scaled_dot_product")):
+            self._look(name, node, tensor, (args, kwargs))
+        return result
+
+    @staticmethod
+    def _changes_odd(args: Any) -> bool:
+        """Return True if a tensor on the CPU that an operator is to change is not finite already."""
+        return any(x.device.type == "cpu" and _is_odd(x) for x in _floating(args[:1]))
+
+    def _remember(self) -> None:
+        """Remember the user's line by the number of the autograd node that this operator belongs to, the last one made."""
+        frame = _user_frame()
+        if frame is not None:
+            self._places[torch._C._autograd._get_sequence_nr() - 1] = frame
+            if len(self._places) > MOST_FORWARD:
+                self._places.popitem(last=False)
+
+    def _look(self, name: str, node: Any, tensor: Any, given: Any) -> None:
+        if tensor.device.type == "cpu":
+            if _has_finite_sum(tensor):
+                return
+            nans, infinities = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+            if name in _CONSTANTS:
+                infinities = 0
+            if (nans or infinities) and not any(_is_odd(x) for x in _inputs(given, tensor)):
+                self._found(self._birth(name, node)._replace(nans=nans, infinities=infinities))
+            return
+        if len(self._pending) >= MOST_PENDING:
+            self.left_out += 1
+            return
+        odd = [~torch.isfinite(x).all() for x in _inputs(given, tensor) if x.device == tensor.device]
+        inputs = torch.stack(odd).any() if odd else torch.zeros((), dtype=torch.bool, device=tensor.device)
+        counts = torch.stack([torch.isnan(tensor).sum(), torch.isinf(tensor).sum(), inputs.long()])
+        self._pending.append(_Pending(self._birth(name, node), counts, name in _CONSTANTS))
+
+    def _birth(self, name: str, node: Any) -> Birth:
+        place = self._places.get(node._sequence_nr()) if node is not None else _user_frame()
+        location = f"{place[0].co_filename}:{place[1]}" if place is not None else ""
+        return Birth(name, node.name() if node is not None else "", 0, 0, location)
+
+    def settle(self) -> None:
+        """Read what devices have counted, and tell it. It waits for them."""
+        pending, self._pending = self._pending, []
+        by_device: dict[Any, list[_Pending]] = {}
+        for one in pending:
+            by_device.setdefault(one.counts.device, []).append(one)
+        for some in by_device.values():
+            rows = torch.stack([one.counts for one in some]).tolist()
+            for one, (nans, infinities, odd) in zip(some, rows, strict=True):
+                infinities = 0 if one.is_constant else infinities  # noqa: PLW2901
+                if (nans or infinities) and not odd:
+                    self._found(one.birth._replace(nans=nans, infinities=infinities))
+
+
+NOT_THE_USERS = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<frozen ")
+"""How the names of files begin that are not the user's own code"""
+
+
+def _user_frame() -> tuple[CodeType, int] | None:
+    """Return code and line of the innermost frame outside torch and torchobs."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_the_users(code.co_filename):
+            return code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_the_users(filename: str) -> bool:
+    return not filename.startswith(NOT_THE_USERS)
+
+
+def user_line() -> str:
+    """Return file:line of the innermost frame outside torch and torchobs; empty without one."""
+    place = _user_frame()
+    return f"{place[0].co_filename}:{place[1]}" if place is not None else ""
+
+
+def _floating(result: Any, *, only_first: bool = False) -> Iterator[Any]:
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    for part in parts[:1] if only_first else parts:
+        if isinstance(part, torch.Tensor):
+            if _is_readable(part):
+                yield part
+        elif isinstance(part, (tuple, list)):
+            yield from _floating(part)
+
+
+def _is_readable(x: Any) -> bool:
+    is_number = x.dtype.is_floating_point or x.dtype.is_complex
+    return (
+        is_number
+        and x.layout is torch.strided
+        and x.dtype.itemsize > 1
+        and x.device.type != "meta"
+        and type(x).__name__ != "FakeTensor"
+    )
+
+
+def _inputs(given: Any, result: Any) -> Iterator[Any]:
+    """Yield the operator's inputs but for those that it has overwritten."""
+    args, kwargs = given
+    for tensor in _floating([*args, *(kwargs or {}).values()]):
+        if tensor is not result:
+            yield tensor
+
+
+def _has_finite_sum(x: Any) -> bool:
+    """Return True if all elements are finite; False may also mean that their sum overflows. Faster than ``isfinite``."""
+    total = x.sum().item()
+    return total - total == 0  # type: ignore[no-any-return]
+
+
+def _is_odd(x: Any) -> bool:
+    return not _has_finite_sum(x) and not bool(torch.isfinite(x).all())
+
+
+class _Watches(threading.local):
+    """The mode of this thread and how many contexts want it."""
+
+    watch: OperatorWatch | None = None
+    wanted: int = 0
+
+
+_watches = _Watches()
+
+
+def watch_operators(found: Callable[[Birth], None]) -> OperatorWatch:
+    """Begin to watch this thread's operators, or go on doing so for one more."""
+    if _watches.watch is None:
+        _watches.watch = OperatorWatch(found)
+        _watches.watch.__enter__()
+    _watches.wanted += 1
+    return _watches.watch
+
+
+def unwatch_operators() -> None:
+    """End what :func:`watch_operators` began; with the last one the mode goes, wherever in the stack of modes it is."""
+    _watches.wanted -= 1
+    watch = _watches.watch
+    if _watches.wanted or watch is None:
+        return
+    _watches.watch = None
+    above = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not watch:
+        above.append(_pop_mode())  # entered later and still there: tasks of an event loop end in any order
+    if top is watch:
+        watch.__exit__(None, None, None)
+    for mode in reversed(above):
+        _push_mode(mode)
+    watch.settle()

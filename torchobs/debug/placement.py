@@ -1,0 +1,187 @@
+"""``devices``: what a model and its batch are on, what is on the wrong device, and what a forward pass copies unasked."""
+
+# mypy: disable-error-code="no-untyped-call, unreachable"
+# torch has no types for its dispatch modes
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.tensors import require_module
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model raises, or the compiler"""
+KINDS = ("parameter", "buffer", "input", "gradient", "optimizer state")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse(Result):
+    """What is on one device."""
+
+    device: str
+    parameters: int
+    buffers: int
+    inputs: int
+    size: int
+    """Bytes of all of them"""
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced(Result):
+    """A tensor that is not where the model is."""
+
+    kind: str
+    """``parameter``, ``buffer``, ``input``, ``gradient`` or ``optimizer state``"""
+    name: str
+    device: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class SilentCopy(Result):
+    """A transfer between devices that the forward pass made, by the line that caused it."""
+
+    operator: str
+    source: str
+    target: str
+    count: int
+    size: int
+    """Bytes of all of them"""
+    waits: bool
+    """The host waits for the device (``item()``, ``cpu()``, a copy from pageable memory)"""
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCheck(Result):
+    """Where a model, its batch and its optimizer are."""
+
+    model: str
+    device: str
+    """That of most bytes of the parameters; where the batch should be"""
+    spread: bool
+    """The model is placed on several devices on purpose (``hf_device_map``, pipeline): its parameters are not judged"""
+    devices: tuple[DeviceUse, ...]
+    misplaced: tuple[Misplaced, ...]
+    copies: tuple[SilentCopy, ...]
+    error: str | None
+    """What the forward pass raised"""
+    anomalies: tuple[str, ...]
+
+
+def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCheck:
+    """Find tensors on the wrong device, and transfers between devices that the forward pass makes.
+
+    With a batch the model is called once, without gradients; buffers and the random state are put back. Transfers are seen by
+    a dispatch mode, for operators of this thread; a compiled function runs eagerly in it.
+
+    Args:
+        model: the module.
+        batch: as for :func:`torchobs.debug.forward_pass`; without it nothing is run.
+        optimizer: its state is checked against its parameters.
+
+    Raises:
+        TypeError: ``model`` is no module. What the forward pass raises is in ``error``.
+    """
+    require_module(model, "devices")
+    from torchobs.debug.module_values import MOST_TENSORS, walk
+
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    inputs = [pair for pair, _ in zip(walk(batch, "input"), range(MOST_TENSORS), strict=False)]
+    home = _home([x for _, x in parameters] or [x for _, x in buffers] or [x for _, x in inputs])
+    spread = bool(getattr(model, "hf_device_map", None)) or _by_stage(model)
+    misplaced = [*_elsewhere("input", inputs, home)]
+    if not spread:
+        misplaced = [*_elsewhere("parameter", parameters, home), *_elsewhere("buffer", buffers, home), *misplaced]
+    misplaced += [*_gradients(parameters), *_states(optimizer, {id(x): name for name, x in parameters})]
+    copies, error = ((), None) if batch is None else _watched(model, batch)
+    rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
+    anomalies = [(f"misplaced_{row.kind.replace(' ', '_')}", row.name, _misplaced_text(row)) for row in misplaced]
+    anomalies += [("silent_copy", row.operator, _copy_text(row)) for row in copies]
+    anomalies += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
+    for kind, name, text in anomalies[:FLOOD]:
+        found(kind, text, function="devices", name=name)
+    texts = tuple(text for _, _, text in anomalies)
+    return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, texts)
+
+
+def _misplaced_text(row: Misplaced) -> str:
+    return f"{row.kind} {row.name} is on {row.device}, not on {row.expected}"
+
+
+def _copy_text(row: SilentCopy) -> str:
+    waits = ", and the host waits for it" if row.waits else ""
+    where = f" at {row.location}" if row.location else ""
+    return f"{row.operator} copies {row.size} bytes from {row.source} to {row.target} in {row.count} calls{waits}{where}"
+
+
+def _size(x: Any) -> int:
+    return int(x.numel() * x.element_size()) if not x.is_nested else 0
+
+
+def _home(tensors: list[Any]) -> str:
+    sizes: Counter[str] = Counter()
+    for x in tensors:
+        sizes[str(x.device)] += _size(x) + 1
+    return sizes.most_common(1)[0][0] if sizes else "cpu"
+
+
+def _by_stage(model: Any) -> bool:
+    """Return True if each child is on one device of its own: a pipeline by hand. A lone tensor elsewhere is a mistake."""
+    stages = [{str(x.device) for x in child.parameters()} for child in model.children()]
+    stages = [stage for stage in stages if stage]
+    used = set[str]().union(*stages) if stages else set()
+    return len(used) > 1 and "cpu" not in used and "meta" not in used and all(len(stage) == 1 for stage in stages)
+
+
+def _elsewhere(kind: str, named: Iterable[tuple[str, Any]], home: str) -> list[Misplaced]:
+    return [Misplaced(kind, name, str(x.device), home) for name, x in named if str(x.device) != home]
+
+
+def _gradients(parameters: list[tuple[str, Any]]) -> list[Misplaced]:
+    rows = ((name, x.grad.device, x.device) for name, x in parameters if x.grad is not None)
+    return [Misplaced("gradient", name, str(has), str(wants)) for name, has, wants in rows if has != wants]
+
+
+def _states(optimizer: Any, names: dict[int, str]) -> list[Misplaced]:
+    """Return state that is not with its parameter; a step count, which has no dimension, belongs on the CPU."""
+    rows = []
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        for key, x in state.items():
+            if getattr(x, "dim", int)() and str(x.device) != str(parameter.device):
+                name = f"{names.get(id(parameter), 'parameter')}.{key}"
+                rows.append(Misplaced("optimizer state", name, str(x.device), str(parameter.device)))
+    return rows
+
+
+def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
+    counts: dict[str, Counter[str]] = {}
+    for group, named in groups.items():
+        for _, x in named:
+            row = counts.setdefault(str(x.device), Counter())
+            row[group], row["size"] = row[group] + 1, row["size"] + _size(x)
+    return tuple(DeviceUse(name, r["parameters"], r["buffers"], r["inputs"], r["size"]) for name, r in counts.items())
+
+
+def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
+    import torch
+
+    from torchobs.debug.batch_memory import unchanged
+    from torchobs.debug.module_values import call
+    from torchobs.debug.transfer_watch import TransferWatch
+
+    watch, error = TransferWatch(), None
+    with unchanged(model), torch.no_grad(), watch:
+        try:
+            call(model, batch)
+        except RAISED as raised:
+            error = f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
+    rows = [SilentCopy(*key[:3], count, size, *key[3:]) for key, (count, size) in watch.seen.items()]
+    return tuple(sorted(rows, key=lambda row: -row.size)), error

@@ -1,0 +1,236 @@
+"""``profile`` and ``profiling_context``: where the time of steps goes, by ``torch.profiler``, as tables and trace files."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import os
+import shutil
+import socket
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from torchobs.debug.profile_tables import Profile, filled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+T = TypeVar("T")
+TOP = 15
+
+
+@overload
+def profile(
+    fn_or_loop: Callable[[], Any], wait: int = ..., warmup: int = ..., active: int = ..., *, batch_size: int | None = ...,
+    shapes: bool = ..., stacks: bool = ..., memory: bool = ..., flops: bool = ..., top: int = ...,
+    trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
+) -> Profile: ...  # fmt: skip
+@overload
+def profile(
+    fn_or_loop: Iterable[T], wait: int = ..., warmup: int = ..., active: int = ..., *, batch_size: int | None = ...,
+    shapes: bool = ..., stacks: bool = ..., memory: bool = ..., flops: bool = ..., top: int = ...,
+    trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
+) -> ProfiledLoop[T]: ...  # fmt: skip
+def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
+    fn_or_loop: Any, wait: int = 1, warmup: int = 1, active: int = 10, *, batch_size: int | None = None, shapes: bool = True,
+    stacks: bool = False, memory: bool = True, flops: bool = True, top: int = TOP, trace: str | Path | None = None,
+    tensorboard: str | Path | None = None,
+) -> Any:  # fmt: skip
+    """Profile training steps with ``torch.profiler``: skip some, warm up, then record.
+
+    Args:
+        fn_or_loop: a function of no arguments that takes one step: it is called ``wait + warmup + active`` times, and a
+            :class:`Profile` returned. Or an iterable of batches: what is returned is iterated instead, and its ``result`` is
+            the profile when the steps are recorded; iteration goes on to the end without the profiler.
+        wait: steps that are skipped.
+        warmup: steps with the profiler running but discarded (its start makes the first ones slow).
+        active: steps that are recorded.
+        batch_size: samples of a step, for the time by sample.
+        shapes: record input shapes; operators are told apart by them.
+        stacks: record Python stacks: which lines cost most. It makes small operators several times slower.
+        memory: record allocations.
+        flops: estimate floating-point operations of matrix products and convolutions.
+        top: rows of the table of operators.
+        trace: write a Chrome trace there (``.json`` or ``.json.gz``), for Perfetto or ``chrome://tracing``.
+        tensorboard: write a trace into this directory for TensorBoard's profiler plugin.
+
+    Raises:
+        TypeError: the first argument is neither.
+        ValueError: a number of steps is out of range, or the directory of ``trace`` does not exist.
+        RuntimeError: another profiler is running; torch allows one.
+    """
+    if wait < 0 or warmup < 0 or active < 1 or top < 1:
+        raise ValueError(f"profile() needs wait and warmup >= 0, active and top >= 1, not {wait}, {warmup}, {active}, {top}")
+    recorder = Recorder("profile", batch_size, top, _existing(trace), tensorboard)
+    recorder.options = {
+        "record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops,
+    }  # fmt: skip
+    loop = ProfiledLoop(fn_or_loop, recorder, (wait, warmup, active))
+    if hasattr(fn_or_loop, "__iter__"):
+        return loop
+    if not callable(fn_or_loop):
+        kind = type(fn_or_loop).__name__
+        raise TypeError(f"profile() takes a function that takes one step, or an iterable of batches, not {kind}")
+    steps = (None for _ in range(wait + warmup + active))
+    for _ in ProfiledLoop(steps, recorder, (wait, warmup, active)):
+        fn_or_loop()
+    return recorder.result
+
+
+@contextmanager
+def profiling_context(  # noqa: PLR0913  # as above
+    name: str, *, batch_size: int | None = None, shapes: bool = True, stacks: bool = False, memory: bool = True,
+    flops: bool = True, top: int = TOP, trace: str | Path | None = None, tensorboard: str | Path | None = None,
+) -> Iterator[Profile]:  # fmt: skip
+    """Profile a ``with`` block as one step; it yields a :class:`Profile` that the end fills, also when the block raises.
+
+    Raises:
+        RuntimeError: another profiler is running; torch allows one.
+        ValueError: the directory of ``trace`` does not exist.
+
+    The arguments are those of :func:`profile`.
+    """
+    recorder = Recorder(name, batch_size, top, _existing(trace), tensorboard)
+    recorder.options = {
+        "record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops,
+    }  # fmt: skip
+    recorder.prepare()
+    recorder.record()
+    try:
+        yield recorder.result
+    finally:
+        recorder.finish(1)
+
+
+def _existing(trace: str | Path | None) -> Path | None:
+    if trace is None:
+        return None
+    path = Path(trace)
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no directory {path.parent} for the trace: create it, or name another file")
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"a Chrome trace is a .json or .json.gz file, not {path.name!r}")
+    return path
+
+
+class Recorder:
+    """One recording of ``torch.profiler``: prepared (warming up), recording, finished."""
+
+    def __init__(self, name: str, batch_size: int | None, top: int, trace: Path | None, tensorboard: str | Path | None) -> None:
+        self.result = Profile(name, batch_size=batch_size)
+        self.options: dict[str, Any] = {}
+        self._top, self._trace, self._tensorboard = top, trace, tensorboard
+        self._profiler: Any = None
+        self._begun = 0.0
+
+    def prepare(self) -> None:
+        """Start the profiler; nothing is kept yet.
+
+        Raises:
+            RuntimeError: another one is running.
+        """
+        import torch
+        from torch._C._profiler import _ExperimentalConfig
+
+        autograd: Any = torch.autograd
+        if autograd._profiler_enabled():
+            raise RuntimeError("another profiler is running, and torch allows one: end it first")
+        # without `verbose` events have no stacks
+        config = _ExperimentalConfig(verbose=bool(self.options["with_stack"]))
+        self._profiler = torch.profiler.profile(**self.options, experimental_config=config)
+        self._profiler.prepare_trace()
+
+    def record(self) -> None:
+        """Keep what runs from now on."""
+        self._profiler.start_trace()
+        _synchronize()
+        self._begun = time.perf_counter()
+
+    def finish(self, steps: int) -> None:
+        """End it, and fill the result from what was recorded in that many steps; with none, only stop."""
+        if self._profiler is None:
+            return
+        _synchronize()
+        elapsed, profiler = time.perf_counter() - self._begun, self._profiler
+        self._profiler = None
+        if not self._begun:
+            profiler.start_trace()  # what is prepared must be started to be stopped
+        profiler.stop_trace()
+        if self._begun:
+            self._fill(profiler, steps, elapsed)
+
+    def _fill(self, profiler: Any, steps: int, elapsed: float) -> None:
+        # torch 2.13 has crashed when garbage was collected while it parsed its events
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            filled(self.result, profiler, steps, elapsed, self._top, by_shape=bool(self.options["record_shapes"]))
+            self._write(profiler)
+        finally:
+            if collects:
+                gc.enable()
+
+    def cancel(self) -> None:
+        """Stop it, and keep nothing."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop_trace()
+
+    def _write(self, profiler: Any) -> None:
+        if self._trace is None and self._tensorboard is None:
+            return
+        with tempfile.TemporaryDirectory() as directory:
+            written = Path(directory, "trace.json")
+            profiler.export_chrome_trace(str(written))  # torch writes a trace once
+            if self._trace is not None:
+                with (gzip.open if self._trace.suffix == ".gz" else Path.open)(self._trace, "wb") as file:
+                    file.write(written.read_bytes())
+                object.__setattr__(self.result, "trace", str(self._trace))
+            if self._tensorboard is not None:
+                folder = Path(self._tensorboard)
+                folder.mkdir(parents=True, exist_ok=True)
+                # the plugin takes the name apart: worker, time, ending
+                shutil.copyfile(written, folder / f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json")
+                object.__setattr__(self.result, "tensorboard", str(folder))
+
+
+def _synchronize() -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        cuda.synchronize()
+
+
+class ProfiledLoop(Generic[T]):
+    """The batches of a loop; the profiler is started, stopped and gone as they are taken."""
+
+    def __init__(self, batches: Iterable[T], recorder: Recorder, schedule: tuple[int, int, int]) -> None:
+        self._batches, self._recorder, self._schedule = batches, recorder, schedule
+
+    @property
+    def result(self) -> Profile:
+        """The profile; its ``steps`` is ``None`` until all active steps were taken, or the loop has ended."""
+        return self._recorder.result
+
+    def __iter__(self) -> Iterator[T]:
+        wait, warmup, active = self._schedule
+        first, last = wait + warmup, wait + warmup + active
+        taken, finished = 0, False
+        try:
+            for batch in self._batches:
+                if taken == last:
+                    self._recorder.finish(active)
+                    finished = True
+                if taken == wait:
+                    self._recorder.prepare()
+                if taken == first:
+                    self._recorder.record()
+                yield batch
+                taken += 1
+        finally:
+            if not finished:  # the loop has ended, or left by break, return or an exception
+                self._recorder.finish(max(0, min(taken, last) - first))

@@ -1,0 +1,194 @@
+"""``ddp``: do all ranks have the same parameters, gradients and buffers, and what random states do they have?"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.tensors import require_module
+from torchobs.support.result import Result
+
+_CHUNK = 1 << 20
+_PERIOD = 8191
+"""A prime: elements of a checksum are weighted by their place modulo it, so that exchanged elements are seen"""
+KINDS = ("parameter", "gradient", "buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement(Result):
+    """A tensor that is not the same, to the bit, on all ranks."""
+
+    kind: str
+    """``parameter``, ``gradient`` or ``buffer``"""
+    name: str
+    ranks: tuple[int, ...]
+    """Those that differ from most, or, with no majority, from the lowest"""
+    norms: tuple[float, ...]
+    """L2 norm on each rank that has it, in order of rank; NaN where it is missing"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAgreement(Result):
+    """What ranks of one group have in common."""
+
+    model: str
+    rank: int
+    world_size: int
+    agree: bool
+    """Structure, parameters and gradients are the same on all ranks"""
+    structure_differs: tuple[int, ...]
+    """Ranks with other parameters' names, shapes, types, or another train mode, than most"""
+    disagreements: tuple[Disagreement, ...]
+    random_states: dict[str, bool]
+    """For each generator, whether it is in the same state on all ranks. Equal: the same dropout masks and data order
+    everywhere; which of the two is wanted depends on the training"""
+    sharded: int
+    """Parameters of which each rank has a part (FSDP, tensor parallel): not compared"""
+    anomalies: tuple[str, ...]
+
+
+class _Print(NamedTuple):
+    checksum: int
+    norm: float
+
+
+class _Side(NamedTuple):
+    """What one rank has."""
+
+    structure: int
+    prints: dict[tuple[str, str], _Print]
+    generators: dict[str, int]
+    sharded: int
+
+
+def ddp(model: Any, *, group: Any = None) -> RankAgreement:
+    """Compare parameters, gradients, buffers and random states of all ranks of a group, all of which must call it.
+
+    It gathers checksums, two numbers for each tensor, in one collective; every rank returns the same answer. Gradients are
+    compared where all ranks have them: call it after ``backward()`` for that. Buffers that differ are told but are an anomaly
+    only where DDP does not broadcast them at each forward pass. With one rank, or without a process group, all agree.
+
+    Args:
+        model: ``DistributedDataParallel`` or the module in it.
+        group: process group; the default group without it.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    import torch.distributed as dist
+
+    require_module(model, "ddp")
+    side = _side(getattr(model, "module", model) if _is_ddp(model) else model)
+    together = dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
+    sides: list[Any] = [side] * size
+    if size > 1:
+        dist.all_gather_object(sides, side, group=group)
+    return _compared(type(model).__name__, rank, sides, broadcast=bool(getattr(model, "broadcast_buffers", False)))
+
+
+def _is_ddp(model: Any) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel)
+
+
+def _side(model: Any) -> _Side:
+    import torch
+
+    named = list(model.named_parameters())
+    tensors = [(("parameter", name), x) for name, x in named]
+    tensors += [(("gradient", name), x.grad) for name, x in named if x.grad is not None]
+    tensors += [(("buffer", name), x) for name, x in model.named_buffers()]
+    whole = [(key, x) for key, x in tensors if not hasattr(x, "placements") and _is_plain(x)]
+    with torch.no_grad():
+        sums: dict[Any, list[Any]] = {}
+        for key, x in whole:
+            sums.setdefault(x.device, []).append((key, _checksum(torch, x), _norm(torch, x)))
+    prints = {}
+    for rows in sums.values():
+        checksums = torch.stack([checksum for _, checksum, _ in rows]).tolist()
+        norms = torch.stack([norm for _, _, norm in rows]).tolist()
+        prints.update({key: _Print(c, n) for (key, _, _), c, n in zip(rows, checksums, norms, strict=True)})
+    described = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named]
+    modes = [(name, module.training) for name, module in model.named_modules()]
+    sharded = sum(hasattr(x, "placements") for _, x in named)
+    return _Side(crc32(repr((described, modes)).encode()), prints, _generators(torch), sharded)
+
+
+def _is_plain(x: Any) -> bool:
+    import torch
+
+    return x.layout is torch.strided and not x.is_nested and x.device.type != "meta"
+
+
+def _checksum(torch: Any, x: Any) -> Any:
+    """Return a checksum of the bits, on the tensor's device: equal tensors have equal ones, others almost never."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    flat = flat.contiguous().reshape(-1).view(integers[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for chunk in flat.split(_CHUNK) if flat.numel() else ():
+        weights = torch.arange(1, chunk.numel() + 1, device=x.device) % _PERIOD + 1
+        total = total * 31 + (chunk.to(torch.int64) * weights).sum()  # wraps, the same way everywhere
+    return total
+
+
+def _norm(torch: Any, x: Any) -> Any:
+    dense = x.detach().abs() if x.is_complex() else x.detach()
+    return torch.linalg.vector_norm(dense.to(torch.float32).reshape(-1))
+
+
+def _generators(torch: Any) -> dict[str, int]:
+    states = {"torch": crc32(torch.get_rng_state().numpy().tobytes()), "python": crc32(repr(random.getstate()).encode())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        states["numpy"] = crc32(keys.tobytes() + repr(rest).encode())
+    if torch.cuda.is_initialized():
+        states["cuda"] = crc32(torch.cuda.get_rng_state().numpy().tobytes())
+    return states
+
+
+def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> RankAgreement:
+    structure = _minority([side.structure for side in sides])
+    keys = list(dict.fromkeys(key for side in sides for key in side.prints))
+    rows = []
+    for key in sorted(keys, key=lambda key: KINDS.index(key[0])):
+        prints = [side.prints.get(key) for side in sides]
+        if key[0] == "gradient" and None in prints:
+            continue  # not all ranks are behind their backward
+        if ranks := _minority([one and one.checksum for one in prints]):
+            norms = tuple(float("nan") if one is None else one.norm for one in prints)
+            rows.append(Disagreement(*key, ranks, norms))
+    names = sorted(set[str]().union(*(side.generators for side in sides)))
+    random_states = {name: len({side.generators.get(name) for side in sides}) == 1 for name in names}
+    texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
+    wrong = [row for row in rows if row.kind != "buffer" or not broadcast]
+    texts += [(f"rank_{row.kind}", row.name, _text(row)) for row in wrong]
+    for kind, name, text in texts[:FLOOD]:
+        found(kind, text, function="ddp", name=name)
+    agree = not structure and all(row.kind == "buffer" for row in rows)
+    anomalies = tuple(text for _, _, text in texts)
+    sharded = max(side.sharded for side in sides)
+    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), random_states, sharded, anomalies)
+
+
+def _text(row: Disagreement) -> str:
+    norms = ", ".join(f"{norm:.6g}" for norm in row.norms[:8])
+    return f"{row.kind} {row.name} of rank {_listed(row.ranks)} differs (norms by rank: {norms})"
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _minority(values: list[Any]) -> tuple[int, ...]:
+    """Return the ranks whose value is not the most common one; of equally common ones, the first."""
+    usual = Counter(values).most_common(1)[0][0]
+    return tuple(rank for rank, value in enumerate(values) if value != usual)

@@ -1,0 +1,106 @@
+"""Reports and figures of the training that is running, from inside its script or notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchobs.runtime.session import current
+
+if TYPE_CHECKING:
+    import os
+
+    from torchobs.diagnosis.choose import Chosen
+    from torchobs.report.content import Document
+    from torchobs.runtime.session import Session
+
+
+class RunReport:
+    """The report on the run so far, as :func:`live` returns it: a page in a notebook, Markdown as text."""
+
+    __slots__ = ("_document",)
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    def __str__(self) -> str:
+        from torchobs.report.markdown import markdown
+
+        return markdown(self._document)
+
+    def __repr__(self) -> str:
+        return f"<torchobs report on {self._document.title}: {self._document.headline}>"
+
+    def _repr_html_(self) -> str:
+        from torchobs.report.page import fragment
+
+        return fragment(self._document)
+
+
+def report(path: str | os.PathLike[str]) -> Path:
+    """Write the report on this rank's run so far to a file, and return its path.
+
+    Args:
+        path: the file; its ending chooses the format: ``.html``, ``.md`` or ``.json``.
+
+    Raises:
+        RuntimeError: this process records nothing (no ``torchobs.init()``, or nowhere to write).
+        ValueError: the ending is none of these.
+        OSError: the file cannot be written.
+    """
+    from torchobs.report import write
+
+    output = Path(path)
+    write.check_format(output)
+    write.write(output, write.report_text(_read(_session()), output.suffix))
+    return output
+
+
+def plots(path: str | os.PathLike[str], format: str = "png") -> list[Path]:  # noqa: A002  # as matplotlib's savefig names it
+    """Draw the charts of the run so far into a directory, and return the files. Needs matplotlib.
+
+    Args:
+        path: the directory; it is created.
+        format: ``png``, ``svg`` or ``pdf``.
+
+    Raises:
+        RuntimeError: this process records nothing.
+        ModuleNotFoundError: matplotlib is missing (``pip install 'torchobs[report]'``).
+        ValueError: an unknown format.
+        OSError: a file cannot be written.
+    """
+    from torchobs.report.plots import draw
+    from torchobs.report.run import run_document
+
+    return draw(run_document(_read(_session())), Path(path), format)
+
+
+def live(session: Session | None = None) -> RunReport:
+    """Return the report on this rank's run so far, which a notebook shows as a page.
+
+    Raises ``RuntimeError`` as :func:`report`.
+    """
+    from torchobs.report.run import run_document
+
+    return RunReport(run_document(_read(session if session is not None else _session())))
+
+
+def _session() -> Session:
+    session = current()
+    if session is None:
+        raise RuntimeError("this process records nothing: call torchobs.init() first; its warnings say why if it is off")
+    return session
+
+
+def _read(session: Session) -> Chosen:
+    from torchobs.diagnosis import load
+    from torchobs.diagnosis.choose import Chosen
+
+    if not session.recorded_in:
+        raise RuntimeError("this session has recorded nothing")
+    if session.writer is not None:
+        session.writer.publish()
+    ranks, bad = load.load_reports([Path(session.recorded_in)])
+    if not ranks:
+        raise RuntimeError(f"the flight file cannot be read: {'; '.join(why for _, why in bad)}")
+    return Chosen(ranks, bad, [], [])

@@ -1,0 +1,297 @@
+"""A training step, or one part of it, done and checked: inputs, outputs, loss, gradients, update, time, memory."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+from torchobs.debug import resources
+from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.gradients import GradientCheck, check_gradients
+from torchobs.debug.module_values import Collector, ValueStats, activations, call
+from torchobs.debug.monitor import Verdict, judge_step
+from torchobs.debug.tensors import ParameterAnalysis, analyze_parameters, read_moments, require_module, total_norm
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchobs.debug.resources import MemoryUse
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass(Result):
+    """A forward pass. ``output`` is what the model returned."""
+
+    model: str
+    time: float
+    """Seconds; on a CUDA device until it had computed"""
+    inputs: tuple[ValueStats, ...]
+    outputs: tuple[ValueStats, ...]
+    activations: tuple[ValueStats, ...]
+    memory: MemoryUse
+    gpu_memory: MemoryUse | None
+    anomalies: tuple[str, ...]
+    _output: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def output(self) -> Any:
+        """What the model returned, with its graph."""
+        return self._output
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass(Result):
+    """A backward pass."""
+
+    loss: float
+    time: float
+    gradients: GradientCheck | None
+    """``None`` without a model"""
+    memory: MemoryUse
+    gpu_memory: MemoryUse | None
+    anomalies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizationStep(Result):
+    """A step of an optimizer."""
+
+    optimizer: str
+    time: float
+    learning_rates: tuple[float, ...]
+    parameter_norm: float
+    """L2 norm of its parameters after the step"""
+    update_norm: float
+    """L2 norm of what the step changed; 0 where a loss scaler skipped it"""
+    update_ratio: float
+    """Update over parameter norm before it: about 1e-3 in a training that goes well (Karpathy, "makemore" part 3)"""
+    skipped: bool
+    memory: MemoryUse
+    gpu_memory: MemoryUse | None
+    anomalies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep(Result):
+    """A whole step."""
+
+    loss: float
+    time: float
+    gradient_norm: float
+    anomaly_detected: bool
+    anomalies: tuple[str, ...]
+    forward: ForwardPass
+    backward: BackwardPass
+    optimization: OptimizationStep
+    weights: ParameterAnalysis | None
+
+
+def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
+    """Call a model with a batch and check what goes in and comes out.
+
+    Args:
+        model: the module, in the mode (train, eval) that it is in; gradients are recorded if they are on.
+        batch: a dict is given by keywords, a tuple or list by position, anything else as the only argument.
+        activations: also the output of every module without children, by hooks that are gone afterwards.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
+    """
+    require_module(model, "forward_pass")
+    return _forward(model, batch, "forward_pass", wanted=activations)
+
+
+def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardPass:
+    collector = Collector()
+    collector.add("inputs", "input", batch)
+    with _measured() as part, activations(model, collector, wanted=wanted):
+        output = call(model, batch)
+    collector.add("outputs", "output", output)
+    rows = collector.read()
+    in_order = (row for group in ("inputs", "activations", "outputs") for row in rows.get(group, ()))
+    anomalies = tuple(row.anomaly for row in in_order if row.anomaly)
+    _tell("nonfinite_tensor", anomalies, function)
+    return ForwardPass(
+        model=type(model).__name__, time=part.time, inputs=rows.get("inputs", ()), outputs=rows.get("outputs", ()),
+        activations=rows.get("activations", ()), memory=part.host, gpu_memory=part.device, anomalies=anomalies, _output=output,
+    )  # fmt: skip
+
+
+def backward_pass(loss: Any, model: Any = None, *, scaler: Any = None) -> BackwardPass:
+    """Call ``loss.backward()``, of the scaled loss where there is a scaler, and check the gradients of ``model``.
+
+    Raises:
+        TypeError: ``loss`` is no tensor, or ``model`` no module.
+        ValueError: ``loss`` has more than one element, or nothing to differentiate.
+    """
+    _require_loss(loss)
+    if model is not None:
+        require_module(model, "backward_pass")
+    return _backward(loss, model, scaler)
+
+
+def _backward(loss: Any, model: Any, scaler: Any) -> BackwardPass:
+    with _measured() as part:
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    gradients = None if model is None else check_gradients(model, loss, scaler=scaler)
+    value = float(loss.detach().item()) if gradients is None or gradients.loss is None else gradients.loss
+    anomalies = gradients.anomalies if gradients is not None else () if isfinite(value) else (f"the loss is {value}",)
+    if gradients is None:
+        _tell("nonfinite_loss", anomalies, "backward_pass")
+    return BackwardPass(value, part.time, gradients, part.host, part.device, anomalies)
+
+
+def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep:
+    """Call ``optimizer.step()``, by the scaler where there is one (and its ``update()``), and measure what it changed.
+
+    A copy of the parameters is kept meanwhile. An optimizer that needs a closure is not for this function.
+
+    Raises:
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
+    """
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimization_step() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with torch.no_grad():
+        before = [parameter.detach().clone() for parameter in parameters]
+    rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+    scale = scaler.get_scale() if scaler is not None else 1.0
+    with _measured() as part:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    with torch.no_grad():
+        changes = [after.detach() - old for after, old in zip(parameters, before, strict=True)]
+    moments = read_moments([*parameters, *changes, *before])
+    count = len(parameters)
+    norm, update, old = (total_norm(moments[count * i : count * (i + 1)]) for i in range(3))
+    odd = (("parameters", norm), ("update", update))
+    anomalies = tuple(f"the norm of the {what} is {value} after the step" for what, value in odd if not isfinite(value))
+    _tell("nonfinite_parameter", anomalies, "optimization_step")
+    skipped = scaler is not None and scaler.get_scale() < scale
+    return OptimizationStep(
+        optimizer=type(optimizer).__name__, time=part.time, learning_rates=rates, parameter_norm=norm, update_norm=update,
+        update_ratio=update / old if old else nan, skipped=skipped, memory=part.host, gpu_memory=part.device,
+        anomalies=anomalies,
+    )  # fmt: skip
+
+
+def training_step(  # noqa: PLR0913  # what a training loop is made of
+    model: Any, optimizer: Any, loss_fn: Callable[..., Any], batch: Any, target: Any = None, *,
+    scaler: Any = None, autocast: Any = None, activations: bool = False, weights: bool = False,
+) -> TrainingStep:  # fmt: skip
+    """Do one training step and check it in turn: inputs, outputs, loss, gradients, update.
+
+    ``zero_grad()``, the model, the loss, ``backward()`` and ``step()`` are called as in any training loop, and the weights
+    afterwards are the same to the bit. The step counts in ``debug.training_summary()``. It waits for a device a few times.
+
+    Args:
+        model: the module, in train mode or not.
+        optimizer: steps without a closure.
+        loss_fn: called with the output and ``target``, or with the output alone without one; returns a tensor of one element.
+        batch: as for :func:`forward_pass`.
+        target: for the loss.
+        scaler: a ``torch.amp.GradScaler`` to scale, step and update by.
+        autocast: context for forward and loss, such as ``torch.autocast("cuda", torch.float16)``.
+        activations: also the output of every module without children.
+        weights: also the statistics of every parameter after the step.
+
+    Raises:
+        TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
+        ValueError: the loss has more than one element, or nothing to differentiate.
+    """
+    require_module(model, "training_step")
+    begun = time.perf_counter()
+    optimizer.zero_grad()
+    with autocast if autocast is not None else nullcontext():
+        forward = _forward(model, batch, "training_step", wanted=activations)
+        loss = loss_fn(forward.output) if target is None else loss_fn(forward.output, target)
+    _require_loss(loss)
+    backward = _backward(loss, model, scaler)
+    norm = backward.gradients.total_norm if backward.gradients is not None else nan
+    optimization = optimization_step(optimizer, scaler=scaler)
+    verdict: Verdict = judge_step(model, backward.loss, norm, "training_step", is_skipped=optimization.skipped)
+    # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
+    in_gradients = () if optimization.skipped and isfinite(backward.loss) else backward.anomalies
+    parts = forward.anomalies, in_gradients, verdict.anomalies, optimization.anomalies
+    anomalies = tuple(dict.fromkeys(text for part in parts for text in part))
+    verdict.count(anomalous=bool(anomalies))
+    elapsed = time.perf_counter() - begun
+    return TrainingStep(
+        loss=backward.loss, time=elapsed, gradient_norm=norm, anomaly_detected=bool(anomalies), anomalies=anomalies,
+        forward=forward, backward=backward, optimization=optimization, weights=analyze_parameters(model) if weights else None,
+    )  # fmt: skip
+
+
+def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
+    """Call a model in eval mode, without gradients, and check what goes in and comes out.
+
+    Each module is in its own mode again afterwards, also after an exception.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
+    """
+    require_module(model, "inference")
+    import torch
+
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False  # not eval(), which tells probes and wrappers that an evaluation begins
+        with torch.inference_mode():
+            return _forward(model, batch, "inference", wanted=activations)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _require_loss(loss: Any) -> None:
+    import torch
+
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"a loss is a tensor, not {type(loss).__name__}: return what loss_fn computes, before item()")
+    if loss.numel() != 1:
+        raise ValueError(f"a loss has one element, not the shape {tuple(loss.shape)}: reduce it by mean() or sum()")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: are gradients off, or was it detached?")
+
+
+@dataclass(slots=True)
+class _Part:
+    """Time and memory of a part, filled at its end."""
+
+    time: float = nan
+    host: Any = None
+    device: Any = None
+
+
+@contextmanager
+def _measured() -> Iterator[_Part]:
+    part, before = _Part(), resources.read()
+    _wait()
+    begun = time.perf_counter()
+    yield part
+    _wait()
+    part.time = time.perf_counter() - begun
+    part.host, part.device = resources.use(before, resources.read())
+
+
+def _wait() -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        cuda.synchronize()
+
+
+def _tell(kind: str, anomalies: tuple[str, ...], function: str) -> None:
+    for text in anomalies[:FLOOD]:
+        found(kind, text, function=function, name=text.split(":")[0][:80])

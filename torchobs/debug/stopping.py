@@ -1,0 +1,227 @@
+"""``early_stopping`` and ``validation``: when to stop, and what a validation found, as decisions, events and series."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchobs import api, catalog
+from torchobs.debug.findings import found, record_series
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Mode = Literal["auto", "min", "max"]
+_RISING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "map", "iou", "r2", "reward", "return")
+
+
+@dataclass(frozen=True, slots=True)
+class StopDecision(Result):
+    """What a stopper made of one value."""
+
+    monitor: str
+    value: float
+    check: int
+    """Number of this check, from 1"""
+    improved: bool
+    best: float | None
+    """``None`` as long as no value was finite"""
+    best_check: int | None
+    patience: int
+    patience_left: int
+    """Checks without improvement that it still waits for"""
+    stop: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        """Return True if training should stop."""
+        return self.stop
+
+
+class EarlyStopper:
+    """Decides after each check; see :func:`early_stopping`."""
+
+    def __init__(
+        self, monitor: str, patience: int, mode: str, min_delta: float, stop_at: float | None,
+        on_improvement: Callable[[StopDecision], Any] | None, on_stop: Callable[[StopDecision], Any] | None,
+    ) -> None:  # fmt: skip
+        self.monitor, self.patience, self.mode = monitor, patience, mode
+        self._min_delta, self._stop_at, self._sign = min_delta, stop_at, 1.0 if mode == "min" else -1.0
+        self._on_improvement, self._on_stop = on_improvement, on_stop
+        self._best, self._best_check, self._checks, self._stopped = inf, 0, 0, False
+        self.last: StopDecision | None = None
+
+    def __call__(self, value: Any) -> StopDecision:
+        """Take the monitored value of one more check.
+
+        Args:
+            value: a number, a tensor with one element, or a mapping that has the monitor's name.
+
+        Raises:
+            KeyError: the mapping does not have it.
+        """
+        if hasattr(value, "keys"):
+            if self.monitor not in value:
+                raise KeyError(f"{self.monitor!r} is not among {', '.join(map(str, value)) or 'the metrics, which are none'}")
+            value = value[self.monitor]
+        number = float(value)
+        self._checks += 1
+        directed = self._sign * number
+        improved = isfinite(number) and directed < self._best - self._min_delta
+        if improved:
+            self._best, self._best_check = directed, self._checks
+        left = max(0, self.patience - (self._checks - self._best_check))
+        reason = self._reason(number, left)
+        decision = StopDecision(
+            self.monitor, number, self._checks, improved, self._sign * self._best if self._best_check else None,
+            self._best_check or None, self.patience, left, bool(reason), reason,
+        )  # fmt: skip
+        self.last = decision
+        self._tell(decision)
+        return decision
+
+    def _reason(self, number: float, left: int) -> str:
+        if not isfinite(number):
+            return f"{self.monitor} is {number}"
+        if self._stop_at is not None and self._sign * number <= self._sign * self._stop_at:
+            return f"{self.monitor} has reached {self._stop_at:g}"
+        if left == 0:
+            best = f"its best, {self._sign * self._best:.6g}" if self._best_check else "the beginning"
+            return f"{self.monitor} has not improved in {self._checks - self._best_check} checks since {best}"
+        return ""
+
+    def _tell(self, decision: StopDecision) -> None:
+        record_series({f"{self.monitor}.best": decision.best, f"{self.monitor}.patience_left": decision.patience_left})
+        about = {
+            "monitor": self.monitor, "value": decision.value, "best": decision.best, "patience_left": decision.patience_left,
+            "stop": decision.stop, "improved": decision.improved,
+        }  # fmt: skip
+        api.record_event(catalog.EVENT_DEBUG_EARLY_STOPPING, {name: x for name, x in about.items() if x is not None})
+        if decision.improved and self._on_improvement is not None:
+            self._on_improvement(decision)
+        if decision.stop and not self._stopped:
+            self._stopped = True
+            found("early_stop", decision.reason, function="early_stopping", name=self.monitor)
+            if self._on_stop is not None:
+                self._on_stop(decision)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint needs to go on."""
+        return {"best": self._best, "best_check": self._best_check, "checks": self._checks}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self._best, self._best_check, self._checks = state["best"], int(state["best_check"]), int(state["checks"])
+
+
+def early_stopping(
+    monitor: str, patience: int = 10, *, mode: Mode = "auto", min_delta: float = 0.0, stop_at: float | None = None,
+    on_improvement: Callable[[StopDecision], Any] | None = None, on_stop: Callable[[StopDecision], Any] | None = None,
+) -> EarlyStopper:  # fmt: skip
+    """Return a stopper: call it with each check's value; its decision is true if training should stop.
+
+    Each decision is a ``torchobs.debug.early_stopping`` event; ``<monitor>.best`` and ``<monitor>.patience_left`` are series.
+
+    Args:
+        monitor: name of the value.
+        patience: checks without an improvement after which it stops.
+        mode: whether smaller or larger is better; ``auto`` goes by the name (accuracy, F1, reward ... are to rise).
+        min_delta: least change that is an improvement.
+        stop_at: stop when this value is reached.
+        on_improvement: called with the decision of each better value (to save the model).
+        on_stop: called once, with the first decision to stop.
+
+    Raises:
+        ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
+    """
+    if not monitor or patience < 1 or min_delta < 0:
+        raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
+    if mode not in {"auto", "min", "max"}:
+        raise ValueError(f"mode is 'auto', 'min' or 'max', not {mode!r}")
+    rises = any(word in monitor.lower() for word in _RISING)
+    chosen = mode if mode != "auto" else "max" if rises else "min"
+    return EarlyStopper(monitor, patience, chosen, min_delta, stop_at, on_improvement, on_stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Validation(Result):
+    """One validation; what is known at its end is empty before. ``add`` counts its batches."""
+
+    name: str
+    samples: int = 0
+    batches: int = 0
+    time: float | None = None
+    """Seconds"""
+    throughput: float | None = None
+    """Samples a second"""
+    metrics: dict[str, float] | None = None
+    """Means over samples"""
+    anomalies: tuple[str, ...] = ()
+    error: str | None = None
+    """Class of the exception that ended it"""
+
+    def add(self, samples: int = 1, **values: Any) -> None:
+        """Count one batch with its values (numbers, or tensors with one element, which are read at the end)."""
+        object.__setattr__(self, "samples", self.samples + samples)
+        object.__setattr__(self, "batches", self.batches + 1)
+        sums = self.metrics if self.metrics is not None else {}
+        for name, value in values.items():
+            kept = value.detach() if hasattr(value, "detach") else value
+            sums[name] = sums.get(name, 0.0) + kept * samples
+        object.__setattr__(self, "metrics", sums)
+
+
+@contextmanager
+def validation(model: Any = None, name: str = "validation", *, stopper: EarlyStopper | None = None) -> Iterator[Validation]:
+    """Enclose a validation: its time is the phase ``evaluation``, what ``add`` was given is averaged and recorded.
+
+    With a model it is in eval mode inside, and each module's mode is restored; gradients are off. Metrics become series
+    (``<name>.<metric>``), the whole a ``torchobs.debug.validation`` event; the stopper is called with the metrics.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    import torch
+
+    from torchobs.debug.tensors import require_module
+
+    modes = []
+    if model is not None:
+        require_module(model, "validation")
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+    result, begun = Validation(name), time.perf_counter()
+    try:
+        with api.phase("evaluation"), torch.no_grad():
+            yield result
+    finally:
+        raised = sys.exc_info()[0]
+        error = raised.__name__ if raised is not None else None
+        for module, mode in modes:
+            module.training = mode
+        finish(result, time.perf_counter() - begun, error)
+    if stopper is not None:
+        stopper(result.metrics or {})
+
+
+def finish(result: Validation, elapsed: float, error: str | None) -> None:
+    """Fill a validation that has ended, and record it."""
+    metrics = {key: float(total) / max(result.samples, 1) for key, total in (result.metrics or {}).items()}
+    texts = [f"{name} is {value}" for name, value in metrics.items() if not isfinite(value)]
+    texts += ["no batch was added: call add(samples, ...) for each"] * (not result.batches and error is None)
+    values = {
+        "time": elapsed, "metrics": metrics, "anomalies": tuple(texts), "error": error,
+        "throughput": result.samples / elapsed if elapsed else None,
+    }  # fmt: skip
+    for name, value in values.items():
+        object.__setattr__(result, name, value)  # nobody was told that it was complete
+    record_series({f"{result.name}.{name}": value for name, value in metrics.items()})
+    about = {"name": result.name, "samples": result.samples, "batches": result.batches, "seconds": elapsed, **metrics}
+    api.record_event(catalog.EVENT_DEBUG_VALIDATION, about)
+    for text in texts:
+        found("validation", f"{result.name}: {text}", function="validation", name=result.name)

@@ -1,0 +1,188 @@
+"""What each switch of ``debug.enable`` does in a step. All run in the training thread, within a circuit breaker."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import deque
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torchobs.debug import anomaly_mode, resources
+from torchobs.debug.findings import found, record_series
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+GROWING_LOOKS = 8
+LEAST_GROWTH = 64 << 20
+"""Memory that rose at each of so many looks, by so many bytes in all, is told"""
+RATE_JUMP = 10.0
+"""Factor between the learning rates of two looks from which it is told: warm-ups and decays are slower"""
+
+
+class Check:
+    """Base of all: nothing to do. ``last`` is what it saw last, in words."""
+
+    last = ""
+
+    def install(self, guard: Guard) -> None:
+        """Place what is needed; functions that training calls are guarded."""
+
+    def take_model(self, model: Any) -> None:
+        """Begin with a model. Called again for the same one."""
+
+    def begin_step(self) -> None:
+        """Called when a step begins at which it is to look."""
+
+    def before_step(self, model: Any, optimizer: Any) -> None:
+        """Look, before the optimizer of such a step; the model may be unknown."""
+
+    def after_step(self, model: Any, optimizer: Any) -> None:
+        """Look after it."""
+
+    def remove(self) -> None:
+        """Put everything back."""
+
+
+class Anomaly(Check):
+    """Torch's anomaly mode."""
+
+    def install(self, guard: Guard) -> None:
+        """See :class:`Check`."""
+        del guard
+        self._undo = ExitStack()
+        self._undo.enter_context(anomaly_mode.entered("raise", lambda _: None))
+        self.last = "torch raises at NaN in a backward function"
+
+    def remove(self) -> None:
+        """See :class:`Check`."""
+        self._undo.close()
+
+
+class Memory(Check):
+    """Memory of process and devices, and whether it only rises."""
+
+    def __init__(self) -> None:
+        self._host: deque[int] = deque(maxlen=GROWING_LOOKS)
+        self._device: deque[int] = deque(maxlen=GROWING_LOOKS)
+
+    def after_step(self, model: Any, optimizer: Any) -> None:
+        """See :class:`Check`."""
+        del model, optimizer
+        reading = resources.read()
+        self.last = f"{reading.host / 2**20:.0f} MiB on the host"
+        record_series({"debug.memory.host": reading.host})
+        for name, value, seen in (("host", reading.host, self._host), ("device", reading.device, self._device)):
+            if value is None:
+                continue
+            seen.append(value)
+            if name == "device":
+                self.last += f", {value / 2**20:.0f} MiB on devices"
+                record_series({"debug.memory.device": value})
+            rises = all(one < other for one, other in zip(seen, list(seen)[1:], strict=False))
+            if len(seen) == GROWING_LOOKS and rises and seen[-1] - seen[0] >= LEAST_GROWTH:
+                text = f"{name} memory rose by {(seen[-1] - seen[0]) / 2**20:.0f} MiB in {GROWING_LOOKS} looks, each time"
+                found("memory_growth", text, function="enable", name=name)
+
+
+class GradientNorms(Check):
+    """``check_gradients`` of the model, or the total norm where the model is unknown."""
+
+    def before_step(self, model: Any, optimizer: Any) -> None:
+        """See :class:`Check`."""
+        import torch
+
+        from torchobs.debug.gradients import check_gradients
+        from torchobs.debug.optimizer_norms import norm_of
+
+        if model is not None:
+            norm = check_gradients(model).total_norm
+        else:
+            parameters = [x for group in optimizer.param_groups for x in group["params"]]
+            on_device = norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
+            norm = math.nan if on_device is None else float(on_device)
+            if not math.isfinite(norm) and on_device is not None:
+                found("nonfinite_gradient", f"the gradient norm is {norm}", function="enable", name="gradients")
+        self.last = f"norm {norm:.4g}"
+        record_series({"debug.gradient_norm": norm})
+
+
+class Rates(Check):
+    """Learning rates of the optimizer's groups."""
+
+    def __init__(self) -> None:
+        self._before: list[float] = []
+
+    def before_step(self, model: Any, optimizer: Any) -> None:
+        """See :class:`Check`."""
+        del model
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        for index, rate in enumerate(rates):
+            before = self._before[index] if len(self._before) == len(rates) else rate
+            if not math.isfinite(rate) or rate < 0:
+                found("learning_rate", f"the learning rate is {rate}", function="enable", name=f"group {index}")
+            elif before > 0 and rate > 0 and not 1 / RATE_JUMP <= rate / before <= RATE_JUMP:
+                text = f"the learning rate went from {before:.3g} to {rate:.3g}"
+                found("learning_rate", text, function="enable", name=f"group {index}")
+        self._before, self.last = rates, "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
+        record_series({f"debug.learning_rate.{index}": rate for index, rate in enumerate(rates)})
+
+
+class ModelHooks(Check):
+    """Hooks before and after the model's own forward call, not those of its parts."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._is_due = False
+
+    def install(self, guard: Guard) -> None:
+        """See :class:`Check`."""
+        self._guard = guard
+
+    def take_model(self, model: Any) -> None:
+        """See :class:`Check`."""
+        if not self._handles:
+            before, after = self._guard(self.before_forward), self._guard(self.after_forward)
+            self._handles = [
+                model.register_forward_pre_hook(_quietly(before), with_kwargs=True),
+                model.register_forward_hook(_quietly(after), with_kwargs=True),
+            ]
+
+    def begin_step(self) -> None:
+        """See :class:`Check`."""
+        self._is_due = True
+
+    def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Look at what goes in."""
+
+    def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Look at what comes out."""
+
+    def remove(self) -> None:
+        """See :class:`Check`."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _quietly(function: Callable[..., Any]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            function(*args)
+
+    return hook
+
+
+def model_of(optimizer: Any) -> Any:
+    """Return the outermost module that has all of the optimizer's parameters; ``None`` without one. It takes some 100 ms."""
+    import torch
+
+    wanted = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    modules = [x for x in gc.get_objects() if torch.nn.Module in type(x).__mro__ and "_modules" in vars(x)]
+    whole = [x for x in modules if wanted <= {id(parameter) for parameter in x.parameters()}]
+    inner = {id(child) for x in whole for child in x.modules() if child is not x}
+    return next((x for x in whole if id(x) not in inner), None)

@@ -1,0 +1,78 @@
+"""Functions that keep a training and its files safe: contracts, outputs, model files, recovery, resources."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.support.lazy import attach
+
+if TYPE_CHECKING:
+    from torchobs.guard.annotations import checked
+    from torchobs.guard.contracts import Contract, ContractError, PendingCheck, validate_inputs
+    from torchobs.guard.errors import LossSpikeError, NonFiniteLossError
+    from torchobs.guard.inference import InferenceResult, safe_inference
+    from torchobs.guard.model_files import FileScan, UnsafeFileError, load, scan_file
+    from torchobs.guard.models import LayerReport, ModelReport, check_model
+    from torchobs.guard.outputs import Drift, NonFiniteOutputError, OutputReport, check_outputs, sanitize_outputs
+    from torchobs.guard.published import WrongFileError, verify
+    from torchobs.guard.recovery import Recovery
+    from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
+    from torchobs.guard.resource_usage import ResourceGuard, ResourceReport, Usage, resources
+    from torchobs.guard.severity import Category, Severity
+    from torchobs.guard.tensor_values import Violation
+
+_HOMES: dict[str, str] = {
+    "checked": "annotations",
+    **dict.fromkeys(("Contract", "ContractError", "PendingCheck", "validate_inputs"), "contracts"),
+    **dict.fromkeys(("LossSpikeError", "NonFiniteLossError"), "errors"),
+    **dict.fromkeys(("InferenceResult", "safe_inference"), "inference"),
+    **dict.fromkeys(("FileScan", "UnsafeFileError", "load", "scan_file"), "model_files"),
+    **dict.fromkeys(("LayerReport", "ModelReport", "check_model"), "models"),
+    **dict.fromkeys(("Drift", "NonFiniteOutputError", "OutputReport", "check_outputs", "sanitize_outputs"), "outputs"),
+    **dict.fromkeys(("WrongFileError", "verify"), "published"),
+    "Recovery": "recovery",
+    **dict.fromkeys(("BadBatch", "RecoveryPolicy", "StepOutcome"), "recovery_policy"),
+    **dict.fromkeys(("ResourceGuard", "ResourceReport", "Usage", "resources"), "resource_usage"),
+    **dict.fromkeys(("Category", "Severity"), "severity"),
+    "Violation": "tensor_values",
+}
+"""Public name to the module that defines it"""
+
+__all__ = [
+    "BadBatch",
+    "Category",
+    "Contract",
+    "ContractError",
+    "Drift",
+    "FileScan",
+    "InferenceResult",
+    "LayerReport",
+    "LossSpikeError",
+    "ModelReport",
+    "NonFiniteLossError",
+    "NonFiniteOutputError",
+    "OutputReport",
+    "PendingCheck",
+    "Recovery",
+    "RecoveryPolicy",
+    "ResourceGuard",
+    "ResourceReport",
+    "Severity",
+    "StepOutcome",
+    "UnsafeFileError",
+    "Usage",
+    "Violation",
+    "WrongFileError",
+    "check_model",
+    "check_outputs",
+    "checked",
+    "load",
+    "resources",
+    "safe_inference",
+    "sanitize_outputs",
+    "scan_file",
+    "validate_inputs",
+    "verify",
+]
+
+__getattr__, __dir__ = attach(__name__, _HOMES, globals())

@@ -1,0 +1,316 @@
+"""Model files: load them without running code, say what they would run, and compare them with what was published."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from torchobs.guard import archives, pickles
+from torchobs.guard.file_findings import found_wrong
+from torchobs.guard.severity import Severity
+from torchobs.support.result import Result
+
+Verdict = Literal["clean", "suspicious", "dangerous", "unreadable"]
+_ORDER: tuple[Verdict, ...] = ("clean", "unreadable", "suspicious", "dangerous")
+UNKNOWABLE = (
+    "weights that were changed to answer wrongly (a backdoor) look like any others: compare their hash with the publisher's",
+    "code that comes with a model beside its file is not looked at",
+)
+_MAGIC_PICKLE = b"\x80"
+_MAGIC_ZIP = b"PK\x03\x04"
+_MAGIC_TAR = b"ustar"
+_TAR_AT = 257
+_MAGIC_NPY = b"\x93NUMPY"
+_HEAD = 512
+_SERIOUS = ("HIGH", "CRITICAL")
+
+
+class UnsafeFileError(ValueError):
+    """A file would run code, or do other harm, if it were loaded."""
+
+
+@dataclass(frozen=True)
+class FileScan(Result):
+    """What :func:`scan_file` found. ``clean`` means that loading it runs no code; it is no word about the weights in it."""
+
+    path: str
+    verdict: Verdict
+    kind: str
+    """``safetensors``, ``zip``, ``pickle``, ``npy``, ``tar`` or ``other``"""
+    reasons: tuple[str, ...]
+    imports: tuple[str, ...]
+    """names that its pickles ask for and that torch's restricted loader does not allow"""
+    unknowable: tuple[str, ...] = UNKNOWABLE
+    """what no scan can tell"""
+
+
+def scan_file(path: str | os.PathLike[str]) -> FileScan:
+    """Say whether loading a model file would run code. Nothing of it is run, imported or unpacked.
+
+    Pickles (alone, in torch's files of both formats, in ``.npy`` and ``.npz``) are read by fickling; the file as a whole, Keras
+    and TensorFlow formats included, by modelscan; archives are looked at for bombs and for paths that lead out of them.
+
+    Returns:
+        ``dangerous``: it runs commands, or is an archive that does harm. ``suspicious``: it asks for code that torch's
+        restricted loader does not allow, which may be a class of the model's author. ``unreadable``: a damaged or unknown file.
+        Else ``clean``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ImportError: fickling or modelscan is not installed: ``pip install torchobs[guard]``.
+    """
+    name = os.fspath(path)
+    try:
+        import fickling  # noqa: F401  # asked for at once, not only by a file with a pickle in it
+        import modelscan  # noqa: F401
+    except ImportError as error:
+        raise ImportError("scan_file needs fickling and modelscan: pip install 'torchobs[guard]'") from error
+    with Path(name).open("rb") as file:
+        kind, found = _contents(name, file)
+    if not any(verdict == "dangerous" for verdict, _, _ in found):  # what is an attack is not read any further
+        is_read = kind in _READ or (kind == "zip" and all(verdict != "unreadable" for verdict, _, _ in found))
+        found.append(_by_modelscan(name, is_read=is_read))
+    verdict = max((each[0] for each in found), key=_ORDER.index)
+    reasons = tuple(dict.fromkeys(reason for _, reasons, _ in found for reason in reasons))
+    imports = tuple(dict.fromkeys(name for _, _, imports in found for name in imports))
+    if verdict in {"suspicious", "dangerous"}:
+        severity = Severity.ERROR if verdict == "dangerous" else Severity.WARNING
+        found_wrong("scan_file", verdict, reasons[0] if reasons else "", severity)
+    return FileScan(name, verdict, kind, reasons, imports)
+
+
+def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """Load a model file without running code that is in it.
+
+    Args:
+        path: a safetensors file, or one of ``torch.save``, which is loaded with ``weights_only=True``.
+        map_location: as in ``torch.load``; of a safetensors file a device.
+
+    Raises:
+        UnsafeFileError: it needs code to be loaded, or is an archive that does harm.
+        ValueError: it is no model file, or damaged.
+        OSError: the file cannot be read.
+    """
+    import pickle
+
+    import torch
+
+    name = os.fspath(path)
+    with Path(name).open("rb") as file:
+        kind = _kind(name, file.read(_HEAD))
+    if kind == "safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(name, device=str(map_location or "cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"{name} is damaged: {error}") from None
+    if kind not in {"zip", "pickle"}:
+        raise ValueError(f"{name} is no file of torch.save or safetensors")
+    try:
+        if kind == "zip":
+            _refuse_harmful_zip(name)
+        return torch.load(name, map_location=map_location, weights_only=True)
+    except torch.OutOfMemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        asked = pickles.attempt(lambda: torch.serialization.get_unsafe_globals_in_checkpoint(name)) if kind == "zip" else []
+        names = f" ({', '.join(asked)})" if asked and not isinstance(asked, str) else ", or is damaged"
+        advice = "guard.scan_file says more; torch.serialization.add_safe_globals allows what is known to be good"
+        found_wrong("load", "refused", f"{Path(name).name} needs code to be loaded{names}")
+        raise UnsafeFileError(f"{name} needs code to be loaded{names}: {advice}") from error
+    except _DAMAGE as error:
+        raise ValueError(f"{name} is no file of torch.save, or damaged, or does not fit {map_location!r}: {error}") from error
+
+
+_DAMAGE = (
+    RuntimeError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    UnicodeError,
+    struct.error,
+    zipfile.BadZipFile,
+    AssertionError,
+)
+"""What torch raises for a damaged file"""
+
+
+def _refuse_harmful_zip(name: str) -> None:
+    with zipfile.ZipFile(name) as archive:
+        problems = archives.zip_problems(archive)
+    if problems:
+        found_wrong("load", "refused", f"{Path(name).name}: {problems[0]}")
+        raise UnsafeFileError(f"{name}: {problems[0]}")
+
+
+_Found = tuple[Verdict, tuple[str, ...], tuple[str, ...]]
+"""Verdict, reasons, names that are not allowed"""
+
+
+def _contents(name: str, file: IO[bytes]) -> tuple[str, list[_Found]]:
+    """Return a file's kind and what was found in it."""
+    head = file.read(_HEAD)
+    kind = _kind(name, head)
+    found = pickles.attempt(lambda: _READERS[kind](name))
+    if isinstance(found, str):
+        return kind, [("unreadable", (found,), ())]
+    if kind != "zip" and pickles.attempt(lambda: zipfile.is_zipfile(name)) is True:
+        found.append(("suspicious", ("it is a zip file as well: what it is depends on who reads it",), ()))
+    return kind, found
+
+
+def _kind(name: str, head: bytes) -> str:
+    """Return what torch, NumPy and safetensors would take a file for: by its beginning."""
+    if head.startswith(_MAGIC_ZIP):
+        return "zip"
+    if head.startswith(_MAGIC_NPY):
+        return "npy"
+    if _is_safetensors(name, head):
+        return "safetensors"
+    if head[_TAR_AT : _TAR_AT + len(_MAGIC_TAR)] == _MAGIC_TAR:
+        return "tar"
+    if head.startswith(_MAGIC_PICKLE) or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".joblib")):
+        return "pickle"  # those of protocol 0 and 1 begin with anything
+    return "other"
+
+
+def _is_safetensors(name: str, head: bytes) -> bool:
+    # eight bytes with the length of the JSON after them
+    length = int.from_bytes(head[:8], "little")
+    return head[8:9] == b"{" and 2 <= length <= os.stat(name).st_size - 8  # noqa: PLR2004, PTH116  # "{}"
+
+
+def _read_tar(name: str) -> list[_Found]:
+    problems = archives.tar_problems(name)
+    if problems:
+        return [("dangerous", tuple(problems), ())]
+    return [("unreadable", ("a tar file is not looked into: unpack it, and scan what is in it",), ())]
+
+
+def _read_bare(name: str) -> list[_Found]:
+    with Path(name).open("rb") as file:
+        return [_pickle(file.read(pickles.MOST_BYTES), name)]
+
+
+def _read_npy(name: str) -> list[_Found]:
+    with Path(name).open("rb") as file:
+        return [_npy(file.read(pickles.MOST_BYTES), name)]
+
+
+def _read_safetensors(name: str) -> list[_Found]:
+    found = [_safetensors(name)]
+    if not name.endswith(".safetensors"):  # somebody may unpickle it
+        found += [one for one in _read_bare(name) if one[0] in {"suspicious", "dangerous"}]
+    return found
+
+
+def _read_other(_name: str) -> list[_Found]:
+    return []  # modelscan's word is all there is
+
+
+def _read_zip(name: str) -> list[_Found]:
+    with zipfile.ZipFile(name) as archive:
+        problems = archives.zip_problems(archive)
+        if problems:
+            return [("dangerous", tuple(problems), ())]  # it is not read any further
+        names = archive.namelist()
+        is_torch = {entry.rpartition("/data.pkl")[0] for entry in names if entry.endswith("/data.pkl")}
+        found: list[_Found] = []
+        if not is_torch and not all(entry.endswith(".npy") for entry in names):
+            found.append(
+                ("unreadable", ("neither a file of torch.save nor of NumPy: of other archives modelscan's word is all",), ())
+            )
+        for entry in archive.infolist():
+            with archive.open(entry) as part:
+                content = part.read(len(_MAGIC_NPY))
+                # the memory of tensors, which no loader takes for anything else, may begin with any byte
+                is_memory = any(entry.filename.startswith(f"{prefix}/data/") for prefix in is_torch)
+                is_npy, is_named = content.startswith(_MAGIC_NPY), entry.filename.endswith((".pkl", ".pickle"))
+                if is_npy or is_named or (content[:1] == _MAGIC_PICKLE and not is_memory):
+                    content += part.read(pickles.MOST_BYTES - len(content))
+                    found.append(_npy(content, entry.filename) if is_npy else _pickle(content, entry.filename))
+    return found or [("clean", (), ())]
+
+
+_READERS: dict[str, Callable[[str], list[_Found]]] = {
+    "zip": _read_zip,
+    "npy": _read_npy,
+    "safetensors": _read_safetensors,
+    "tar": _read_tar,
+    "pickle": _read_bare,
+    "other": _read_other,
+}
+_READ = frozenset({"npy", "safetensors", "pickle"})
+"""Kinds that are read whole here; of others modelscan has to have read something"""
+
+
+def _pickle(content: bytes, name: str) -> _Found:
+    code = pickles.analyse(content)
+    foreign = pickles.unknown(code.imports)
+    if code.malicious:
+        return "dangerous", (f"{Path(name).name} runs {', '.join(foreign or code.imports)} when it is loaded",), foreign
+    if foreign:
+        reason = f"{Path(name).name} asks for {', '.join(foreign)}, which torch's restricted loader does not allow"
+        return "suspicious", (reason,), foreign
+    if code.problem is not None:
+        return "unreadable", (f"{Path(name).name}: {code.problem}",), ()
+    return "clean", (), ()
+
+
+def _npy(content: bytes, name: str) -> _Found:
+    from numpy.lib import format as npy
+
+    file = io.BytesIO(content)
+    try:
+        version = npy.read_magic(file)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        _, _, dtype = read(file)
+    except (ValueError, EOFError) as error:
+        return "unreadable", (f"{Path(name).name}: {error}",), ()
+    return _pickle(content[file.tell() :], name) if dtype.hasobject else ("clean", (), ())
+
+
+def _safetensors(name: str) -> _Found:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(name, framework="np") as file:
+            file.keys()
+    except SafetensorError as error:
+        return "unreadable", (f"no safetensors file: {error}",), ()
+    return "clean", (), ()
+
+
+def _by_modelscan(name: str, *, is_read: bool) -> _Found:
+    """Return modelscan's word. What it could not read counts unless it ``is_read`` here."""
+    from modelscan.modelscan import ModelScan
+
+    logger = logging.getLogger("modelscan")
+    before, logger.disabled = logger.disabled, True  # what it says is in its answer
+    try:
+        answer = pickles.attempt(lambda: dict(ModelScan().scan(name)))
+    finally:
+        logger.disabled = before
+    if isinstance(answer, str):
+        return ("clean", (), ()) if is_read else ("unreadable", (f"modelscan: {answer}",), ())
+    issues = answer.get("issues", [])
+    reasons = tuple(f"modelscan: {issue['description']}" for issue in issues)
+    if any(issue["severity"] in _SERIOUS for issue in issues):
+        return "dangerous", reasons, ()
+    if issues:
+        return "suspicious", reasons, ()
+    errors = tuple(f"modelscan: {error.get('description', error)}" for error in answer.get("errors", []))
+    scanned = answer.get("summary", {}).get("scanned", {}).get("total_scanned", 0)
+    if is_read or (scanned and not errors):
+        return "clean", (), ()
+    return "unreadable", errors or ("no model file that is known here",), ()

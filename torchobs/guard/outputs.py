@@ -1,0 +1,271 @@
+"""Outputs of a model: refuse or replace what is not finite, and look for predictions that say nothing or have drifted."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from copy import copy
+from dataclasses import dataclass
+from math import inf, isfinite, log
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+import torch
+
+from torchobs import catalog
+from torchobs.guard.record import count, record
+from torchobs.guard.severity import Category, Severity
+from torchobs.guard.tensor_values import dense_values
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchobs.guard.contracts import Contract
+
+T = TypeVar("T")
+_SUM_ERROR = 1e-3
+"""Distance from 1 of probabilities' sum in half precision"""
+Policy = Literal["refuse", "clamp", "nan_to_num"]
+
+BINS = 10
+PSI_DRIFTED = 0.25
+"""Population stability index above which a distribution has shifted: Siddiqi, Credit Risk Scorecards (2006), chapter 6; 0.1 to
+0.25 is a minor shift. Yurdakul and Naranjo (2020) give its variance, which is why a sample has ``LEAST_SAMPLE`` values."""
+KS_ALPHA = 0.001
+"""Level of the two-sample Kolmogorov-Smirnov test, whose limit is sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)): Smirnov
+(1948)"""
+LEAST_SAMPLE = 200
+UNIFORM_ENTROPY = 0.999
+"""Mean entropy of class probabilities, as a share of that of equal ones, from which predictions say nothing"""
+CONSTANT_SPREAD = 1e-6
+"""Standard deviation between samples, as a share of the mean size, below which a model gives the same answer to everything"""
+
+
+class NonFiniteOutputError(ValueError):
+    """A model's output has values that are not finite (or, for ``clamp``, are NaN, which no range helps)."""
+
+
+@dataclass(frozen=True)
+class Drift(Result):
+    """Distance of a sample's distribution from a reference's."""
+
+    psi: float
+    """population stability index over the reference's deciles"""
+    ks: float
+    """Kolmogorov-Smirnov statistic, from 0 to 1"""
+    ks_limit: float
+    """its value that a sample of the same distribution exceeds once in 1 / ``KS_ALPHA`` times"""
+    drifted: bool
+    """True if both are beyond their limits: with many values the second alone finds any difference, however small"""
+
+
+@dataclass(frozen=True)
+class OutputReport(Result):
+    """What :func:`check_outputs` found."""
+
+    ok: bool
+    problems: tuple[str, ...]
+    elements: int
+    nan: int
+    inf: int
+    entropy: float | None
+    """mean entropy of the predicted classes as a share of the largest possible one; None without ``classes``"""
+    spread: float | None
+    """standard deviation between samples as a share of the mean size; None for fewer than two samples"""
+    drift: Drift | None
+
+
+def sanitize_outputs(
+    outputs: T,
+    policy: Policy = "refuse",
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    nan: float = 0.0,
+    name: str = "output",
+) -> T:
+    """Return outputs that are finite, or refuse them. What is replaced is counted, as a metric and an event of the run.
+
+    Args:
+        outputs: a tensor, or lists, tuples, dictionaries and ``ModelOutput`` of tensors; other values stay as they are.
+        policy: ``refuse`` raises (hiding a NaN is for those who ask for it); ``clamp`` limits values to ``low`` and ``high``
+            (the dtype's range by default), and raises for a NaN; ``nan_to_num`` also replaces NaN by ``nan``.
+        low: least value, in ``clamp`` and ``nan_to_num``.
+        high: largest value, likewise.
+        nan: what a NaN becomes.
+        name: the outputs' name in messages; parts are named after their place, as ``output.logits`` or ``output[0]``.
+
+    Returns:
+        The same structure. Tensors that need no change are the same objects.
+
+    Raises:
+        NonFiniteOutputError: see ``policy``.
+        ValueError: the policy is none of these, or would have to change values that are complex, sparse, nested or distributed.
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy {policy!r}: one of {', '.join(get_args(Policy))}")
+    if low is not None and high is not None and not low <= high:
+        raise ValueError(f"low is {low} and high is {high}: nothing is between them")
+    changed: T = _mapped(outputs, name, lambda tensor, path: _sanitized(tensor, path, policy, (low, high, nan)))
+    return changed
+
+
+def check_outputs(
+    outputs: Any,
+    *,
+    contract: Contract | None = None,
+    classes: int | None = None,
+    reference: torch.Tensor | None = None,
+    name: str = "output",
+) -> OutputReport:
+    """Look for outputs that are not finite, out of range, uniform, constant, or that have drifted from a reference sample.
+
+    Args:
+        outputs: floating point, the samples in its first dimension.
+        contract: what the outputs have to be.
+        classes: dimension of class scores (logits or probabilities), to find predictions that prefer no class.
+        reference: outputs of a healthy model for comparable inputs, of ``LEAST_SAMPLE`` values or more, to find drift.
+        name: the outputs' name in messages.
+
+    Raises:
+        TypeError: ``outputs`` is no tensor of real floating-point numbers.
+        ValueError: the reference is too small to compare with, or not finite; ``classes`` is no dimension.
+    """
+    _refuse_nonsense(outputs, classes, reference, name)
+    values = outputs.detach() if outputs.dtype == torch.float64 else outputs.detach().float()
+    nans, wrong = int(torch.isnan(values).sum()), int((~torch.isfinite(values)).sum())
+    problems = [f"{wrong:,} of {values.numel():,} values are not finite"] if wrong else []
+    if contract is not None:
+        problems += [f"{found.what}: {found.found}; expected {found.expected}" for found in contract.violations(outputs, name)]
+    entropy = spread = drift = None
+    if not wrong and values.numel():
+        entropy, spread = _entropy(values, classes), _spread(values)
+        drift = (
+            _drift(reference.detach().to(values.dtype).flatten().cpu(), values.flatten().cpu())
+            if reference is not None
+            else None
+        )
+    if entropy is not None and entropy >= UNIFORM_ENTROPY:
+        problems.append(f"predictions prefer no class: their mean entropy is {entropy:.2%} of the largest")
+    if spread is not None and spread <= CONSTANT_SPREAD:
+        problems.append("the same output for every sample")
+    if drift is not None and drift.drifted:
+        problems.append(f"drifted from the reference: PSI {drift.psi:.2f}, Kolmogorov-Smirnov {drift.ks:.2f}")
+    if problems:
+        count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_outputs")
+        _event(name, problems[0], "check", Severity.WARNING)
+    return OutputReport(not problems, tuple(problems), values.numel(), nans, wrong - nans, entropy, spread, drift)
+
+
+def _refuse_nonsense(outputs: Any, classes: int | None, reference: Any, name: str) -> None:
+    """Raise for what :func:`check_outputs` cannot look at."""
+    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
+        raise TypeError(f"{name} has to be a tensor of floating-point numbers")
+    if outputs.layout is not torch.strided or outputs.device.type == "meta" or hasattr(outputs, "to_local"):
+        raise TypeError(f"{name} has to be dense, on a device, and whole: not sparse, nested, meta or distributed")
+    if classes is not None and not -outputs.dim() <= classes < outputs.dim():
+        raise ValueError(f"classes is {classes}: a dimension of {name}, whose shape is {tuple(outputs.shape)}")
+    if reference is not None and not isinstance(reference, torch.Tensor):
+        raise TypeError(f"the reference is a tensor of outputs, not {type(reference).__name__}")
+    if reference is not None and not bool(torch.isfinite(reference).all()):
+        raise ValueError("the reference is not finite: it has to be of a healthy model")
+
+
+def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float | None, float | None, float]) -> torch.Tensor:
+    if not (x.dtype.is_floating_point or x.dtype.is_complex) or x.device.type == "meta" or not x.numel():
+        return x
+    values = dense_values(x.detach())
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    if not values.numel():
+        return x
+    range_ = torch.finfo(values.dtype)
+    low, high, nan = limits
+    least, most = (
+        (range_.min if low is None else low, range_.max if high is None else high) if policy != "refuse" else (-inf, inf)
+    )
+    smallest, largest = (float(each) for each in torch.aminmax(values))  # NaN, if there is one: no comparison holds
+    if least <= smallest and largest <= most and isfinite(smallest) and isfinite(largest):
+        return x
+    nans, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+    if (policy == "refuse" and nans + infinite) or (policy == "clamp" and nans):
+        _record(name, nans + infinite, policy, Severity.ERROR)
+        advice = " (clamp keeps NaN: use nan_to_num)" if policy == "clamp" else ""
+        raise NonFiniteOutputError(f"{name}: {nans:,} NaN and {infinite:,} Inf among {x.numel():,} values{advice}")
+    if x.is_complex() or x.layout is not torch.strided or hasattr(x, "to_local"):
+        raise ValueError(f"{name} is complex, sparse, nested or distributed: its only policy is refuse")
+    x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no comparisons
+    changed = int((~((x >= least) & (x <= most))).sum())
+    _record(name, changed, policy, Severity.WARNING)
+    return torch.where(torch.isnan(x), nan, x.clamp(least, most))
+
+
+def _record(name: str, number: int, policy: Policy, severity: Severity) -> None:
+    count(catalog.GUARD_SANITIZED, number, Category.NUMERICS, severity, policy=policy)
+    _event(name, f"{number:,} values", policy, severity)
+
+
+def _event(name: str, problem: str, policy: str, severity: Severity) -> None:
+    record(catalog.EVENT_GUARD_OUTPUTS, Category.NUMERICS, severity, output=name, problem=problem, policy=policy)
+
+
+def _mapped(value: Any, name: str, function: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value, name)
+    if isinstance(value, MutableMapping):
+        changed = {key: _mapped(item, f"{name}.{key}", function) for key, item in value.items()}
+        if _same(changed.values(), value.values()):
+            return value
+        made = copy(value)  # of any class, whatever its constructor takes
+        made.update(changed)
+        return made
+    if isinstance(value, (list, tuple)):
+        items = [_mapped(item, f"{name}[{index}]", function) for index, item in enumerate(value)]
+        if _same(items, value):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _same(new: Any, old: Any) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _entropy(values: torch.Tensor, classes: int | None) -> float | None:
+    if classes is None or values.shape[classes] < 2:  # noqa: PLR2004  # of one class there is nothing to prefer
+        return None
+    rows = values.movedim(classes, -1)
+    sums = rows.sum(-1)
+    given = bool((rows >= 0).all()) and bool(((sums - 1).abs() < _SUM_ERROR).all())
+    probabilities = rows if given else rows.softmax(-1)
+    return float(torch.special.entr(probabilities).sum(-1).mean()) / log(rows.shape[-1])
+
+
+def _spread(values: torch.Tensor) -> float | None:
+    if values.dim() == 0 or values.shape[0] < 2:  # noqa: PLR2004  # one sample has no spread
+        return None
+    size = float(values.abs().mean())
+    return float(values.std(0, correction=0).max()) / size if size > 0 else 0.0
+
+
+def _drift(reference: torch.Tensor, sample: torch.Tensor) -> Drift:
+    if min(reference.numel(), sample.numel()) < LEAST_SAMPLE:
+        raise ValueError(f"drift needs {LEAST_SAMPLE} values on both sides; there are {reference.numel()} and {sample.numel()}")
+    reference, sample = reference.sort().values, sample.sort().values
+    # quantile() takes 2 ** 24 values at most
+    cuts = reference[(torch.arange(1, BINS) * reference.numel()) // BINS].unique()  # type: ignore[no-untyped-call]
+    psi = sum(map(_psi_term, _shares(cuts, reference), _shares(cuts, sample)))
+    n, m = reference.numel(), sample.numel()
+    both = torch.cat([reference, sample])
+    below = (torch.searchsorted(one, both, right=True).double() / one.numel() for one in (reference, sample))
+    ks = float(torch.sub(*below).abs().max())
+    limit = (-log(KS_ALPHA / 2) / 2 * (n + m) / (n * m)) ** 0.5
+    return Drift(psi, ks, limit, psi > PSI_DRIFTED and ks > limit)
+
+
+def _shares(cuts: torch.Tensor, values: torch.Tensor) -> Iterator[float]:
+    """Return the share of values in each bin; half a value in an empty one, so that the index stays finite."""
+    counts = torch.bincount(torch.bucketize(values, cuts), minlength=cuts.numel() + 1).double()
+    return iter((counts.clamp(min=0.5) / values.numel()).tolist())
+
+
+def _psi_term(expected: float, found: float) -> float:
+    return (found - expected) * log(found / expected) if isfinite(found) else 0.0

@@ -1,0 +1,343 @@
+"""Go on after what a training survives: a batch that does not fit or has a NaN, a loss that jumps, data that cannot be read.
+
+Errors are told apart by their type, never by the words of a message. Each kind has a budget; once it is spent the original
+error is raised, so that a training that is beyond help ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchobs import catalog
+from torchobs.detect.spikes import judge
+from torchobs.guard.arguments import is_number
+from torchobs.guard.batches import free_memory, on_cpu
+from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
+from torchobs.guard.micro_batches import can_be_split, gradient_sync, parts_of
+from torchobs.guard.record import count, record
+from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
+from torchobs.guard.severity import Category, Severity
+from torchobs.guard.snapshots import Buffers, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torchobs.guard.micro_batches import Part
+
+_log = logging.getLogger("torchobs.guard")
+EVIDENCE = 8
+"""Bad batches that are kept"""
+
+
+@dataclass(slots=True)
+class _Baseline:
+    """The usual loss. A spike does not become part of it: what it led to is undone."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    seen: int = 0
+
+    def is_spike(self, loss: float, least_excess: float) -> bool:
+        found, mean, variance, seen = judge(loss, self.mean, self.variance, self.seen, least_excess, skewed=True)
+        if not found:
+            self.mean, self.variance, self.seen = mean, variance, seen
+        return found
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Runs training steps, and goes on after what :class:`RecoveryPolicy` allows.
+
+    ::
+
+        recovery = guard.Recovery(model, optimizer)
+        for batch in recovery.batches(loader):
+            outcome = recovery.step(batch, lambda part: loss_fn(model(part["x"]), part["y"]))
+
+    ``step`` does what a loop does: it clears gradients, calls the function, goes backward, clips and steps. The function gets a
+    batch, or a part of it, and returns the mean loss over its samples. A batch is a tensor, or a structure of tensors that have
+    the samples in their first dimension. A step of several micro-batches is given them all, so that it is skipped as a whole::
+
+        batches = recovery.batches(loader)
+        while micro_batches := list(islice(batches, 4)):
+            recovery.step(micro_batches, compute, accumulate=True)
+
+    Under DDP nothing is skipped unless ``agree`` is set, since the others would wait for ever; and a batch that does not fit in
+    memory is always an error there: gradients are already being exchanged when it is noticed.
+
+    Args:
+        model: what is trained; its buffers are put back when a step is skipped.
+        optimizer: steps its parameters.
+        policy: what may be done.
+        scaler: the loss scaler, if there is one; its own skipping of steps is left to it.
+        extra: further objects with ``state_dict`` and ``load_state_dict`` that a snapshot holds: a scheduler, EMA weights.
+        max_grad_norm: gradients are clipped to this norm, unscaled, before the optimizer steps. Another kind of clipping goes
+            into ``optimizer.register_step_pre_hook``.
+
+    Raises:
+        TypeError: an argument is of another type, or the optimizer is one that needs a closure.
+        ValueError: ``max_grad_norm`` is no norm.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    policy: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    scaler: torch.amp.GradScaler | None = None
+    extra: Sequence[Any] = ()
+    max_grad_norm: float | None = None
+    steps: int = field(init=False, default=0)
+    """steps begun"""
+    counts: Counter[str] = field(init=False, default_factory=Counter)
+    """what was done, by category"""
+    evidence: deque[BadBatch] = field(init=False, default_factory=lambda: deque(maxlen=EVIDENCE))
+    """the last batches that were skipped"""
+    _baseline: _Baseline = field(init=False, default_factory=_Baseline)
+    _snapshot: Snapshot | None = field(init=False, default=None)
+    _splits: int = field(init=False, default=1)
+    """parts that each micro-batch is split into; what the last one needed"""
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
+
+    def step(self, batch: Any, compute: Callable[[Any], torch.Tensor], *, accumulate: bool = False) -> StepOutcome:
+        """Do one training step.
+
+        Args:
+            batch: the batch; with ``accumulate`` a list of micro-batches.
+            compute: returns the mean loss of a micro-batch, or of a part of one, as one number.
+            accumulate: add up the gradients of all micro-batches, each by its share of the samples (equal shares where their
+                numbers are not known), so that they are those of one large batch; then step once, or skip all of it. DDP
+                averages the gradients with the last one.
+
+        Raises:
+            torch.OutOfMemoryError: a single sample does not fit, or the budget is spent; always under DDP.
+            NonFiniteLossError: the budget is spent. The optimizer has not stepped, and its gradients are there to look at.
+            LossSpikeError: likewise.
+            TypeError: ``accumulate`` without a list of micro-batches, or ``compute`` returns no number.
+        """
+        if accumulate and not (isinstance(batch, (list, tuple)) and batch):
+            raise TypeError(f"accumulate=True takes a list of micro-batches, at least one, not {type(batch).__name__}")
+        micro_batches: Sequence[Any] = batch if accumulate else [batch]
+        self.steps += 1
+        snapshot, buffers = self._new_snapshot(), Buffers(self.model)
+        parts, losses = self._forward_backward(micro_batches, compute, buffers)
+        loss = sum(each * part.share for each, part in zip(losses, parts, strict=True))
+        problem = self._problem(loss)
+        own = _SKIP if isinstance(problem, NonFiniteLossError) else _RESTORE
+        verdict = self._agreed(own if problem is not None else _GO_ON)
+        if verdict == _GO_ON:
+            stepped = self._optimizer_step()
+            self._snapshot = snapshot if stepped else self._snapshot  # its weights have given a usual loss
+            action = "split" if len(parts) > len(micro_batches) else "none"
+            return StepOutcome(loss, stepped=stepped, action=action, parts=len(parts))
+        if problem is None or verdict == _RESTORE:
+            problem = problem if isinstance(problem, LossSpikeError) else _OTHERS[verdict]("another rank found it")
+        bad = next(
+            (micro_batches[part.micro_batch] for each, part in zip(losses, parts, strict=True) if not isfinite(each)), batch
+        )
+        self.evidence.append(BadBatch(self.steps, str(problem), on_cpu(bad)))
+        buffers.put_back()
+        action = self._pay_for(problem)
+        self.optimizer.zero_grad(set_to_none=True)
+        reason = str(problem)
+        if action == "restore" and self._snapshot is not None:
+            self._snapshot.restore(self._stateful())
+            reason = f"{problem}; back to step {self._snapshot.step}"
+        return StepOutcome(loss, stepped=False, action=action, parts=len(parts), reason=reason)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield a loader's batches without those that cannot be read.
+
+        A loader goes on after the error of one batch; a generator does not, and then its error is raised: nobody would notice
+        what is missing. Raises the original error, too, once the budget is spent.
+        """
+        iterator, seen = iter(loader), 0
+        try:
+            expected = len(loader) if isinstance(loader, Sized) else None
+        except TypeError:  # a DataLoader over an iterable data set
+            expected = None
+        failed: Exception | None = None
+        survivable: tuple[type[Exception], ...] = (*self.policy.data_errors, OSError)
+        while True:
+            try:
+                batch = next(iterator, _END)
+            except survivable as error:
+                if _is_distributed() or not (isinstance(error, self.policy.data_errors) or is_transient(error)):
+                    raise  # one rank with a batch less would leave the others waiting
+                self._spend(Category.DATA, self.policy.data, error, "skip")
+                failed, seen = error, seen + 1
+                continue
+            if batch is _END:
+                if failed is not None and (expected is None or seen < expected):
+                    raise failed
+                return
+            failed, seen = None, seen + 1
+            yield batch
+
+    def retry(self, operation: Callable[[], Any]) -> Any:
+        """Call an operation, such as writing a checkpoint; repeat it, with a growing wait, while a transient error stops it.
+
+        Transient are ``ConnectionError``, ``TimeoutError``, ``InterruptedError``, ``BlockingIOError`` and ``TRANSIENT_ERRNOS``.
+        """
+        for attempt in range(self.policy.io + 1):
+            try:
+                return operation()
+            except OSError as error:
+                if not is_transient(error) or attempt == self.policy.io:
+                    raise
+                self.counts["io.retry"] += 1
+                self._note(Category.IO, Severity.INFO, error, "retry")
+                time.sleep(self.policy.backoff_s * 2**attempt)
+        raise AssertionError("unreachable")  # the last attempt returned or raised
+
+    def _new_snapshot(self) -> Snapshot | None:
+        """Return a snapshot of now if one is due, else the last one."""
+        due = self._snapshot is None or self.steps - self._snapshot.step >= self.policy.snapshot_every
+        return Snapshot.take(self.steps, self._stateful()) if due and self._judges_spikes() else self._snapshot
+
+    def _judges_spikes(self) -> bool:
+        """Return False where a rank could not go back by itself: then a spike is the user's affair, as it is without us."""
+        return self.policy.spikes > 0 and (self.policy.agree or not _is_distributed())
+
+    def _forward_backward(
+        self, micro_batches: Sequence[Any], compute: Callable[[Any], torch.Tensor], buffers: Buffers
+    ) -> tuple[list[Part], list[float]]:
+        """Return what went through the model at once, and the mean loss of each."""
+        while True:
+            parts = list(parts_of(micro_batches, self._splits))
+            self.optimizer.zero_grad(set_to_none=True)
+            try:
+                losses = [self._one(part, compute, last=part is parts[-1]) for part in parts]
+                return parts, [float(loss) for loss in losses]  # read together: a device is waited for once
+            except torch.OutOfMemoryError as error:
+                most = max(Counter(part.micro_batch for part in parts).values())
+                if _is_distributed() or not any(can_be_split(each, most) for each in micro_batches):
+                    raise
+                too_large = error.with_traceback(None)
+            # outside of the handler, whose traceback keeps the forward's tensors alive
+            self._spend(Category.MEMORY, self.policy.oom, too_large, "split")
+            self.optimizer.zero_grad(set_to_none=True)
+            self._splits = 2 * most
+            buffers.put_back()
+            free_memory()
+
+    def _one(self, part: Part, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
+        with gradient_sync(self.model, on=last):
+            loss: Any = compute(part.batch)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise TypeError(f"compute has to return the mean loss, a tensor of one number, not {found}")
+            scaled = loss * part.share if part.share != 1.0 else loss
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
+        detached: torch.Tensor = loss.detach()
+        return detached
+
+    def _problem(self, loss: float) -> NonFiniteLossError | LossSpikeError | None:
+        """Return what is wrong with this step. A scaler judges the gradients itself."""
+        if not isfinite(loss):
+            return NonFiniteLossError(f"the loss is {loss}")
+        if not self._scales() and not self._gradients_are_finite():
+            return NonFiniteLossError("a gradient is not finite")
+        if self._judges_spikes() and self._baseline.is_spike(loss, self.policy.least_excess):
+            return LossSpikeError(f"the loss is {loss:g}, and {self._baseline.mean:g} is usual")
+        return None
+
+    def _scales(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _gradients_are_finite(self) -> bool:
+        """Return True if all gradients, of a sharded parameter this rank's part, are finite: one number is read."""
+        gradients = [parameter.grad.detach() for parameter in self._parameters() if parameter.grad is not None]
+        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+        # the largest magnitude: squares could overflow where no gradient is infinite
+        norms = torch._foreach_norm([grad for grad in dense if grad.numel()], inf) if dense else []  # noqa: SLF001  # as torch's own clipping
+        return not norms or bool(torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all())
+
+    def _agreed(self, verdict: int) -> int:
+        """Return what to do with this step: the gravest verdict, here or, under DDP, of any rank."""
+        if not _is_distributed() or not self.policy.agree:
+            return verdict
+        gravest = torch.tensor(float(verdict), device=next(self.model.parameters()).device)
+        torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX)
+        return int(gravest.item())
+
+    def _optimizer_step(self) -> bool:
+        """Clip and step; return False if the scaler has skipped it: then it lowers its scale."""
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self._parameters(), self.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def _pay_for(self, problem: NonFiniteLossError | LossSpikeError) -> str:
+        """Return what to do; raise the problem if its budget is spent, or other ranks would wait for this one."""
+        if _is_distributed() and not self.policy.agree:
+            self._note(Category.NUMERICS, Severity.ERROR, problem, "raise")
+            raise problem
+        if isinstance(problem, LossSpikeError):
+            self._spend(Category.NUMERICS, self.policy.spikes, problem, "restore")
+            return "restore"
+        self._spend(Category.NUMERICS, self.policy.nonfinite, problem, "skip")
+        return "skip"
+
+    def _stateful(self) -> list[Any]:
+        return [self.model, self.optimizer, *([self.scaler] if self.scaler is not None else []), *self.extra]
+
+    def _spend(self, category: Category, budget: int, error: Exception, action: str) -> None:
+        """Count one use of a budget; raise the error if it was spent."""
+        key = f"{category.value}.{action}"
+        if self.counts[key] >= budget:
+            self._note(category, Severity.ERROR, error, "raise")
+            raise error
+        self.counts[key] += 1
+        self._note(category, Severity.WARNING, error, action)
+
+    def _note(self, category: Category, severity: Severity, error: Exception, action: str) -> None:
+        count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
+        record(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)
+        _log.warning("step %d: %s: %s (%s)", self.steps, type(error).__name__, error, action)
+
+
+_END = object()
+_GO_ON, _SKIP, _RESTORE = range(3)
+"""Verdicts on a step, the gravest last"""
+_OTHERS: dict[int, type[NonFiniteLossError | LossSpikeError]] = {_SKIP: NonFiniteLossError, _RESTORE: LossSpikeError}
+
+
+def _is_distributed() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _refuse_nonsense(recovery: Recovery) -> None:
+    kinds = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "policy": RecoveryPolicy}
+    for name, kind in kinds.items():
+        if not isinstance(given := getattr(recovery, name), kind):
+            raise TypeError(f"{name} is {type(given).__name__}, and a {kind.__name__} is needed")
+    if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
+    if isinstance(recovery.optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls a closure several times in a step, which a Recovery cannot skip: use another optimizer")
+    if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(each, "load_state_dict") for each in recovery.extra):
+        raise TypeError("extra is a list of objects that have state_dict() and load_state_dict(), as (scheduler, ema)")
+    limit = recovery.max_grad_norm
+    if limit is not None and not (is_number(limit) and limit > 0):
+        raise ValueError(f"max_grad_norm is {limit!r}; it is a number above 0, or None to clip nothing")

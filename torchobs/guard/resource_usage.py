@@ -1,0 +1,231 @@
+"""How much is used of processor, memory, device memory and disk, of what this container may have; a call if it is too much."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from torchobs import catalog
+from torchobs.guard.arguments import is_number
+from torchobs.guard.record import count, record
+from torchobs.guard.severity import Category, Severity
+from torchobs.probes.memory.allocators import used_devices
+from torchobs.support import cgroup
+from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+RESOURCES = ("cpu", "memory", "gpu_memory", "disk")
+LEAST_CPU_S = 0.1
+"""Shorter times say nothing of a processor, whose use the kernel counts in ticks of 10 ms"""
+_log = logging.getLogger("torchobs.guard")
+
+
+@dataclass(frozen=True)
+class Usage(Result):
+    """One resource. ``used`` and ``limit`` are bytes; of a processor, cores."""
+
+    resource: str
+    where: str
+    """``container`` or ``machine``, a device, or a file system's path"""
+    used: float
+    limit: float
+    percent: float
+    threshold: float
+    exceeded: bool
+
+
+@dataclass(frozen=True)
+class ResourceReport(Result):
+    """All resources at one moment."""
+
+    usages: tuple[Usage, ...]
+
+    @property
+    def exceeded(self) -> tuple[Usage, ...]:
+        """Those above their threshold."""
+        return tuple(usage for usage in self.usages if usage.exceeded)
+
+
+class ResourceGuard:
+    """Made by :func:`resources`. ``check()`` looks once; as a context manager it looks regularly, in a thread of its own."""
+
+    def __init__(
+        self,
+        thresholds: Mapping[str, float],
+        on_exceed: Callable[[ResourceReport], object] | None,
+        path: str | os.PathLike[str],
+        interval_s: float,
+        root: str = "",
+    ) -> None:
+        self._thresholds, self._on_exceed, self._path, self._interval_s = thresholds, on_exceed, os.fspath(path), interval_s
+        self._root = root
+        self._above: frozenset[tuple[str, str]] = frozenset()
+        self._cpu = _cpu_seconds(root)
+        self._last_cpu: tuple[str, str, float, float] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._breaker = CircuitBreaker("guard.resources")
+
+    def check(self) -> ResourceReport:
+        """Look once; the processor's figure is the mean since the last look.
+
+        The first look waits until ``LEAST_CPU_S`` after the guard was made; one within that time of another repeats its figure.
+        ``on_exceed`` is called with the report if a resource is newly above its threshold, which is recorded as an event. It
+        is called again once the resource has been below.
+        """
+        found = tuple(
+            Usage(name, where, used, limit, percent, self._thresholds[name], percent > self._thresholds[name])
+            for name, where, used, limit in self._readings()
+            if limit > 0
+            for percent in [100.0 * used / limit]
+        )
+        report = ResourceReport(found)
+        above = frozenset((usage.resource, usage.where) for usage in report.exceeded)
+        new = [usage for usage in report.exceeded if (usage.resource, usage.where) not in self._above]
+        self._above = above
+        for usage in new:
+            _record(usage)
+        if new and self._on_exceed is not None:
+            self._on_exceed(report)
+        return report
+
+    def __enter__(self) -> ResourceGuard:  # noqa: PYI034  # typing.Self needs Python 3.11
+        """Start looking, every ``interval_s``. An exception of ``on_exceed`` is logged, and ends it."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._watch, name="torchobs-resources", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s) and not self._breaker.is_open:
+            call(self._breaker, self.check)
+        for failure in self._breaker.failures:
+            _log.error("resources are watched no more: %s at %s", failure.exception, failure.location)
+
+    def _readings(self) -> Iterator[tuple[str, str, float, float]]:
+        """Yield resource, where, used and limit of what has a threshold."""
+        if "cpu" in self._thresholds and (cpu := self._cpu_usage()) is not None:
+            yield cpu
+        if "memory" in self._thresholds:
+            yield _memory(self._root)
+        torch = sys.modules.get("torch")
+        if "gpu_memory" in self._thresholds and torch is not None:
+            for device in used_devices(torch):
+                yield "gpu_memory", device.device, device.reserved, device.limit or 0
+        if "disk" in self._thresholds:
+            disk = psutil.disk_usage(self._path)
+            yield "disk", self._path, disk.used, disk.used + disk.free  # root's reserve is not ours
+
+    def _cpu_usage(self) -> tuple[str, str, float, float] | None:
+        if self._last_cpu is None:
+            time.sleep(max(0.0, self._cpu.at_s + LEAST_CPU_S - time.monotonic()))
+        before, now = self._cpu, _cpu_seconds(self._root)
+        if now.at_s - before.at_s >= LEAST_CPU_S:
+            self._cpu = now
+            if now.where == before.where:  # else a quota has come or gone
+                self._last_cpu = "cpu", now.where, (now.used_s - before.used_s) / (now.at_s - before.at_s), now.cores
+        return self._last_cpu
+
+
+def resources(
+    *,
+    cpu: float | None = 90.0,
+    memory: float | None = 90.0,
+    gpu_memory: float | None = 90.0,
+    disk: float | None = 90.0,
+    on_exceed: Callable[[ResourceReport], object] | None = None,
+    path: str | os.PathLike[str] = ".",
+    interval_s: float = 10.0,
+) -> ResourceGuard:
+    """Watch resources against thresholds in percent of what this container may have (its cgroup's limits), else the machine.
+
+    ``with guard.resources(on_exceed=...):`` watches a training; ``guard.resources().check()`` looks once. What is above its
+    threshold is also an event of the run. The alerts on the same limits, without this function, are ``TorchobsCpuSaturated``,
+    ``TorchobsOutOfMemoryNear``, ``TorchobsGpuMemoryNearLimit`` and ``TorchobsFilesystemFull``.
+
+    Args:
+        cpu: of the cores that it may use, by quota and affinity; None does not look. Likewise:
+        memory: what cannot be reclaimed, of the memory limit.
+        gpu_memory: what torch has reserved, of each device that this process uses (or of the fraction that it is allowed).
+        disk: of the file system that holds ``path``.
+        on_exceed: called with the report when a resource gets above its threshold; in the watching thread.
+        path: where the training writes.
+        interval_s: how often to look, in seconds.
+
+    Raises:
+        ValueError: a threshold is no percentage, or the interval is no time.
+        TypeError: ``on_exceed`` cannot be called.
+        OSError: ``path`` does not exist.
+    """
+    thresholds = {"cpu": cpu, "memory": memory, "gpu_memory": gpu_memory, "disk": disk}
+    for name, threshold in thresholds.items():
+        if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 100):  # noqa: PLR2004  # percent
+            raise ValueError(f"{name} is {threshold!r}; a threshold is a percentage, from 0 to 100, or None")
+    if not (is_number(interval_s) and 0 < interval_s <= threading.TIMEOUT_MAX):
+        raise ValueError(f"interval_s is {interval_s!r}; it is a time in seconds")
+    if on_exceed is not None and not callable(on_exceed):
+        raise TypeError(f"on_exceed is {type(on_exceed).__name__}; it is a function that takes the report")
+    psutil.disk_usage(os.fspath(path))  # raises for a path that is not there
+    wanted = {name: threshold for name, threshold in thresholds.items() if threshold is not None}
+    return ResourceGuard(wanted, on_exceed, path, interval_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuReading:
+    where: str
+    used_s: float
+    cores: float
+    at_s: float
+
+
+def _cpu_seconds(root: str = "") -> _CpuReading:
+    """Return the CPU time used so far by the container if it has a quota, else on the processors that are allowed."""
+    now = time.monotonic()
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    groups = cgroup.of_process("cpu", root) if sys.platform == "linux" else None
+    quota = cgroup.cpu_of(groups, root) if groups is not None else None
+    if quota is not None and quota.limit is not None and quota.used_s is not None:
+        return _CpuReading("container", quota.used_s, min(quota.limit, cores), now)
+    if hasattr(os, "sched_getaffinity"):
+        every, allowed = psutil.cpu_times(percpu=True), os.sched_getaffinity(0)
+        return _CpuReading("machine", sum(_busy(times) for index, times in enumerate(every) if index in allowed), cores, now)
+    return _CpuReading("machine", _busy(psutil.cpu_times()), cores, now)
+
+
+def _busy(times: Any) -> float:
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    return float(
+        sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    )  # guests are in user time
+
+
+def _memory(root: str) -> tuple[str, str, float, float]:
+    machine = psutil.virtual_memory()
+    groups = cgroup.of_process("memory", root) if sys.platform == "linux" else None
+    found = cgroup.tightest(groups, root) if groups is not None else None
+    if found is not None and found[1].limit is not None and found[1].limit < machine.total:
+        return "memory", "container", found[1].pinned, found[1].limit
+    return "memory", "machine", machine.total - machine.available, machine.total
+
+
+def _record(usage: Usage) -> None:
+    count(catalog.GUARD_EXCEEDED, 1, Category.RESOURCES, Severity.WARNING, resource=usage.resource)
+    about = {"resource": usage.resource, "where": usage.where, "percent": round(usage.percent, 1), "threshold": usage.threshold}
+    record(catalog.EVENT_GUARD_RESOURCE, Category.RESOURCES, Severity.WARNING, **about)
+    _log.warning("%s of %s is at %.0f %%, above %.0f %%", usage.resource, usage.where, usage.percent, usage.threshold)

@@ -1,0 +1,56 @@
+"""States to go back to: a model's buffers before a step, and everything that a training has learned, in the host's memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Buffers:
+    """A model's buffers as they are now. ``put_back`` undoes what a forward pass did to them, in place or by another tensor."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._kept = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())  # noqa: SLF001  # no setter
+            for module in model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
+        ]
+
+    def put_back(self) -> None:
+        """Make them what they were. May be called again."""
+        with torch.no_grad():
+            for buffers, name, buffer, before in self._kept:
+                buffers[name] = buffer
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """``state_dict()`` of several objects, copied to the CPU; nothing in it is shared with them."""
+
+    step: int
+    states: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def take(cls, step: int, objects: Sequence[Any]) -> Snapshot:
+        """Copy the states of these objects."""
+        return cls(step, tuple(_copied(each.state_dict()) for each in objects))
+
+    def restore(self, objects: Sequence[Any]) -> None:
+        """Give the states back to the same objects; the snapshot stays as it is."""
+        for each, state in zip(objects, self.states, strict=True):
+            each.load_state_dict(deepcopy(state))  # an optimizer keeps what it is given
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else deepcopy(leaf), value
+    )

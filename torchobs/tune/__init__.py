@@ -1,0 +1,47 @@
+"""Functions that make a training faster or smaller, and say what they did and what it gained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.support.lazy import attach
+
+if TYPE_CHECKING:
+    from torchobs.tune.automatic import Recommendation, auto
+    from torchobs.tune.comparison import benchmark
+    from torchobs.tune.devices import clear_cache, device, memory_fraction, memory_stats, seed
+    from torchobs.tune.difference import NumericalDifferenceError
+    from torchobs.tune.measurements import Benchmark
+    from torchobs.tune.plan import Plan, optimize, optimized
+    from torchobs.tune.training import Pipeline, pipeline
+
+_HOMES: dict[str, str] = {
+    "Benchmark": "measurements",
+    **dict.fromkeys(("Recommendation", "auto"), "automatic"),
+    "benchmark": "comparison",
+    "NumericalDifferenceError": "difference",
+    **dict.fromkeys(("clear_cache", "device", "memory_fraction", "memory_stats", "seed"), "devices"),
+    **dict.fromkeys(("Pipeline", "pipeline"), "training"),
+    **dict.fromkeys(("Plan", "optimize", "optimized"), "plan"),
+}
+"""Public name to the module that defines it"""
+
+__all__ = [
+    "Benchmark",
+    "NumericalDifferenceError",
+    "Pipeline",
+    "Plan",
+    "Recommendation",
+    "auto",
+    "benchmark",
+    "clear_cache",
+    "device",
+    "memory_fraction",
+    "memory_stats",
+    "optimize",
+    "optimized",
+    "pipeline",
+    "seed",
+]
+
+__getattr__, __dir__ = attach(__name__, _HOMES, globals())

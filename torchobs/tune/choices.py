@@ -1,0 +1,228 @@
+"""Which techniques a mode and a level ask for, and which of them this model, device and torch can have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchobs.tune import inference_choices
+from torchobs.tune.activations import Kept, recomputed
+from torchobs.tune.decisions import Choice, Request, reclass_obstacle, skip, use
+from torchobs.tune.techniques import Autocast, ChannelsLast, Checkpointing, Compilation, Flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TECHNIQUES = (
+    "quantization",
+    "autocast",
+    "attention",
+    "checkpointing",
+    "channels_last",
+    "tf32",
+    "cudnn_benchmark",
+    "fused_optimizer",
+    "loader",
+    "graph",
+    "compile",
+)
+"""In the order in which they are applied"""
+_FOR_INFERENCE = {"quantization", "graph"}
+MODES: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "amp": frozenset({"autocast", "attention", "tf32", "fused_optimizer", "loader"}),
+    "compile": frozenset({"attention", "compile", "channels_last", "cudnn_benchmark", "fused_optimizer", "loader"}),
+    "memory_efficient": frozenset({"autocast", "attention", "checkpointing"}),
+    "full": frozenset(TECHNIQUES) - _FOR_INFERENCE,
+    "inference": frozenset(TECHNIQUES) - {"checkpointing", "fused_optimizer"},
+}
+LEVELS: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "basic": frozenset(TECHNIQUES) - {"channels_last", "tf32", "cudnn_benchmark"},
+    "advanced": frozenset(TECHNIQUES) - {"cudnn_benchmark"},
+    "maximum": frozenset(TECHNIQUES),
+}
+"""``advanced`` adds what changes memory layout and float32 products, ``maximum`` what searches for kernels when it starts."""
+_AMPERE = (8, 0)
+_BFLOAT16_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+
+
+def choose(request: Request) -> list[Choice]:
+    """Decide on each technique, in the order in which they are to be applied."""
+    return [_choose(name, request) for name in TECHNIQUES]
+
+
+def _choose(name: str, request: Request) -> Choice:
+    if name not in MODES[request.mode]:
+        return skip(name, f"not part of mode {request.mode!r}")
+    if name not in LEVELS[request.level]:
+        return skip(name, f"not part of level {request.level!r}")
+    return decide(name, request)
+
+
+def decide(name: str, request: Request) -> Choice:
+    """Decide on one technique, whatever the mode and the level."""
+    return _DECIDE[name](request)
+
+
+def amp_dtype(device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return the type that autocast is to compute in on a device, None where it would gain nothing, and why."""
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "the GPU computes in bfloat16"
+        return torch.float16, "the GPU has no bfloat16; float16 needs a GradScaler"
+    if device.type == "cpu" and not any(getattr(torch.cpu, name, bool)() for name in _BFLOAT16_INSTRUCTIONS):
+        return None, "this CPU has no instructions for bfloat16, autocast would slow it down; pass amp_dtype to have it anyway"
+    if device.type in {"cpu", "xpu"} or (device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0)):
+        return torch.bfloat16, "the device has instructions for bfloat16"
+    return None, f"autocast on {device.type} is not supported"
+
+
+def _autocast(request: Request) -> Choice:
+    if request.quantize is not None and request.mode == "inference":
+        return skip("autocast", "the weights are to be quantised")
+    if request.graph == "torchscript" and request.mode == "inference":
+        return skip("autocast", "TorchScript does not record it")
+    dtype, reason = (request.dtype, "asked for") if request.dtype else amp_dtype(request.device)
+    if dtype is None:
+        return skip("autocast", reason)
+    if (obstacle := reclass_obstacle(request.model)) is not None:
+        return skip("autocast", obstacle)
+    return use("autocast", f"{str(dtype)[6:]}: {reason}", Autocast(request.model, request.device.type, dtype))
+
+
+def _checkpointing(request: Request) -> Choice:
+    name = "checkpointing"
+    if request.mode == "full" and not request.checkpoint:
+        return skip(name, "saves memory for a second forward pass; pass checkpoint= or use mode 'memory_efficient'")
+    blocks = outermost(_asked_blocks(request) if request.checkpoint else repeated_blocks(request.model))
+    if not blocks:
+        return skip(name, "the model has no repeated blocks; pass the class of the modules as checkpoint=")
+    if (obstacle := next(filter(None, map(reclass_obstacle, blocks)), None)) is not None:
+        return skip(name, obstacle)
+    if any(isinstance(module, _BatchNorm) for block in blocks for module in block.modules()):
+        return skip(name, "the blocks have batch normalisation, whose statistics a second forward pass would update twice")
+    if request.activation_budget is not None:
+        return _within_budget(request, blocks, request.activation_budget)
+    kinds = ", ".join(f"{count} × {kind}" for kind, count in Counter(type(block).__name__ for block in blocks).items())
+    return use(name, f"recompute the activations of {kinds}", Checkpointing(blocks))
+
+
+def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Choice:
+    name = "checkpointing"
+    if request.example is None:
+        return skip(name, "activations are measured with an example: pass example=")
+    kept = Kept(request.model, request.example, blocks)
+    chosen, most = recomputed(kept, budget)
+    if not chosen:
+        return skip(name, f"activations take {_mib(kept.total)}, and {_mib(budget)} are allowed")
+    missed = f"; the budget of {_mib(budget)} is not reached" if most > budget else ""
+    count = f"{len(chosen)} of {len(blocks)} blocks"
+    reason = f"recompute the activations of {count}: {_mib(most)} at most instead of {_mib(kept.total)}{missed}"
+    return use(name, reason, Checkpointing([blocks[index] for index in chosen]))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.4g} MiB"
+
+
+def _asked_blocks(request: Request) -> list[nn.Module]:
+    return [module for module in request.model.modules() if isinstance(module, request.checkpoint)]
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return modules that stand at least twice in one list and have parts: one operation alone keeps its input anyway."""
+    found = []
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(map(type, container))
+            found += [block for block in container if kinds[type(block)] > 1 and any(True for _ in block.children())]
+    return found
+
+
+def outermost(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that are in no other of them, each once."""
+    inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+    return [block for block in {id(block): block for block in blocks}.values() if id(block) not in inner]
+
+
+def _channels_last(request: Request) -> Choice:
+    name = "channels_last"
+    if not any(isinstance(module, nn.Conv2d) for module in request.model.modules()):
+        return skip(name, "the model has no 2-dimensional convolution")
+    if any(type(weight) is not nn.Parameter for weight in request.model.parameters()):
+        return skip(name, "the parameters are of a class of their own (sharded or quantised)")
+    return use(name, "weights of convolutions are stored with the channels last", ChannelsLast(request.model))
+
+
+def _tf32(request: Request) -> Choice:
+    if request.device.type != "cuda":
+        return skip("tf32", "only NVIDIA GPUs have TF32")
+    if torch.version.hip or torch.cuda.get_device_capability(request.device) < _AMPERE:
+        return skip("tf32", "this GPU has no TF32 (Ampere has, and later ones)")
+    return use("tf32", "float32 products are computed in TF32", Flag(torch.backends.cuda.matmul, "allow_tf32", value=True))
+
+
+def _cudnn_benchmark(request: Request) -> Choice:
+    name = "cudnn_benchmark"
+    if request.device.type != "cuda" or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        return skip(name, "cuDNN is not in use on this device")
+    if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+        return skip(name, "deterministic algorithms are asked for")
+    return use(
+        name, "the fastest algorithm of each convolution is searched for", Flag(torch.backends.cudnn, "benchmark", value=True)
+    )
+
+
+def _fused_optimizer(request: Request) -> Choice:
+    name = "fused_optimizer"
+    if request.device.type not in {"cpu", "cuda", "mps", "xpu"}:
+        return skip(name, f"there is none on {request.device.type}")
+    if not all(weight.is_floating_point() for weight in request.model.parameters()):
+        return skip(name, "some parameters are no floating-point numbers")
+    return use(name, "pass optimizer_options(torch.optim.AdamW) to the optimizer")
+
+
+def _loader(request: Request) -> Choice:
+    pinned = "pinned memory and " if request.device.type == "cuda" else ""
+    return use("loader", f"pass loader_options(num_workers) to the DataLoader: {pinned}persistent workers")
+
+
+def _compile(request: Request) -> Choice:
+    if request.mode == "inference" and request.graph is not None:
+        return skip("compile", f"a graph by {request.graph!r} is asked for")
+    if request.mode == "inference" and request.quantize == "dynamic":
+        return skip("compile", "quantised layers of torch.ao cannot be compiled")
+    if isinstance(request.model, torch.jit.ScriptModule):
+        return skip("compile", "a TorchScript module is compiled already")
+    if vars(request.model).get("_compiled_call_impl") is not None or hasattr(request.model, "_orig_mod"):
+        return skip("compile", "the model is compiled already")
+    if not torch._dynamo.eval_frame.is_dynamo_supported():
+        return skip("compile", "torch.compile does not support this Python or system")
+    mode = "max-autotune" if request.level == "maximum" and request.device.type == "cuda" else None
+    reason = f"torch.compile(mode={mode!r})" if mode else "torch.compile"
+
+    def failed(words: str) -> None:
+        request.failed("compile", words)
+
+    technique = Compilation(request.model, mode, failed)
+    return use("compile", f"{reason}; eager from then on, should it fail", technique)
+
+
+_DECIDE: dict[str, Callable[[Request], Choice]] = {
+    "quantization": inference_choices.quantization,
+    "autocast": _autocast,
+    "attention": inference_choices.attention,
+    "checkpointing": _checkpointing,
+    "channels_last": _channels_last,
+    "tf32": _tf32,
+    "cudnn_benchmark": _cudnn_benchmark,
+    "fused_optimizer": _fused_optimizer,
+    "loader": _loader,
+    "graph": inference_choices.graph,
+    "compile": _compile,
+}

@@ -1,0 +1,246 @@
+"""Modes of tune.optimize() timed against each other on one model: which is faster, by how much, at what loss of accuracy."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from copy import deepcopy
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchobs import api, catalog
+from torchobs.tune.difference import forward
+from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
+from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
+from torchobs.tune.peak_memory import peak_bytes, synchronize
+from torchobs.tune.plan import Plan, optimize
+from torchobs.tune.progress import Progress
+from torchobs.tune.techniques import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    LossFunction = Callable[[Any, Any], torch.Tensor]
+
+_BEGINNING = 0.5
+"""Share of a budget within which modes are tried for the first time; the rest is for rounds"""
+
+
+def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked for
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    modes: Sequence[str] = ("none", "amp", "compile"),
+    level: str = "basic",
+    rounds: int = 20,
+    warmup: int = 3,
+    budget_s: float | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Benchmark:
+    """Time steps of a model in each mode, in turn (A B C A B C …), so that a change of the machine's speed meets all alike.
+
+    Model, optimizer and random state are as before afterwards: the steps are done by copies, which need room beside them. Steps
+    with an optimizer are recorded as training steps, if a session runs. On a GPU torch's peak of allocated memory is reset.
+
+    Args:
+        model: the model, on its device.
+        batch: the model's input as ``Plan.check`` takes it, or, with a loss function, a pair of input and target; or a
+            DataLoader, of which the first batch is taken.
+        optimizer: an optimizer over the model's parameters, if steps are to have one.
+        loss_fn: called with output and target; its result starts a backward pass. Without it only forward passes are timed,
+            in evaluation mode and without gradients.
+        modes: modes of :func:`optimize`; the first is what the others are compared with.
+        level: level of all plans.
+        rounds: timed steps of each mode, at least 6 (7 for three modes); with a budget at most.
+        warmup: steps of each mode before them.
+        budget_s: seconds that it may take. Modes that do not fit are left out, with the reason; a step or a compilation that
+            has begun is not interrupted, and the fewest rounds are done of what is left.
+        progress: show a bar on stderr while it runs; by default if that is a terminal.
+        options: what else :func:`optimize` takes.
+
+    Raises:
+        ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function.
+    """
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(modes) - 1)
+    _check_arguments(modes, rounds, warmup, confidence, budget_s, bare_optimizer=optimizer is not None and loss_fn is None)
+    batch = next(iter(batch)) if isinstance(batch, torch.utils.data.DataLoader) else batch
+    model, optimizer = deepcopy((model, optimizer))
+    step = _Step(model, batch, optimizer, loss_fn)
+    trial = _Trial(step, warmup, budget_s, Progress(progress))
+    options = {"example": step.input, **options}
+    plans = [optimize(model, mode=mode, level=level, **options) for mode in modes]
+    with _random_state_kept(plans[0].device):
+        plans = trial.begin(plans)
+        differences = [_difference(plan, step.input) for plan in plans]
+        times, peaks = trial.measure(plans, rounds)
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(plans) - 1)
+    results = tuple(
+        ModeResult(
+            mode=plan.mode,
+            used=plan.used,
+            step_s=median_interval(times[index]),
+            speedup_factor=median_interval([a / b for a, b in zip(times[0], times[index], strict=True)], confidence),
+            first_step_s=trial.first_s[plan.mode],
+            peak_bytes=peaks[index],
+            memory_savings=_savings(peaks[0], peaks[index]),
+            difference=differences[index][0],
+            accepted=differences[index][1],
+        )
+        for index, plan in enumerate(plans)
+    )
+    return _told(Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(trial.left_out)))
+
+
+def _told(result: Benchmark) -> Benchmark:
+    """Record the benchmark as an event of the run and its speed-ups as metrics, if one is recorded."""
+    for each in result.modes:
+        api.set_gauge(catalog.TUNE_SPEEDUP, each.speedup_factor.median, mode=each.mode)
+    about = {"recommended": result.recommended, "reason": result.reason, "rounds": result.rounds}
+    speedups = "; ".join(f"{each.mode} {each.speedup_factor}" for each in result.modes)
+    api.record_event(catalog.EVENT_TUNE_BENCHMARK, {**about, "speedups": speedups})
+    return result
+
+
+class _Step:
+    """One step as the caller's training does it: forward, and backward and optimizer where given."""
+
+    def __init__(
+        self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None
+    ) -> None:
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self.input: Any
+        self._target: Any
+        self.input, self._target = batch if loss_fn is not None else (batch, None)
+        if loss_fn is None:
+            model.eval()
+
+    def __call__(self) -> None:
+        if self._loss_fn is None:
+            with torch.no_grad():
+                forward(self._model, self.input)
+            return
+        self._model.zero_grad()
+        self._loss_fn(forward(self._model, self.input), self._target).backward()  # type: ignore[no-untyped-call]
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+
+class _Trial:
+    """Steps of several plans in turn, within a budget of time where there is one."""
+
+    def __init__(self, step: _Step, warmup: int, budget_s: float | None, progress: Progress) -> None:
+        self._step, self._warmup, self._budget_s, self._progress = step, warmup, budget_s, progress
+        self._started = perf_counter()
+        self.first_s: dict[str, float] = {}
+        self.left_out: list[LeftOut] = []
+        self._step_s: dict[str, float] = {}
+
+    def begin(self, plans: list[Plan]) -> list[Plan]:
+        """Do two steps of each plan; return those that work and fit into the budget. The first plan is always among them."""
+        base, *others = plans
+        self._first_steps(base)
+        kept = [base]
+        for plan in others:
+            if self._budget_s is not None and self._passed() > _BEGINNING * self._budget_s:
+                self._leave_out(plan, "no time was left to try it")
+                continue
+            try:
+                self._first_steps(plan)
+            except RuntimeError as error:  # what torch raises, out of memory included; of the first plan it is the caller's
+                self._leave_out(plan, f"{type(error).__name__}: {first_line(error)}")
+                continue
+            kept.append(plan)
+        while len(kept) > 1 and self._budget_s is not None and self._least_s(kept) > self._budget_s - self._passed():
+            slowest = max(kept[1:], key=lambda plan: self._step_s[plan.mode])
+            kept.remove(slowest)
+            self._leave_out(slowest, f"its steps of {self._step_s[slowest.mode]:.3g} s do not fit into the budget")
+        return kept
+
+    def measure(self, plans: list[Plan], rounds: int) -> tuple[list[list[float]], list[int | None]]:
+        """Return times of all rounds, and peak memory, of each plan."""
+        peaks = []
+        for plan in plans:
+            with plan:
+                for _ in range(self._warmup):
+                    self._step()
+                peaks.append(peak_bytes(self._step, plan.device))
+        least = _least_rounds(len(plans))
+        times: list[list[float]] = [[] for _ in plans]
+        for done in range(rounds):
+            if self._budget_s is not None and done >= least and self._passed() > self._budget_s:
+                break
+            self._progress.show(done / rounds, f"round {done + 1} of {rounds}")
+            for plan, taken in zip(plans, times, strict=True):
+                with plan:
+                    self._step()  # brings caches and the allocator's blocks back, which the other modes have used since
+                    taken.append(_timed(self._step, plan.device))
+        self._progress.show(1.0, f"{len(times[0])} rounds of {', '.join(plan.mode for plan in plans)}")
+        self._progress.end()
+        return times, peaks
+
+    def _first_steps(self, plan: Plan) -> None:
+        self._progress.show(0.0, f"first step of {plan.mode}")
+        with plan:  # before anything else, so that the first has all of the compilation
+            self.first_s[plan.mode] = _timed(self._step, plan.device)
+            self._step_s[plan.mode] = _timed(self._step, plan.device) if self._budget_s is not None else 0.0
+
+    def _least_s(self, plans: list[Plan]) -> float:
+        """Return what the fewest rounds of these plans take: two steps each, and those before them."""
+        return sum(self._step_s[plan.mode] for plan in plans) * (2 * _least_rounds(len(plans)) + self._warmup + 1)
+
+    def _passed(self) -> float:
+        return perf_counter() - self._started
+
+    def _leave_out(self, plan: Plan, reason: str) -> None:
+        self.left_out.append(LeftOut(plan.mode, reason))
+
+
+def _least_rounds(modes: int) -> int:
+    return least_values(1 - (1 - CONFIDENCE) / max(1, modes - 1))
+
+
+def _timed(step: _Step, device: str) -> float:
+    synchronize(device)
+    started = perf_counter()
+    step()
+    synchronize(device)
+    return perf_counter() - started
+
+
+def _difference(plan: Plan, batch: Any) -> tuple[float | None, bool]:
+    try:
+        difference = plan.measure(batch)
+    except ValueError:
+        return None, True
+    return difference.relative, difference.accepted
+
+
+def _savings(base: int | None, peak: int | None) -> float | None:
+    return None if not base or peak is None else 1 - peak / base
+
+
+@contextmanager
+def _random_state_kept(device: str) -> Iterator[None]:
+    kind, _, index = device.partition(":")
+    with torch.random.fork_rng([int(index or 0)] if kind == "cuda" else []):
+        yield
+
+
+def _check_arguments(
+    modes: Sequence[str], rounds: int, warmup: int, confidence: float, budget_s: float | None, *, bare_optimizer: bool
+) -> None:
+    if not modes or len(set(modes)) < len(modes):
+        raise ValueError(f"modes are one or more different names, not {list(modes)}")
+    if rounds < least_values(confidence):
+        raise ValueError(f"{len(modes)} modes need at least {least_values(confidence)} rounds, not {rounds}")
+    if warmup < 0:
+        raise ValueError(f"warmup is a number of steps, not {warmup}")
+    if budget_s is not None and not 0 < budget_s < float("inf"):
+        raise ValueError(f"budget_s is a number of seconds above 0, not {budget_s}")
+    if bare_optimizer:
+        raise ValueError("an optimizer needs gradients: pass loss_fn, and as batch a pair of input and target")

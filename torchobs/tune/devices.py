@@ -1,0 +1,199 @@
+"""The device to train on, its memory, and the generators of random numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed
+
+from torchobs.support import cgroup
+from torchobs.support.result import Result
+
+ACCELERATORS = ("cuda", "xpu", "mps")
+"""In the order in which ``auto`` takes them"""
+MOST_SEED = 2**32 - 1
+"""What NumPy takes"""
+
+
+@dataclass(frozen=True)
+class MemoryStats(Result):
+    """Memory in bytes; None is what the device does not tell."""
+
+    device: str
+    allocated_bytes: int
+    """by tensors; on the CPU resident memory of the process"""
+    reserved_bytes: int | None
+    """held by torch's allocator, tensors included"""
+    peak_bytes: int | None
+    """most that was allocated at a time"""
+    free_bytes: int | None
+    """on the device, for all processes; on the CPU what this container may still have without swapping"""
+    total_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Freed(Result):
+    """What :func:`clear_cache` gave back."""
+
+    device: str
+    freed_bytes: int
+    """to the device, or on the CPU to the system"""
+    objects: int
+    """that Python's garbage collector found unreachable"""
+
+
+@dataclass(frozen=True)
+class MemoryLimit(Result):
+    """What :func:`memory_fraction` set."""
+
+    device: str
+    fraction: float
+    applied: bool
+    limit_bytes: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Seeded(Result):
+    """What :func:`seed` set, and what it cannot set in a process that runs."""
+
+    seed: int
+    deterministic: bool
+    generators: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def device(name: str | torch.device = "auto") -> torch.device:
+    """Return a device that is there: ``auto`` takes CUDA (under torchrun the local rank's), XPU, MPS or the CPU, in this order.
+
+    Raises:
+        ValueError: the name is none of a device, or the device is not there; the message says which are.
+    """
+    if name == "auto":
+        kind = next((kind for kind in ACCELERATORS if _count(kind)), "cpu")
+        return torch.device(kind, _local_index(kind)) if kind in {"cuda", "xpu"} else torch.device(kind)
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name!r} is no device: use 'auto', 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu'") from error
+    if chosen.type in ACCELERATORS and (chosen.index or 0) >= _count(chosen.type):
+        found = [f"{_count(kind)} × {kind}" for kind in ACCELERATORS if _count(kind)]
+        raise ValueError(f"device {name!r} is not there: this process sees {', '.join(['cpu', *found])}")
+    return chosen
+
+
+def memory_stats(on: str | torch.device = "auto") -> MemoryStats:
+    """Return the memory of a device, as this process sees it."""
+    chosen = device(on)
+    if chosen.type in {"cuda", "xpu"}:
+        module = getattr(torch, chosen.type)
+        free, total = module.mem_get_info(chosen)
+        figures = module.memory_allocated(chosen), module.memory_reserved(chosen), module.max_memory_allocated(chosen)
+        return MemoryStats(str(chosen), *figures, free, total)
+    if chosen.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        reserved = torch.mps.driver_allocated_memory()
+        return MemoryStats("mps", torch.mps.current_allocated_memory(), reserved, None, total - reserved, total)
+    free, total = _host_memory()
+    return MemoryStats(str(chosen), psutil.Process().memory_info().rss, None, None, free, total)
+
+
+def clear_cache(on: str | torch.device = "auto") -> Freed:
+    """Collect garbage and give memory that holds no tensor back: torch's caches on an accelerator, the C heap on Linux."""
+    chosen = device(on)
+    before = _held(chosen)
+    objects = gc.collect()
+    if chosen.type in ACCELERATORS:
+        getattr(torch, chosen.type).empty_cache()
+    elif sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library than GNU's has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
+    return Freed(str(chosen), max(0, before - _held(chosen)), objects)
+
+
+def memory_fraction(fraction: float, on: str | torch.device = "auto") -> MemoryLimit:
+    """Limit this process to a share of the device's memory; beyond it an allocation raises ``OutOfMemoryError``.
+
+    Raises:
+        ValueError: the fraction is not above 0 and at most 1.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction is above 0 and at most 1, not {fraction}")
+    chosen = device(on)
+    if chosen.type == "cpu":
+        return MemoryLimit("cpu", fraction, applied=False, limit_bytes=None, reason="torch cannot limit memory of the CPU")
+    module = getattr(torch, chosen.type)
+    if not hasattr(module, "set_per_process_memory_fraction"):
+        return MemoryLimit(str(chosen), fraction, applied=False, limit_bytes=None, reason="this torch cannot for this device")
+    module.set_per_process_memory_fraction(fraction, *([] if chosen.type == "mps" else [chosen]))
+    total = memory_stats(chosen).total_bytes
+    limit = None if total is None else int(total * fraction)
+    return MemoryLimit(str(chosen), fraction, applied=True, limit_bytes=limit, reason="allocations beyond it fail")
+
+
+def seed(value: int, *, deterministic: bool | None = None) -> Seeded:
+    """Seed Python, NumPy (where it is imported) and torch on all devices.
+
+    Args:
+        value: from 0 to 2**32 - 1.
+        deterministic: True makes torch use algorithms that compute the same each time, and raise where it has none; False
+            lifts that; None leaves it.
+
+    Raises:
+        ValueError: the seed is out of its range.
+    """
+    if not 0 <= value <= MOST_SEED:
+        raise ValueError(f"a seed is from 0 to {MOST_SEED}, not {value}")
+    random.seed(value)
+    torch.manual_seed(value)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value)
+    if deterministic is not None:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.deterministic = deterministic
+        if deterministic:
+            torch.backends.cudnn.benchmark = False
+    generators = ("python", "torch", *(("numpy",) if numpy is not None else ()))
+    return Seeded(value, torch.are_deterministic_algorithms_enabled(), generators, tuple(_seed_notes()))
+
+
+def _seed_notes() -> list[str]:
+    notes = ["sets and dictionaries of texts keep their order between runs if PYTHONHASHSEED is set before Python starts"]
+    if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
+        notes.append("cuBLAS computes the same each time if CUBLAS_WORKSPACE_CONFIG=:4096:8 is set before CUDA starts")
+    return notes
+
+
+def _count(kind: str) -> int:
+    module = getattr(torch, kind, None)
+    return module.device_count() if module is not None and (kind == "mps" or module.is_available()) else 0
+
+
+def _local_index(kind: str) -> int:
+    launched = distributed.is_available() and distributed.is_torchelastic_launched()
+    return distributed.get_node_local_rank(0) % _count(kind) if launched else 0
+
+
+def _host_memory() -> tuple[int, int]:
+    """Return free and total bytes: the machine's, or those of this container, if it may have less."""
+    memory = psutil.virtual_memory()
+    groups = cgroup.of_process("memory")
+    found = cgroup.tightest(groups) if groups is not None else None
+    limit, left = (None, None) if found is None else (found[1].limit, found[1].left)
+    if limit is None or left is None or limit >= memory.total:
+        return memory.available, memory.total
+    return min(memory.available, left), limit
+
+
+def _held(chosen: torch.device) -> int:
+    stats = memory_stats(chosen)
+    return stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes

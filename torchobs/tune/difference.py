@@ -1,0 +1,127 @@
+"""How far two outputs of a model are apart: what a faster way of computing costs in accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+ROUNDINGS = 8
+"""Roundings of the type that an output may be off: rounding errors of a chain of layers add up about with the root of its
+length (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 2.8), so this allows for 64 layers."""
+LEAST_TOLERANCE = 1e-4
+"""Where the type stays float32 and only the order of sums changes."""
+
+
+@dataclass(frozen=True)
+class Difference(Result):
+    """Difference of outputs to those of float32 eager execution, over all floating tensors of the outputs together."""
+
+    relative: float
+    """Euclidean norm of the difference by that of the reference"""
+    largest: float
+    """largest absolute difference of an element"""
+    finite: bool
+    """all elements are finite, or those of the reference are not, either"""
+    tolerance: float
+    """relative difference that is accepted"""
+
+    @property
+    def accepted(self) -> bool:
+        """Return True if the difference is finite and within the tolerance."""
+        return self.finite and self.relative <= self.tolerance
+
+
+class NumericalDifferenceError(RuntimeError):
+    """Outputs of a plan differ from float32 eager execution by more than its tolerance; ``difference`` has the numbers."""
+
+    def __init__(self, difference: Difference) -> None:
+        self.difference = difference
+        found = f"differ by {difference.relative:.3g} (relative)" if difference.finite else "are not finite"
+        super().__init__(
+            f"the plan's outputs {found}; {difference.tolerance:.3g} is accepted. The plan is undone. Use a smaller level or "
+            "mode, or pass a larger tolerance."
+        )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the relative difference that computing in ``dtype`` is allowed: :data:`ROUNDINGS` of its roundings."""
+    return max(LEAST_TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps)
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    """Call the model: with a tensor, with the items of a tuple or list, or with a mapping's items as keyword arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return the floating tensors of the model's output for a batch, in evaluation mode and without gradients.
+
+    Raises:
+        ValueError: the output has no floating tensor.
+    """
+    with evaluating(model):
+        found = [tensor.detach().double() for tensor in _tensors(forward(model, batch)) if tensor.is_floating_point()]
+    if not found:
+        raise ValueError("the model's output has no floating tensor to compare; pass a batch for which it has one")
+    return found
+
+
+def compare(got: list[Tensor], reference: list[Tensor], tolerance: float) -> Difference:
+    """Compare two results of :func:`outputs`.
+
+    Raises:
+        ValueError: they differ in number or shape of tensors.
+    """
+    if [tensor.shape for tensor in got] != [tensor.shape for tensor in reference]:
+        raise ValueError("the two outputs have other shapes; is the model's output random in evaluation mode?")
+    mine, theirs = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (got, reference))
+    difference = mine - theirs
+    norm = float(theirs.norm())
+    return Difference(
+        relative=float(difference.norm()) / norm if norm else float(difference.norm()),
+        largest=float(difference.abs().max()) if difference.numel() else 0.0,
+        finite=bool((mine.isfinite() | ~theirs.isfinite()).all()),
+        tolerance=tolerance,
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode within the block, and each back into its own after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        for item in vars(value).values():
+            yield from _tensors(item)

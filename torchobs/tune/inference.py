@@ -1,0 +1,170 @@
+"""Techniques for inference alone: quantised weights and graphs recorded ahead. With gradients the model runs as it is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from torchobs.tune.difference import evaluating, forward
+from torchobs.tune.techniques import Reclassed, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+QUANTIZATIONS = ("dynamic", "torchao_int8", "torchao_int8_weights")
+GRAPHS = ("export", "torchscript")
+
+
+class DynamicQuantization(Reclassed):
+    """Computes linear layers in 8-bit integers by torch.ao; inputs are quantised anew at each call.
+
+    The float32 weights stay where they are, for ``undo`` and the state dict: it saves time, and no memory.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        self._quantized: dict[int, tuple[tuple[int, int], Any]] = {}
+
+    def apply(self) -> None:
+        """Quantise weights that changed since the last time, and take over the forward pass."""
+        for module in self._modules:
+            weight: Any = module.weight
+            of = (id(weight), weight._version)
+            if self._quantized.get(id(module), (None,))[0] != of:
+                self._quantized[id(module)] = (of, _quantized_linear(module))
+        super().apply()
+
+    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
+        """Return a forward pass that is quantised where nothing asks for gradients."""
+        quantized = self._quantized
+
+        def forward(self: nn.Module, input: torch.Tensor) -> Any:  # noqa: A002  # nn.Linear's name for it
+            if torch.is_grad_enabled() or input.dtype is not torch.float32:
+                return kind.forward(self, input)
+            return quantized[id(self)][1](input)
+
+        return forward
+
+
+def _quantized_linear(module: nn.Module) -> Any:
+    from torch.ao.nn.quantized.dynamic import Linear
+    from torch.ao.quantization import default_dynamic_qconfig
+
+    with warnings.catch_warnings(), torch.random.fork_rng([]):  # constructors of layers draw first weights
+        twin = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)  # type: ignore[arg-type]
+        twin.load_state_dict({name: tensor.detach() for name, tensor in module.state_dict().items()})
+        twin.qconfig = default_dynamic_qconfig  # type: ignore[assignment]
+        warnings.simplefilter("ignore")  # that torch will give this up is said in the plan's reason
+        return Linear.from_float(twin)  # type: ignore[no-untyped-call]
+
+
+class TorchaoQuantization:
+    """Puts torchao's quantised parameters in the place of a model's own, and these back again."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        self._model, self._kind = model, kind
+        self._before: list[tuple[nn.Module, nn.Parameter]] = []
+        self._after: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        self._added: list[tuple[nn.Module, set[str]]] = []
+
+    def apply(self) -> None:
+        """Quantise, unless no weight changed since the last time."""
+        linear = [module for module in self._model.modules() if type(module) is nn.Linear]
+        self._before = [(module, module.weight) for module in linear]  # type: ignore[misc]
+        versions = [weight._version for _, weight in self._before]
+        if versions == self._versions:
+            for (module, _), weight in zip(self._before, self._after, strict=True):
+                module._parameters["weight"] = weight
+            return
+        with torch.random.fork_rng([]):  # its import draws random numbers
+            from torchao import quantization
+
+        names = [(module, set(vars(module))) for module, _ in self._before]
+
+        config = (
+            quantization.Int8DynamicActivationInt8WeightConfig()
+            if self._kind == "torchao_int8"
+            else quantization.Int8WeightOnlyConfig()
+        )
+        quantization.quantize_(self._model, config)
+        self._added = [(module, set(vars(module)) - before) for module, before in names]
+        self._versions, self._after = versions, [module.weight for module, _ in self._before]  # type: ignore[misc]
+
+    def undo(self) -> None:
+        """Give each layer its own parameter back, the same object."""
+        for module, weight in self._before:
+            module._parameters["weight"] = weight
+        for module, names in self._added:
+            for name in names:  # a representation of their own
+                vars(module).pop(name, None)
+
+
+class Graph:
+    """Runs calls like the example's by a graph that ``torch.export`` or TorchScript recorded; all others eagerly.
+
+    Like the example's: the same shapes, types and devices, in evaluation mode, without gradients. The graph has the model's own
+    parameters, not copies.
+    """
+
+    def __init__(self, model: nn.Module, kind: str, example: Any, failed: Callable[[str], None]) -> None:
+        self._model, self._kind, self._example, self._failed = model, kind, example, failed
+        self._call: Callable[..., Any] | None = None
+
+    def apply(self) -> None:
+        """Record the graph, the first time; should that fail, the model stays eager and the plan says why."""
+        if self._call is None:
+            try:
+                self._call = self._recorded()
+            except Exception as error:  # noqa: BLE001  # each kind of model fails in another way, and none may end a training
+                self._failed(f"{type(error).__name__}: {first_line(error)}")
+                self._call = self._model._call_impl
+        self._model.__dict__["_compiled_call_impl"] = self._call
+
+    def undo(self) -> None:
+        """Run eagerly again."""
+        self._model.__dict__.pop("_compiled_call_impl", None)
+
+    def _recorded(self) -> Callable[..., Any]:
+        model, wanted = self._model, []
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            wanted.append((args, kwargs))
+
+        forward(note, self._example)  # type: ignore[arg-type]
+        args, kwargs = wanted[0]
+        with evaluating(model), torch.no_grad():
+            graph = _exported(model, args, kwargs) if self._kind == "export" else _traced(model, args, kwargs)
+        signature = _signature(args, kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not model.training and not torch.is_grad_enabled() and _signature(args, kwargs) == signature:
+                return graph(*args, **kwargs)
+            return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        return call
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    return torch.export.export(model, args, kwargs).module()
+
+
+def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    if kwargs:
+        raise TypeError("TorchScript traces positional arguments alone")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # said in the plan's reason
+        traced: Callable[..., Any] = torch.jit.trace(model, args)  # type: ignore[no-untyped-call]
+    return traced
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, structure = _pytree.tree_flatten((args, kwargs))
+    described = [
+        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
+    ]
+    return described, structure

@@ -1,0 +1,334 @@
+"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, FSDP, EMA, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from torchobs.tune import checkpoint_file, distribution
+from torchobs.tune.choices import amp_dtype
+from torchobs.tune.difference import forward
+from torchobs.tune.plan import model_device, optimize
+from torchobs.tune.random_state import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torchobs.tune.distribution import Wrapped
+
+    LossFunction = Callable[[Any, Any], torch.Tensor]
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+SCHEDULERS = ("constant", "cosine", "linear")
+
+
+class Pipeline:
+    """Model, optimizer, scheduler and scaler of a training, and its loop. Made by :func:`pipeline`; every part may be replaced.
+
+    ``step`` counts the optimizer's steps, ``epoch`` the complete epochs.
+    """
+
+    def __init__(  # noqa: PLR0913  # one argument for each part
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedule: Callable[[int | None, int], float],
+        total_steps: int | None,
+        dtype: torch.dtype | None,
+        accumulate: int,
+        max_grad_norm: float | None,
+        ema: AveragedModel | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.total_steps = total_steps
+        self.scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
+        self.device = model_device(model)
+        self.dtype = dtype
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.accumulate = accumulate
+        self.max_grad_norm = max_grad_norm
+        self.ema = ema
+        self.step = 0
+        self.epoch = 0
+        self._micro_steps = 0
+        self._batches_done = 0
+        self._loss_sum = torch.zeros((), device=self.device)
+        self._epoch_random_state: dict[str, Any] = {}
+        self._resumed_random_state: dict[str, Any] | None = None
+
+    def train_step(self, batch: Any, loss_fn: LossFunction) -> torch.Tensor:
+        """Train on one micro-batch, a pair of input and target; every ``accumulate``-th call steps the optimizer.
+
+        Returns:
+            The micro-batch's loss, detached and not divided, on the device.
+        """
+        self._micro_steps += 1
+        return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
+
+    def fit(  # one keyword for each thing that can be asked for
+        self,
+        loader: Any,
+        epochs: int,
+        loss_fn: LossFunction,
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 0,
+        progress: bool = False,
+    ) -> list[float]:
+        """Train until ``epochs`` epochs are complete, those before a resume included; return each one's mean loss.
+
+        Args:
+            loader: a sized DataLoader of pairs of input and target. An epoch's last group of batches may be smaller than
+                ``accumulate``: its gradient is the mean over the batches that it has.
+            epochs: epochs in all.
+            loss_fn: called with output and target.
+            checkpoint: file that is replaced after every epoch, and after each ``every`` optimizer steps.
+            every: optimizer steps between checkpoints within an epoch; 0 for none.
+            progress: write a line on stderr.
+        """
+        if self.total_steps is None:
+            self.total_steps = epochs * math.ceil(len(loader) / self.accumulate)
+        self.model.train()
+        losses = []
+        while self.epoch < epochs:
+            for _ in self._epoch_groups(loader, loss_fn):
+                if progress:
+                    self._show(epochs, len(loader))
+                if checkpoint is not None and every and self.step % every == 0:
+                    self.save(checkpoint, loader)
+            losses.append(float(self._loss_sum) / max(1, self._batches_done))
+            self.epoch, self._batches_done = self.epoch + 1, 0
+            if progress:
+                sys.stderr.write("\n")
+            if checkpoint is not None:
+                self.save(checkpoint, loader)
+        return losses
+
+    def save(self, path: str | os.PathLike[str], loader: Any = None) -> None:
+        """Write a checkpoint that is complete or not there; of several ranks, rank 0 does. Gradients are not in it.
+
+        So call it after a step of the optimizer, not between micro-batches. ``loader`` is asked for its own generator. All
+        ranks call it under FSDP, for it gathers their shards; the file is as that of one process, which can resume it, too.
+        """
+        own = {
+            "random": {"epoch": self._epoch_random_state, "now": random_state(getattr(loader, "generator", None))},
+            "loss_sum": self._loss_sum.cpu(),
+        }
+        parts: dict[str, Any] = {name: distribution.state_of(part) for name, part in self._parts().items()}
+        if distribution.is_sharded(self.model):
+            parts["ranks"] = distribution.of_all_ranks(own)
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+            return
+        counts = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done, "total_steps": self.total_steps}
+        checkpoint_file.save({**parts, "counts": counts, **own}, path)
+
+    def resume(self, path: str | os.PathLike[str], loader: Any = None) -> Pipeline:
+        """Continue from a checkpoint, between its batches. On a CPU the run is to the bit the one that was not interrupted.
+
+        Under FSDP that is so on as many ranks as wrote it; on others, the random states are those of rank 0.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            RuntimeError: it is of another model.
+        """
+        state = checkpoint_file.load(path, self.device)
+        for name, part in self._parts().items():
+            distribution.load_state(part, state[name])
+        counts = state["counts"]
+        self.step, self.epoch, self.total_steps = counts["step"], counts["epoch"], counts["total_steps"]
+        ranks = state.get("ranks", ()) if distribution.is_sharded(self.model) else ()
+        own = ranks[distributed.get_rank()] if ranks and len(ranks) == distributed.get_world_size() else state
+        self._batches_done, self._loss_sum = counts["batches"], own["loss_sum"].to(self.device)
+        self._epoch_random_state, self._resumed_random_state = own["random"]["epoch"], own["random"]["now"]
+        restore_random_state(own["random"]["now"], getattr(loader, "generator", None))
+        return self
+
+    def _parts(self) -> dict[str, Any]:
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        parts = {"model": inner, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        return parts if self.ema is None else {**parts, "ema": self.ema}
+
+    def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
+        inputs, target = _to(batch, self.device)
+        with self._gradient_sync(on=last):
+            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
+                loss = loss_fn(forward(self.model, inputs), target)
+            self.scaler.scale(loss / parts).backward()  # type: ignore[no-untyped-call]
+        if last:
+            self._update()
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scaler.get_scale() < scale:
+            return  # gradients overflowed: the scaler has skipped the step
+        self.step += 1
+        self.scheduler.step()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
+
+    @property
+    def _autocasts(self) -> bool:
+        """FSDP's policy of mixed precision is in autocast's place: it gathers parameters in that type."""
+        return self.dtype is not None and not distribution.is_sharded(self.model)
+
+    def _gradient_sync(self, *, on: bool) -> AbstractContextManager[None]:
+        """Let DDP or FSDP average gradients in a group's last backward pass alone."""
+        if distribution.is_sharded(self.model):
+            self.model.set_requires_gradient_sync(on)  # type: ignore[operator]
+        ddp = isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync() if ddp and not on else nullcontext()  # type: ignore[operator]
+
+    def _epoch_groups(self, loader: Any, loss_fn: LossFunction) -> Iterator[None]:
+        """Train on the rest of an epoch; yield after each of the optimizer's steps."""
+        batches = self._batches(loader)
+        while group := list(islice(batches, self.accumulate)):
+            for number, batch in enumerate(group, 1):
+                self._loss_sum += self._micro_step(batch, loss_fn, len(group), last=number == len(group))
+            self._batches_done += len(group)
+            yield
+
+    def _batches(self, loader: Any) -> Iterator[Any]:
+        """Return the epoch's batches from where it was left, drawn from the random state that it began with."""
+        if callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
+            set_epoch(self.epoch)
+        generator = getattr(loader, "generator", None)
+        if not self._batches_done:
+            self._loss_sum = torch.zeros((), device=self.device)
+            self._epoch_random_state = random_state(generator)
+            fresh: Iterator[Any] = iter(loader)
+            return fresh
+        now = self._resumed_random_state or random_state(generator)
+        restore_random_state(self._epoch_random_state, generator)
+        batches: Iterator[Any] = iter(loader)
+        for _ in islice(batches, self._batches_done):
+            pass
+        restore_random_state(now, generator)
+        self._resumed_random_state = None
+        return batches
+
+    def _show(self, epochs: int, batches: int) -> None:
+        loss = float(self._loss_sum) / self._batches_done
+        sys.stderr.write(f"\repoch {self.epoch + 1}/{epochs}  batch {self._batches_done}/{batches}  loss {loss:.4g}  ")
+
+
+def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked for
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    optimizer: str = "adamw",
+    scheduler: str = "cosine",
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = 1.0,
+    amp: str | bool | torch.dtype = "auto",
+    compile: bool = False,  # noqa: A002  # the field's word
+    ddp: str | bool = "auto",
+    fsdp: Wrapped = False,
+    ema_decay: float | None = None,
+    **optimizer_options: Any,
+) -> Pipeline:
+    """Return a training loop around a model that is on its device.
+
+    Args:
+        model: the model.
+        lr: initial learning rate.
+        optimizer: ``adamw``, ``adam``, ``sgd`` or ``rmsprop``.
+        scheduler: ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts) or ``linear`` to 0 at
+            ``total_steps``, or ``constant``.
+        warmup_steps: steps over which the rate first rises linearly.
+        total_steps: the optimizer's steps in all; ``fit`` counts them itself.
+        accumulate: micro-batches for each of the optimizer's steps.
+        max_grad_norm: norm to which gradients are clipped; None for none.
+        amp: ``auto`` (the type the device has instructions for), False, True (as auto), or a type for autocast.
+        compile: compile the model; it runs eagerly if that fails.
+        ddp: ``auto`` (if launched by torchrun, or a process group of several ranks exists), True or False.
+        fsdp: shard parameters, gradients and the optimizer's state by ``torch.distributed.fsdp.fully_shard`` instead: True
+            (repeated blocks, and the rest), or the classes of the modules to gather at a time. ``amp``'s type is then that of
+            its policy: parameters are computed in it, gradients averaged in float32. Nothing is sharded on one rank.
+        ema_decay: decay of an exponential moving average of the weights, in ``Pipeline.ema``; None for none.
+        optimizer_options: what else the optimizer takes.
+
+    Raises:
+        ValueError: an unknown name, a number out of its range, or ``fsdp`` with ``compile``, ``ema_decay`` or ``ddp=True``.
+    """
+    _check_names(optimizer, scheduler, amp)
+    distribution.check_sharding(model, fsdp, ddp=ddp, compiled=compile, averaged=ema_decay is not None)
+    if accumulate < 1 or warmup_steps < 0 or (max_grad_norm is not None and max_grad_norm <= 0):
+        raise ValueError("accumulate is at least 1, warmup_steps at least 0, max_grad_norm above 0 or None")
+    ema = None
+    if ema_decay is not None:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))  # type: ignore[no-untyped-call]
+    dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
+    if compile:
+        optimize(model, mode="compile").apply()
+    trained = distribution.distribute(model, ddp=ddp, fsdp=fsdp, dtype=dtype)
+    return Pipeline(
+        trained,
+        OPTIMIZERS[optimizer](trained.parameters(), lr=lr, **optimizer_options),  # type: ignore[call-arg]
+        schedule=partial(_factor, scheduler, warmup_steps),
+        total_steps=total_steps,
+        dtype=dtype,
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        ema=ema,
+    )
+
+
+def _check_names(optimizer: str, scheduler: str, amp: str | bool | torch.dtype) -> None:  # noqa: FBT001  # as in pipeline()
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
+    if scheduler not in SCHEDULERS:
+        raise ValueError(f"unknown scheduler {scheduler!r}: use one of {', '.join(SCHEDULERS)}")
+    if isinstance(amp, str) and amp != "auto":
+        raise ValueError(f"amp is 'auto', True, False or a torch.dtype, not {amp!r}")
+
+
+def _factor(scheduler: str, warmup_steps: int, total_steps: int | None, step: int) -> float:
+    """Return the factor of the learning rate at a step, from 0."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if scheduler == "constant" or step == 0:
+        return 1.0
+    if total_steps is None:
+        raise ValueError(f"scheduler {scheduler!r} ends at a step: pass total_steps to tune.pipeline(), or use fit()")
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return (1 + math.cos(math.pi * progress)) / 2 if scheduler == "cosine" else 1 - progress
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {name: _to(item, device) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_to(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
