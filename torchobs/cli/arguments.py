@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torchobs.config import settings
 from torchobs.config.option_types import ValueKind
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
 """The option for the flight directory, which most commands have."""
 
+NOTHING = 2
+"""Exit status if there was nothing to read"""
+
 _WIDEST = 128
+T = TypeVar("T")
 
 
 class CommandError(Exception):
@@ -26,6 +30,19 @@ class CommandError(Exception):
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
         self.status = status
+
+
+def found(read: Callable[[], T]) -> T:
+    """Return what ``read`` returns; its errors over runs and files become the command's, with exit status 2."""
+    from torchobs.diagnosis import load  # slow to import, and most commands need no file
+    from torchobs.diagnosis.choose import NoRunError
+
+    try:
+        return read()
+    except NoRunError as problem:
+        raise CommandError(str(problem), NOTHING) from None
+    except OSError as problem:
+        raise CommandError(load.reason(problem), NOTHING) from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,10 +5,8 @@ All but exporter, rules and completion work in a plain install, because they are
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from importlib import import_module
 
 from torchobs._version import __version__
@@ -20,9 +18,13 @@ BRIEFS = {
     "run": "Run a training script and record what happens in it.",
     "top": "Show the ranks (training processes) of this machine live.",
     "inspect": "Report what happened to a run, also after it died.",
+    "report": "Write a report on a run as one file.",
+    "compare": "Show what differs between two runs.",
+    "runs": "List the runs on this machine.",
     "stacks": "Print the stacks of a rank's threads, to see where it hangs.",
     "profile": "Profile some steps of a running rank with torch.profiler.",
     "level": "Change how much is recorded of a running training.",
+    "tune": "Try on a training script what would make it faster.",
     "doctor": "Check whether torchobs can work here, with remedies.",
     "exporter": "Serve the metrics of a machine's trainings to Prometheus.",
     "dashboards": "Write the Grafana dashboards into a directory.",
@@ -44,7 +46,9 @@ examples:
   torchobs run train.py --lr 3e-4            watch a training without changing it
   torchobs top                               see its ranks from another terminal, also over ssh
   torchobs inspect                           what happened to it, also after it died
+  torchobs report -o report.html             the same with charts, as a page to keep or to send
   torchobs stacks 3                          where rank 3 hangs
+  torchobs tune train.py                     what would make it faster, and by how much
   torchobs doctor                            what keeps torchobs from working here, and the remedy
   source <(torchobs completion bash)         the TAB key completes commands and options
 
@@ -83,8 +87,7 @@ def _help(arguments: Sequence[str]) -> int:
 
 def _call(name: str, arguments: Sequence[str]) -> int:
     try:
-        with _sigterm_kept_back() if name == "exporter" else nullcontext():
-            return int(import_module(f"torchobs.cli.{name}").main(arguments))
+        return int(import_module(f"torchobs.cli.{name}").main(arguments))
     except CommandError as problem:
         sys.stderr.write(f"torchobs {name}: {problem}\n")
         return problem.status
@@ -94,17 +97,3 @@ def _call(name: str, arguments: Sequence[str]) -> int:
             raise
         sys.stderr.write(f"torchobs {name}: {package} is not installed: pip install 'torchobs[exporter]'\n")
         return 1
-
-
-@contextmanager
-def _sigterm_kept_back() -> Iterator[None]:
-    """Block SIGTERM until the exporter handles it.
-
-    The kernel discards unhandled signals to a container's first process. If training fails at once, while its sidecar still
-    imports (7 s on a tenth of a core), the pod would stay for its whole grace period.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from torchobs._version import __version__
-from torchobs.cli import arguments, doctor_checks
+from torchobs.cli import arguments, doctor_checks, doctor_system
 from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
 from torchobs.cli.selftest import places, selftest
 from torchobs.cli.table import bullets
@@ -28,6 +28,7 @@ examples:
   torchobs doctor                                  with the Python that trains
   kubectl exec pod -c trainer -- torchobs doctor   in a pod: volumes, modes and fsGroup
   TORCHOBS_DIR=/data/flight torchobs doctor        would this directory do?
+  torchobs doctor --system                         also torch's build, CUDA, driver, processor, package conflicts
   torchobs doctor --no-training --json | jq '.checks[] | select(.status != "ok")'
 
 Exit status: 1 if a check failed, else 0, also with warnings."""
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("doctor", "torchobs doctor [options]", _DESCRIPTION, _EXAMPLES)
     made.add_argument("--no-training", action="store_true", help="Leave out the training of five steps, which imports torch.")
+    made.add_argument("--system", action="store_true", help="Check also torch's build, CUDA, processor, package conflicts.")
     made.add_argument("--json", action="store_true", help="Print JSON for programs.")
     return made
 
@@ -49,7 +51,7 @@ def main(given: Sequence[str]) -> int:
     options = parser().parse_args(list(given))
     out, found = tolerant(sys.stdout), []
     style = style_for(out)
-    for check in examine(training=not options.no_training):
+    for check in examine(training=not options.no_training, system=options.system):
         found.append(check)
         if not options.json:
             out.write("".join(f"{line}\n" for line in lines_of(check, style)))
@@ -61,7 +63,7 @@ def main(given: Sequence[str]) -> int:
     return int(any(check.status == FAIL for check in found))
 
 
-def examine(*, training: bool) -> Iterator[Check]:
+def examine(*, training: bool, system: bool = False) -> Iterator[Check]:
     """Run the checks, the quick ones first."""
     environ = settings.environment()
     chosen, _ = settings.resolve({}, environ)
@@ -84,6 +86,8 @@ def examine(*, training: bool) -> Iterator[Check]:
     yield doctor_checks.clock()
     yield doctor_checks.gpus()
     yield from doctor_checks.extras()
+    if system:
+        yield from doctor_system.examine()
     if training and version is not None:
         yield from selftest(places(path or flight_dir))
 

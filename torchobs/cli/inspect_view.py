@@ -19,6 +19,7 @@ from torchobs.diagnosis.json_report import Options, device_memory, memory
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import last_known
+from torchobs.report.details import command_line, facts
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40
@@ -120,6 +121,7 @@ def _rank(report: RankReport, options: Options, style: TerminalStyle, *, alone: 
         (f"Mixed precision{of}", _amp(report, style.width)),
         (f"torch.compile{of}", _compile(report, style.width)),
         (f"Events{of}", _events(report, options, style.width)),
+        (f"Started{of}", _started(report, style.width)),
     )
     for title, lines in parts:
         if lines:
@@ -208,6 +210,14 @@ def _compile(report: RankReport, width: int) -> list[str]:
     items = [f"{stage} {text_format.duration(seconds)}" for stage, seconds in times.items()]
     items += [f"{int(count):,} compilations ({cause})" for cause, count in counts.items() if count]
     return flow([*items, text_format.plural(breaks, "graph break")], width)
+
+
+def _started(report: RankReport, width: int) -> list[str]:
+    """Return command line, commit and seed; the rest of how the rank was started is in the report and in the JSON."""
+    line, known = command_line(report.details), facts(report, report.details)
+    shown = ("git commit", "devices", "CUDA", "seed", "deterministic")
+    items = [f"{name} {known[name]}" for name in shown if name in known]
+    return [*([text_format.cut(line, width)] if line else []), *flow(items, width)]
 
 
 def _events(report: RankReport, options: Options, width: int) -> list[str]:

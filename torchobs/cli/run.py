@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, run_program
+from torchobs.cli.run_program import NoSuchProgramError
 from torchobs.cli.summary import Summary
 from torchobs.config import option_types, settings
 from torchobs.identity.process import exit_status
@@ -67,13 +68,14 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
         raise
 
 
-def split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Split into our options and the command, which begins at the script's name or ``-m``."""
+def split(given: list[str], valued: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Split into our options and the command, which begins at the script's name or ``-m``; ``valued`` options take a word."""
+    valued = valued or [str(option.flag) for option in _VALUED]
     at = 0
     while at < len(given) and given[at].startswith("-") and not given[at].startswith("-m"):
         if given[at] == "--":
             return given[:at], given[at + 1 :]
-        at += 2 if given[at] in [option.flag for option in _VALUED] else 1
+        at += 2 if given[at] in valued else 1
     return given[:at], given[at:]
 
 
@@ -107,12 +109,13 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
     if not command or command == ["-m"]:
         made.error("a script or `-m module` is missing")
     try:
-        return options, _program(command)
-    except run_program.NoSuchProgramError as problem:
+        return options, split_program(command)
+    except NoSuchProgramError as problem:
         made.exit(2, f"torchobs run: {problem}\n")
 
 
-def _program(command: list[str]) -> run_program.Program:
+def split_program(command: list[str]) -> run_program.Program:
+    """Return the program that a command line names; raises ``NoSuchProgramError`` if there is none."""
     first, *rest = command
     if first == "-m":
         first, *rest = f"-m{rest[0]}", *rest[1:]

@@ -18,7 +18,7 @@ from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.rank_report import Step, values_of
 from torchobs.diagnosis.scalars import Point
-from torchobs.diagnosis.status import RankStatus, RunStatus, last_known, last_loss, rank_status
+from torchobs.diagnosis.status import RankStatus, RunStatus, alike_norms, last_known, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
 from torchobs.flight.reader.decode import Distribution, Value
@@ -134,6 +134,11 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
         per_s=one.speed.per_s if one.speed else None,
         loss=last_loss(one.value, last_known([step.loss for step in one.steps])),
         slowness=slow.get(rank.incarnation),
+        alike=alike_norms(
+            {step.step: step.grad_norm for step in one.steps if step.grad_norm is not None},
+            is_ddp=any(key[0] == catalog.DDP_INFO.name for key in one.values),
+            norm_ranks=one.value(catalog.GRAD_NORM_RANKS),
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 from torchobs import catalog
@@ -10,12 +11,15 @@ from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport, Step
-from torchobs.diagnosis.status import compared, started_here
+from torchobs.diagnosis.stall import stall
+from torchobs.diagnosis.status import RankStatus, compared, started_here
 
 RECENT = 200
 _MOST_NAMED = 8
 _BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
+_KILLED_WITHIN_S = 40.0
+"""torchrun sends SIGKILL 30 s after SIGTERM."""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
 
@@ -23,7 +27,33 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
     """Return the findings on ranks together; none for a single rank."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
-    return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *health.slowest(compared(ranks), detailed=True)]
+    together = stalled_together(ranks)
+    return [
+        *_first_to_fail(ranks),
+        *health.waited_for(together),
+        *health.disagreeing(together),
+        *_missing(ranks),
+        *_out_of_step(ranks),
+        *health.slowest(compared(ranks), detailed=True),
+    ]
+
+
+def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
+    """Return the status of the ranks at the end; ranks that hung and were killed together are hung still.
+
+    A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
+    last phases tell where they were.
+    """
+    statuses = compared(ranks)
+    found = [stall(report) for report in ranks]
+    if any(report.up or report.state == "finished" for report in ranks) or not any(one and one.hung for one in found):
+        return statuses
+    if max(report.last_s for report in ranks) - min(report.last_s for report in ranks) > _KILLED_WITHIN_S:
+        return statuses
+    return [
+        replace(status, state="hung" if one and one.hung else "alive", phase=report.phase)
+        for status, one, report in zip(statuses, found, ranks, strict=True)
+    ]
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:

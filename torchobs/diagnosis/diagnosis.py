@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from torchobs.diagnosis.compare import compare, first_failed
+from torchobs.diagnosis import hang
+from torchobs.diagnosis.compare import compare, first_failed, stalled_together
 from torchobs.diagnosis.exit_cause import ending, launcher_ending
 from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health
 from torchobs.diagnosis.numerics import numerics
@@ -28,7 +29,8 @@ class RunDiagnosis(NamedTuple):
     by_rank: list[list[Finding]]
     """:func:`diagnose` of each rank"""
     principal: int
-    """index of the rank to show in full: the one that failed first, else one that hangs, else the first"""
+    """index of the rank to show in full: the one that the others of a hung run wait for, else the one that failed first, else
+    one that hangs, else the first"""
 
     @property
     def verdict(self) -> Finding:
@@ -44,7 +46,9 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
     first, _ = first_failed(ranks)
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
-    principal = ranks.index(first or next(stuck, ranks[0]))
+    waited_for = hang.blamed(stalled_together(ranks))
+    named = next((report for report in ranks if report.rank in waited_for), None)
+    principal = ranks.index(named or first or next(stuck, ranks[0]))
     return RunDiagnosis(health(run_status(ranks)), together, [diagnose(report) for report in ranks], principal)
 
 

@@ -197,12 +197,25 @@ def _threads(report: RankReport) -> Iterator[Finding]:
 
 def _device_memory(fact: Fact) -> str:
     sizes = {name: text_format.size(fact.number(name)) for name in ("requested", "free", "limit", "allocated", "reserved")}
+    if fact.text("device") == "cpu":
+        asked = f": {sizes['requested']} were asked for" if fact.number("requested") is not None else ""
+        return f"The host had no memory left{asked}{_held(fact)}"
     text = (
         f"{fact.text('device') or 'A device'} had no memory left: {sizes['requested']} were asked for, {sizes['free']} of "
         f"{sizes['limit']} were free, tensors held {sizes['allocated']} and the allocator {sizes['reserved']}"
     )
+    text += _held(fact)
     largest = fact.attributes.get("largest")
     return f"{text} (most of it: {text_format.clean(largest[0])})" if isinstance(largest, list) and largest else text
+
+
+def _held(fact: Fact) -> str:
+    """Return what took the memory by component, and the largest module."""
+    names = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state", "buffers": "buffers"}
+    sizes = [f"{word} {text_format.size(size)}" for name, word in names.items() if (size := fact.number(name))]
+    modules = fact.texts("modules")[:1]
+    largest = f", most of it in {text_format.clean(modules[0], 120)}" if modules else ""
+    return f"; of the model, {text_format.joined(sizes)}{largest}" if sizes else ""
 
 
 def _xid(fact: Fact) -> str:

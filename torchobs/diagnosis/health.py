@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
+from torchobs.detect.disagreement import differing
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import hang, text_format
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -118,6 +119,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     if missing > 0:
         text = f"{text_format.plural(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
         yield Finding(WARNING, "ranks_missing", text)
+    yield from disagreeing(ranks)
     yield from _anomalies(ranks)
     yield from _lost(ranks)
     yield from _past(ranks)
@@ -146,11 +148,19 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         who, since = _ranks(hung), text_format.span(max(rank.progress_age_s or 0.0 for rank in hung))
         verb = "hangs" if len(hung) == 1 else "hang"
         yield Finding(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
+        yield from waited_for(ranks)
     silent = [rank for rank in ranks if rank.state == "unresponsive"]
     if silent:
         who, since = _ranks(silent), text_format.span(max(rank.beat_age_s for rank in silent))
         verb = "does not respond" if len(silent) == 1 else "do not respond"
         yield Finding(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
+
+
+def waited_for(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield the ranks that the others of a hung run wait for."""
+    found = hang.blamed(ranks)
+    if found:
+        yield Finding(ERROR, "waited_for", hang.sentence(ranks, found))
 
 
 def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -159,6 +169,22 @@ def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if off:
         verb = "does" if len(off) == 1 else "do"
         yield Finding(WARNING, "unrecorded", f"{_ranks(off)} {verb} not record steps: switched off.")
+
+
+def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield the ranks whose gradient differs though DistributedDataParallel makes it the same on all."""
+    norms = {rank.rank: rank.alike_norms for rank in ranks}
+    odd = differing(norms) if all(norms.values()) else ()
+    if not odd:
+        return
+    step = max(set.intersection(*(set(own) for own in norms.values())))
+    usual = next((own[step] for name, own in norms.items() if name not in odd), None)
+    values = text_format.joined([f"{name}: {text_format.number(norms[name][step])}" for name in odd], 2 * _MOST_NAMED)
+    others = "" if usual is None else f", and {text_format.number(usual)} on the others"
+    where = f"its norm in step {step:,} is not the same (rank {values}{others})"
+    text, end = "Ranks do not agree: DDP averages the gradient, and", "They do not train one model."
+    gist = f"{text} its norm is not the same on {_ranks([rank for rank in ranks if rank.rank in odd]).lower()}. {end}"
+    yield Finding(ERROR, "ranks_disagree", f"{text} {where}. {end}", gist)
 
 
 def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -46,6 +46,7 @@ class Options(NamedTuple):
 
     steps: int = 10
     events: int = 20
+    history: bool = False
 
 
 def document(
@@ -102,6 +103,11 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
         "speed": speed(report.pace),
         "steps": [_step(step) for step in report.steps[-options.steps :] if options.steps],
         "scalars": {name: [point._asdict() for point in points] for name, points in report.scalars.items()},
+        "details": dict(report.details),
+        "history": {
+            "names": list(report.history.names),
+            "rows": [[row.time_s, row.step, *row.values] for row in report.history.rows] if options.history else [],
+        },
         "goodput": report.by_attribute(catalog.GOODPUT_TIME),
         "phases": report.by_attribute(catalog.STEP_PHASE_TIME),
         "typical_phases": typical_phases(report.steps),

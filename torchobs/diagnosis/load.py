@@ -8,14 +8,23 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.diagnosis import scalars, text_format
-from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
+from torchobs.diagnosis import scalars, stack_text, text_format
+from torchobs.diagnosis.rank_report import (
+    RankReport,
+    events_of,
+    last_phase,
+    missing_records,
+    spans_of,
+    steps_of,
+    values_of,
+)
 from torchobs.flight.files import artifacts
-from torchobs.flight.files.artifacts import ArtifactName
+from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
 from torchobs.flight.format.step_record import StepRecord
@@ -92,7 +101,7 @@ def load_reports(paths: Sequence[Path], limit: int | None = None) -> tuple[list[
             _look(path, limit) if isinstance(one, _Look) and one.fading else one for path, one in zip(paths, found, strict=True)
         ]
     told = list(zip(paths, found, strict=True))
-    reports = [_with(one.report, left[path.parent]) for path, one in told if isinstance(one, _Look)]
+    reports = [_with(one.report, path.parent, left[path.parent]) for path, one in told if isinstance(one, _Look)]
     return reports, [(path.name, one) for path, one in told if isinstance(one, str)]
 
 
@@ -188,6 +197,7 @@ def _report(tracked: RankFile, source: str, limit: int | None) -> RankReport:
     steps = steps_of(records, header)
     phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
     frames = list(tracked.file.events())
+    details, history = tracked.file.details(), tracked.file.history()
     return RankReport(
         source=text_format.clean(source),
         problems=problems,
@@ -206,6 +216,9 @@ def _report(tracked: RankFile, source: str, limit: int | None) -> RankReport:
         scalars=scalars.curves(one for _, one in frames),
         values=values,
         pace=pace(records),
+        details=details,
+        history=history,
+        spans=spans_of(frames),
         partial=bool(problems),
         end_known=end_known,
     )
@@ -243,9 +256,26 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
     return left
 
 
-def _with(report: RankReport, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
+def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    return replace(report, left=tuple(own))
+    return replace(report, left=tuple(own), frames=_frames(directory, own, report))
+
+
+def _frames(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> tuple[str, ...]:
+    """Return the training thread's frames in the latest stacks written after the rank's last step."""
+    since_ms = 1e3 * (report.steps[-1].end_s if report.steps else report.start_s)
+    dumps = [one for one in left if one.kind != PROFILE and (not one.number or one.number >= since_ms)]
+    with suppress(OSError):  # artifacts are optional
+        if dumps:
+            newest = max(dumps, key=lambda one: one.number or inf)
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                opened, size = artifacts.open_checked(fd, newest, None)
+            finally:
+                os.close(fd)
+            with os.fdopen(opened, "rb") as file:
+                return stack_text.main_frames(file.read(size).decode(errors="replace"))
+    return ()
 
 
 def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:

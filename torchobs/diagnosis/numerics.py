@@ -49,6 +49,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
         yield _nonfinite_loss(report, lost)
     elif not _all_fine(report):
         yield from _spikes(report)
+    yield from _born(report)
     yield from _layers(report)
     yield from _vanished(report)
     yield from _unmoved(report)
@@ -205,11 +206,20 @@ def _spikes(report: RankReport) -> Iterator[Finding]:
         known = "" if note == told_of_rate else note
         told_of_rate = note
         severity = WARNING if count >= LEAST_NOTABLE[kind] else INFO
-        yield Finding(severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
+        yield Finding(
+            severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{_layer(first)}{known}"
+        )
     count = int(report.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(report, count) else "and whether it recovered is not in this part of the file"
         yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.plural(count, 'step')}, {then}.")
+
+
+def _layer(fact: Fact) -> str:
+    """Return the layer whose gradient had grown most in that step, if it is known."""
+    layer = fact.text("layer")
+    norms = text_format.number(fact.number("layer_norm")), text_format.number(fact.number("layer_usual"))
+    return f" The gradient of layer {layer} grew most: {norms[0]}, usual was {norms[1]}." if layer else ""
 
 
 def _recovered(report: RankReport, count: int) -> bool:
@@ -235,6 +245,27 @@ def _again(report: RankReport, step: int, more: int, field: str) -> str:
 
 def _index(steps: Sequence[Step], number: int) -> int:
     return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
+
+
+def _born(report: RankReport) -> Iterator[Finding]:
+    """Yield where values that are not finite were born."""
+    for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
+        operator, module = text_format.clean(fact.text("operator"), 80), text_format.clean(fact.text("module"), 120)
+        name, line = text_format.clean(fact.text("parameter"), 120), text_format.clean(fact.text("location"), 200)
+        where = f"{operator} in {module}" if module else f"{operator}, outside of any module"
+        sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
+        told = {
+            "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
+            "parameter": f"in the parameter {name}, before the step",
+            "backward": f"in the derivative of {where}",
+        }.get(fact.text("origin"), f"in {where}")
+        step = f" of step {fact.step:,}" if fact.step is not None else ""
+        if fact.text("origin") == "rank":
+            other = text_format.clean(fact.text("note"), 80)
+            yield Finding(ERROR, "nonfinite_origin", f"The NaN or infinity{step} came, in averaged gradients, from {other}.")
+            continue
+        text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
+        yield Finding(ERROR, "nonfinite_origin", text)
 
 
 def _layers(report: RankReport) -> Iterator[Finding]:
@@ -279,9 +310,10 @@ def _unmoved(report: RankReport) -> Iterator[Finding]:
         count, of = fact.count("layers_affected"), fact.count("layers_measured")
         names, at = _named(fact), fact.text("at")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
-        why = f"nothing but zeros comes into {at}, the units before it are dead"
-        if fact.text("cause") != "dead_units":
-            why = f"the gradient vanishes on its way back to {at}"
+        why = {
+            "dead_units": f"nothing but zeros comes into {at}, the units before it are dead",
+            "cut_off": f"no gradient at all comes back to {at}: saturated units, or a part that is cut off from the loss",
+        }.get(fact.text("cause"), f"the gradient vanishes on its way back to {at}")
         text = f"{count:,} of {of:,} layers learned nothing ({', '.join(names)}{more}): {why}."
         yield Finding(WARNING, "unmoved_layers", text)
 

@@ -11,7 +11,7 @@ from torchobs import catalog
 from torchobs.detect import slow_steps
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
-from torchobs.diagnosis.rank_report import RankReport, Step, model_begins
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.diagnosis.stall import LEAST_S
 from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
@@ -21,6 +21,7 @@ _FIRST = 3
 _LEAST_EARLIER = 16
 _LEAST_LOSS_S = 60.0
 _PLACES = 3
+_LEAKED = 3
 _LONGEST_S = 1e9
 """A longer step is forged."""
 _AT_ONCE_S = 0.5
@@ -129,6 +130,19 @@ def _grew(report: RankReport) -> Iterator[Finding]:
         grown, left = text_format.size(fact.number("per_step")), text_format.duration(fact.number("time_to_limit"))
         text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
         yield Finding(WARNING, "memory_growth", text)
+    for fact in report.events_named(catalog.EVENT_MEMORY_LEAK)[-1:]:
+        yield Finding(WARNING, "memory_leak", _leaked(fact))
+
+
+def _leaked(fact: Fact) -> str:
+    """Return what grew, by tensors, lines and types of objects."""
+    where = "Device" if fact.text("space") == "device" else "Host"
+    tables = {"lines": "made at ", "tensors": "tensors ", "objects": "objects "}
+    rows = {name: [text_format.clean(row, 200) for row in fact.texts(name)[:_LEAKED]] for name in tables}
+    told = [f"{word}{'; '.join(rows[name])}" for name, word in tables.items() if rows[name]]
+    grown, steps = text_format.size(fact.number("grown")), text_format.plural(fact.count("steps"), "step")
+    what = f"Living more than before: {', '.join(told)}." if told else "No object of Python's became more: look at native code."
+    return f"{where} memory grew by {grown} while it was watched for {steps}. {what}"
 
 
 def _recompiled(report: RankReport) -> Iterator[Finding]:

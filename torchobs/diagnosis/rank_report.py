@@ -13,6 +13,7 @@ from torchobs.catalog import Metric
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.scalars import Point
 from torchobs.flight.files.artifacts import ArtifactName
+from torchobs.flight.format.documents import History
 from torchobs.flight.format.layout import Header
 from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput
@@ -63,6 +64,11 @@ class Fact(NamedTuple):
             else text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value)
         )
 
+    def texts(self, name: str) -> list[str]:
+        """Return the items of an attribute that is a list, sanitised; empty if it is none."""
+        value = self.attributes.get(name)
+        return [text_format.clean(item) for item in value] if isinstance(value, list) else []
+
     def number(self, name: str) -> float | None:
         """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
         value = self.attributes.get(name)
@@ -74,6 +80,16 @@ class Fact(NamedTuple):
         """Return an attribute that is a count; 0 if absent or invalid."""
         found = self.number(name)
         return int(found) if found is not None and 0 < found < _FAR else 0
+
+
+class SpanFact(NamedTuple):
+    """A finished span. Times in Unix seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
+    failed: bool
+    attributes: Mapping[str, Any]
 
 
 def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
@@ -117,8 +133,16 @@ class RankReport:
     """over the latest steps"""
     scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
     """scalars that the script logged, by name"""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """how the run was started (``flight.format.documents``); empty if that is turned off"""
+    history: History = field(default_factory=History)
+    """gauges over time, since the start"""
+    spans: tuple[SpanFact, ...] = ()
+    """spans still in the ring, oldest first"""
     left: tuple[ArtifactName, ...] = ()
     """non-empty artifacts of the rank"""
+    frames: tuple[str, ...] = ()
+    """frames of the training thread in the stacks written after its last step, the innermost first; empty: none are here"""
     copied: bool = False
     """a copy or a part of a file, which does not show whether its process still runs"""
     partial: bool = False
@@ -204,6 +228,19 @@ def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -
             number = step if isinstance(step, int) and 0 <= step < _FAR else None
             given = attributes if isinstance(attributes, dict) else {}
             found.append(Fact(name, header.wall_s(ns), number, given))
+    return tuple(found)
+
+
+def spans_of(frames: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[SpanFact, ...]:
+    """Return the valid finished spans among the frames of a ring, oldest first."""
+    found = []
+    for _, frame in frames:
+        name, begun_ns, ended_ns, attributes = (frame.get(key) for key in ("name", "t0", "t1", "attrs"))
+        if frame.get("k") != "span" or not isinstance(begun_ns, int) or not isinstance(ended_ns, int):
+            continue
+        if isinstance(name, str) and 0 <= begun_ns <= ended_ns < _FAR:
+            given = attributes if isinstance(attributes, dict) else {}
+            found.append(SpanFact(name, begun_ns / 1e9, ended_ns / 1e9, frame.get("status") == "error", given))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torchobs import catalog
@@ -28,6 +29,8 @@ class Newest(NamedTuple):
 
     loss: float | None = None
     grad_norm: float | None = None
+    norms: Mapping[int, float] = MappingProxyType({})
+    """All gradient norms among them, by step"""
 
 
 NOTHING_NEW = Newest()
@@ -68,8 +71,12 @@ class RankStatus:
     waiting: float | None = None
     """share of step time spent waiting for data, if too large"""
     slowness: Slowness | None = None
+    frames: tuple[str, ...] = ()
+    """innermost frames of the training thread, as for ``detect.hang``; empty: unknown"""
     probes_off: tuple[str, ...] = ()
     """probes that failed"""
+    alike_norms: Mapping[int, float] = field(default_factory=dict)
+    """gradient norms of the last steps, if they have to be the same on all ranks"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +97,23 @@ class RunStatus:
 def newest(records: Iterable[StepRecord]) -> Newest:
     """Return the values of the latest steps; devices may deliver them out of order."""
     loss = norm = (0, -1, 0.0)
+    norms: dict[int, float] = {}
     for record in records:
         if record.flags & StepFlag.LOSS:
             loss = max(loss, (record.step, record.seq, record.loss), key=lambda found: found[:2])
         if record.flags & StepFlag.GRAD_NORM:
             norm = max(norm, (record.step, record.seq, record.grad_norm), key=lambda found: found[:2])
-    return Newest(*(found[2] if found[1] >= 0 else None for found in (loss, norm)))
+            norms[record.step] = record.grad_norm
+    found_loss, found_norm = (found[2] if found[1] >= 0 else None for found in (loss, norm))
+    return Newest(found_loss, found_norm, norms)
+
+
+def alike_norms(norms: Mapping[int, float], *, is_ddp: bool, norm_ranks: float | None) -> Mapping[int, float]:
+    """Return the norms if DistributedDataParallel makes them the same on all ranks; else none.
+
+    ``norm_ranks``: ``torchobs.grad.norm.ranks``; above 1 a norm is that of a rank's own shard.
+    """
+    return norms if is_ddp and (norm_ranks or 1.0) <= 1.0 else {}
 
 
 def last_loss(get: Get, known: float | None = None) -> float | None:
@@ -149,8 +167,9 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     slowness: Slowness | None = None,
     lately: Mapping[str, int] | None = None,
     steps: int | None = None,
+    alike: Mapping[int, float] | None = None,
 ) -> RankStatus:
-    """Return a rank's status; ``get`` looks up its values. ``loss``: as of :func:`last_loss`."""
+    """Return a rank's status; ``get`` looks up its values. ``loss``, ``alike``: of :func:`last_loss`, :func:`alike_norms`."""
     return RankStatus(
         rank=rank,
         state=state,
@@ -172,6 +191,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         waiting=waiting_share(get, up=up),
         slowness=slowness,
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
+        alike_norms=alike or {},
     )
 
 
@@ -193,7 +213,7 @@ def started_here(ranks: Sequence[RankReport]) -> int:
 def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
     """Return the status of each rank of a run, compared with the others by their latest steps."""
     slow = stragglers.slowness({report.rank: report.pace.spent for report in ranks if report.pace})
-    return [replace(reported(report, now_s), slowness=slow.get(report.rank)) for report in ranks]
+    return [replace(reported(report, now_s), slowness=slow.get(report.rank), frames=report.frames) for report in ranks]
 
 
 def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
@@ -213,6 +233,11 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         per_s=report.pace.per_s if trains and report.pace else None,
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
         steps=int(report.value(catalog.STEPS) or report.last_step),
+        alike=alike_norms(
+            {one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
+            is_ddp=any(key[0] == catalog.DDP_INFO.name for key in report.values),
+            norm_ranks=report.value(catalog.GRAD_NORM_RANKS),
+        ),
     )
 
 

@@ -1,0 +1,68 @@
+"""Which ranks the others of a hung run wait for, in a sentence; for page, ``top`` and ``inspect`` alike. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from torchobs.detect import hang
+from torchobs.detect.hang import Blamed, Position
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.status import RankStatus
+
+_MOST_NAMED = 4
+_MOST_GROUPS = 3
+_ASIDE = {
+    "evaluation": "evaluates", "checkpoint": "saves a checkpoint", "compile": "compiles", "idle": "has left its training loop",
+}  # fmt: skip
+
+
+def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:
+    """Return the ranks that the others wait for, by name."""
+    return hang.blamed({rank.rank: _position(rank) for rank in ranks})
+
+
+def sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
+    """Return who waits for whom, without figures that change; ``found``: as of :func:`blamed`, not empty."""
+    others = Counter(_where(_position(rank)) for rank in ranks if rank.rank not in found)
+    (place, number), *more = others.most_common()
+    waiting = f"the other {text_format.plural(number, 'rank')}" if number > 1 else "the other rank"
+    rest = " (most of them)" if more else ""
+    kinds = groupby(sorted(found, key=lambda name: _what(found[name])), key=lambda name: _what(found[name]))
+    parts = [f"{_ranks(list(names))} {what}" for what, names in kinds]
+    named = text_format.joined(parts, _MOST_GROUPS)
+    return f"{named[:1].upper()}{named[1:]}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
+
+
+def _ranks(names: Sequence[str]) -> str:
+    return f"{'rank' if len(names) == 1 else 'ranks'} {text_format.joined(names, _MOST_NAMED)}"
+
+
+def _what(one: Blamed) -> str:
+    """Return what a rank does instead of what the others wait for."""
+    if one.why == hang.ENDED:
+        return "ended in order" if one.position.state == "finished" else "ended"
+    if one.why == hang.SILENT:
+        return f"gave no sign of life since it was {_where(one.position)}"
+    if one.why == hang.ASIDE_OF_TRAINING:
+        return _ASIDE[one.position.phase or "idle"]
+    if one.why == hang.NOT_IN_COLLECTIVE:
+        return f"runs {text_format.clean(one.position.frames[0])} {_where(one.position)}"
+    if one.why == hang.FETCHING:
+        return f"fetches data{_step(one.position)}"
+    return f"stays {_where(one.position)}"
+
+
+def _where(position: Position) -> str:
+    phase = position.phase
+    within = "between two phases" if phase in {None, "other"} else f"in {phase}"
+    return within + _step(position)
+
+
+def _step(position: Position) -> str:
+    return "" if position.steps is None else f" of step {position.steps + 1:,}"
+
+
+def _position(rank: RankStatus) -> Position:
+    return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames)

@@ -1,0 +1,298 @@
+"""Two runs compared: what was set differently, and what came of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from torchobs import catalog
+from torchobs._version import __version__
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.choose import Chosen
+from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.json_report import device_memory
+from torchobs.diagnosis.rank_report import RankReport, Step
+from torchobs.flight.format.event_ring import plain
+from torchobs.report.content import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
+from torchobs.report.details import facts, known_details
+from torchobs.report.noise import Judgment, judge
+from torchobs.report.training import points_of
+
+VERSION = 1
+_WARM_UP = 5
+_NAMES = ("A", "B")
+_TAIL = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A quantity of both runs. ``real``: whether the difference is more than noise; ``None``: not judged."""
+
+    what: str
+    unit: str
+    """``s``, ``By``, or empty"""
+    first: float | None
+    second: float | None
+    change: float | None
+    real: bool | None = None
+    probability: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that differs; empty text where one run has none."""
+
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs compared, each by the rank that its report shows."""
+
+    first: RankReport
+    second: RankReport
+    differences: tuple[Difference, ...]
+    quantities: tuple[Compared, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data. Times in seconds, memory in bytes; a non-finite number is its name."""
+        runs = [
+            {"job_name": job, "run_id": run, "rank": rank, "state": one.state, "steps": one.last_step, "started": one.start_s}
+            for one in (self.first, self.second)
+            for job, run, rank in [one.identity]
+        ]
+        parts = {
+            "differences": [asdict(one) for one in self.differences],
+            "quantities": [asdict(one) for one in self.quantities],
+        }
+        made: dict[str, Any] = plain({"version": VERSION, "runs": runs, **parts})
+        return made
+
+
+def compare(first: Chosen, second: Chosen) -> Comparison:
+    """Compare two runs; each has one rank or more."""
+    reports = [chosen.ranks[diagnose_run(chosen.ranks, chosen.launchers).principal] for chosen in (first, second)]
+    known = [_facts(chosen, report) for chosen, report in zip((first, second), reports, strict=True)]
+    names = dict.fromkeys((*known[0], *known[1]))
+    differences = tuple(
+        Difference(name, known[0].get(name, ""), known[1].get(name, ""))
+        for name in names
+        if known[0].get(name, "") != known[1].get(name, "")
+    )
+    return Comparison(reports[0], reports[1], differences, tuple(_quantities(reports[0], reports[1])))
+
+
+def _facts(chosen: Chosen, report: RankReport) -> dict[str, str]:
+    known = known_details(chosen.ranks, report)
+    found = facts(report, known) | {"ranks here": str(len(chosen.ranks))}
+    arguments = known.get("arguments")
+    return (parsed(arguments) if isinstance(arguments, list) else {}) | found
+
+
+def parsed(arguments: Sequence[object]) -> dict[str, str]:
+    """Return a script's arguments by name: ``--lr 3e-4``, ``--lr=3e-4``, ``lr=3e-4``; others by their position."""
+    words = [text_format.clean(word) for word in arguments]
+    found: dict[str, str] = {}
+    at = position = 0
+    while at < len(words):
+        word, following = words[at], words[at + 1] if at + 1 < len(words) else "-"
+        name, equals, value = word.partition("=")
+        if equals and name.strip("-"):
+            found[name] = value
+        elif word.startswith("-") and not _is_number(word):
+            has_value = not following.startswith("-") or _is_number(following)
+            found[word] = following if has_value else "yes"
+            at += has_value
+        else:
+            position += 1
+            found[f"argument {position}"] = word
+        at += 1
+    return found
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
+    yield _judged("step time", "s", judge(*(_durations(report.steps) for report in (first, second))))
+    for phase in catalog.PHASES:
+        times = [[step.phase_s.get(phase, 0.0) for step in report.steps[_WARM_UP:]] for report in (first, second)]
+        if any(map(any, times)):
+            yield _judged(f"step time, {phase}", "s", judge(*times))
+    yield _plain("speed", "", *(_speed(report, "per_s") for report in (first, second)))
+    yield _plain("tokens per second", "", *(_speed(report, "tokens_per_s") for report in (first, second)))
+    yield _plain("goodput", "", *map(_goodput, (first, second)))
+    yield _plain("host memory, greatest RSS", "By", *map(_rss, (first, second)))
+    yield _plain("device memory, peak", "By", *map(_peak, (first, second)))
+    yield _plain("steps", "", float(first.last_step), float(second.last_step))
+    yield from _curves(first, second)
+
+
+def _judged(what: str, unit: str, found: Judgment | None) -> Compared:
+    if found is None:
+        return Compared(what, unit, None, None, None)
+    return Compared(what, unit, found.first, found.second, found.change, found.real, found.probability)
+
+
+def _plain(what: str, unit: str, first: float | None, second: float | None) -> Compared:
+    change = (second - first) / abs(first) if first and second is not None else None
+    return Compared(what, unit, first, second, change)
+
+
+def _durations(steps: Sequence[Step]) -> list[float]:
+    """Return step times without the first steps, which warm up caches and allocators."""
+    timed = [step.duration_s for step in steps if step.duration_s is not None and step.step > _WARM_UP]
+    return [seconds for seconds in timed if isfinite(seconds)]
+
+
+def _speed(report: RankReport, field: str) -> float | None:
+    return getattr(report.pace, field) if report.pace is not None else None
+
+
+def _goodput(report: RankReport) -> float | None:
+    times = report.by_attribute(catalog.GOODPUT_TIME)
+    whole = sum(times.values())
+    return times.get("productive", 0.0) / whole if whole else None
+
+
+def _rss(report: RankReport) -> float | None:
+    values = [value for _, value in report.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
+    return max(values, default=report.value(catalog.MEMORY_HOST_RSS))
+
+
+def _peak(report: RankReport) -> float | None:
+    return max((sizes["peak"] for sizes in device_memory(report).values() if "peak" in sizes), default=None)
+
+
+def _curves(first: RankReport, second: RankReport) -> Iterator[Compared]:
+    """Yield loss and gradient norm over the last tenth of the steps that both runs have."""
+    common = min(first.last_step, second.last_step)
+    begin = common - max(int(common * _TAIL), _WARM_UP)
+    for field, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        tails = [
+            [value for at, value in points_of(report.steps, field) if begin < at <= common and isfinite(value)]
+            for report in (first, second)
+        ]
+        if all(tails):
+            yield _judged(f"{name}, steps {begin + 1:,} to {common:,}", "", judge(*tails))
+
+
+def comparison_document(found: Comparison) -> Document:
+    """Return the comparison as a document."""
+    reports = (found.first, found.second)
+    names = [f"{name}: {report.identity[0]} {report.identity[1]}" for name, report in zip(_NAMES, reports, strict=True)]
+    verdict = _verdict(found)
+    jobs = list(dict.fromkeys(report.identity[0] for report in reports))
+    return Document(
+        title=f"Two runs of {jobs[0]} compared" if len(jobs) == 1 else f"{jobs[0]} and {jobs[1]} compared",
+        subtitle=" · ".join(names),
+        badge=("info", "Compared"),
+        headline=" ".join(item.words for item in verdict[:2]),
+        sections=(
+            section("findings", "What differs", Items(tuple(verdict)), _figures(reports)),
+            _set_differently(found), _measured(found), _charts(reports),
+        ),
+        footer=(f"torchobs {__version__}",),
+    )  # fmt: skip
+
+
+def _verdict(found: Comparison) -> list[Item]:
+    told = [one for one in found.quantities if one.what == "step time" or one.what.startswith("loss")]
+    items = [Item("info", sentence(one), "measured") for one in told]
+    changed = [one.name for one in found.differences]
+    words = f"Set differently: {text_format.joined(changed, 8)}." if changed else "Nothing is set differently."
+    items.append(Item("info", words, "set" if changed else ""))
+    for name, report in zip(_NAMES, (found.first, found.second), strict=True):
+        if report.state not in {"alive", "finished"}:
+            items.append(
+                Item("warning", f"{name} did not finish: {report.state}{f' ({report.reason})' if report.reason else ''}.", "")
+            )
+    return items
+
+
+def sentence(one: Compared) -> str:
+    """Return a judged quantity as a sentence."""
+    if one.first is None or one.second is None or one.change is None:
+        return f"The {one.what} cannot be compared: one of the runs has no values."
+    rounded = _rounding(one)
+    ends = f"from {rounded(one.first)} to {rounded(one.second)}"
+    size = text_format.percent(abs(one.change))
+    if one.real is None:
+        return f"The {one.what} went {ends} ({size}); there are too few steps to tell this from noise."
+    if not one.real:
+        return f"The {one.what} is the same within noise ({ends}, {size})."
+    word = "higher" if one.change > 0 else "lower"
+    if one.unit == "s":
+        word = "longer" if one.change > 0 else "shorter"
+    return f"The {one.what} is {size} {word} in B ({ends}), more than either run varies by itself."
+
+
+def _rounding(one: Compared) -> Callable[[float], str]:
+    return {"s": text_format.duration, "By": text_format.size}.get(one.unit, text_format.number)
+
+
+def _figures(reports: Sequence[RankReport]) -> Figures:
+    figures = []
+    for name, report in zip(_NAMES, reports, strict=True):
+        figures += [
+            Figure(f"{name}: state", report.state, report.reason if report.reason != report.state else ""),
+            Figure(f"{name}: steps", f"{report.last_step:,}", f"in {text_format.duration(report.last_s - report.start_s)}"),
+        ]
+    return Figures(tuple(figures))
+
+
+def _set_differently(found: Comparison) -> Section:
+    rows = tuple((one.name, one.first or "-", one.second or "-") for one in found.differences)
+    untold = [name for name, one in zip(_NAMES, (found.first, found.second), strict=True) if not one.details]
+    note = f"How {text_format.joined(untold)} was started is not in its flight file." if untold else ""
+    return section(
+        "set", "Settings and environment", Text(note, "warning") if note else None,
+        Table("What differs", ("What", *_NAMES), rows, frozenset({0, 1, 2})) if rows else Text("Nothing differs."), wide=True,
+    )  # fmt: skip
+
+
+def _measured(found: Comparison) -> Section:
+    rows = tuple(
+        (
+            one.what, *("-" if value is None else _rounding(one)(value) for value in (one.first, one.second)),
+            "-" if one.change is None else f"{100 * one.change:+,.1f} %",
+            _judgment(one),
+        )
+        for one in found.quantities
+        if one.first is not None or one.second is not None
+    )  # fmt: skip
+    note = (
+        "Step times and curves are medians, without the first steps; a difference counts if it is 2 % or more and the "
+        "probability of such ranks of block medians by chance is below 0.01 (Mann-Whitney). The other figures are single ones."
+    )
+    table = Table("Speed, memory, curves", ("What", *_NAMES, "Change", "Judgment"), rows, frozenset({0, 4}))
+    return section("measured", "Speed, memory and results", table, Text(note, "note"), wide=True)
+
+
+def _judgment(one: Compared) -> str:
+    if one.probability is None:
+        return "too few steps" if one.real is None and (one.unit == "s" or "steps" in one.what) and one.what != "steps" else ""
+    return "differs" if one.real else "noise"
+
+
+def _charts(reports: Sequence[RankReport]) -> Section:
+    fields = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Step time", "duration_s"), ("Learning rate", "learning_rate"))
+    charts = [
+        LineChart(name, _both(reports, field), text_format.duration if field == "duration_s" else text_format.number)
+        for name, field in fields
+    ]
+    return section("curves", "Curves", *(chart if chart.series else None for chart in charts))
+
+
+def _both(reports: Sequence[RankReport], field: str) -> tuple[Series, ...]:
+    series = (Series(name, points_of(report.steps, field)) for name, report in zip(_NAMES, reports, strict=True))
+    return tuple(one for one in series if one.points)

@@ -1,0 +1,150 @@
+"""A report's charts as image files, drawn by matplotlib: for papers and slides. The page draws its own (``axes``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from torchobs.report.charts import curve, spreads
+from torchobs.report.content import AreaChart, Chart, Document, HeatMap, LineChart, StripChart
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+_BUCKETS = 600
+_STYLE: Any = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ed", "axes.axisbelow": True,
+    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.frameon": False,
+    "svg.fonttype": "none", "text.parse_math": False,
+}  # fmt: skip
+_COLOURS = ("#2f6fdb", "#c26a00", "#2c8a5f", "#8e44ad", "#b3231d", "#0f7f8c", "#6b5b00", "#55606c")
+_PHASES = {"data": "#c26a00", "forward": "#3b78de", "backward": "#1f3f86", "optimizer": "#2c8a5f", "other": "#7d8792"}
+_SEVERITIES = {"error": "#b3231d", "warning": "#8a4b00", "info": "#1d5bb8"}
+
+
+def draw(document: Document, directory: Path, form: str = "png") -> list[Path]:
+    """Draw each chart of a report into ``directory``, which is created; return the files, named after the charts.
+
+    Args:
+        document: the report.
+        directory: where to.
+        form: ``png``, ``svg`` or ``pdf``.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: another format.
+    """
+    if form not in FORMATS:
+        raise ValueError(f"{form!r} is no format of these: {', '.join(FORMATS)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    with mpl.rc_context(_STYLE):
+        for chart in document.charts():
+            path = _free(directory, chart.name, form, files)
+            # no pyplot: it keeps global state, which may be the script's
+            figure = Figure(figsize=(7.2, _height(chart)), dpi=150, layout="constrained")
+            FigureCanvasAgg(figure)
+            if _drawn(chart, figure.add_subplot()):
+                figure.savefig(path, format=form, metadata={"Date": None} if form == "svg" else None)
+                files.append(path)
+    return files
+
+
+def _free(directory: Path, name: str, form: str, taken: list[Path]) -> Path:
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "chart"
+    names = (directory / f"{stem}{f'-{number}' if number else ''}.{form}" for number in range(len(taken) + 1))
+    return next(path for path in names if path not in taken)
+
+
+def _height(chart: Chart) -> float:
+    rows = len(chart.rows) if isinstance(chart, StripChart) else len(chart.names) if isinstance(chart, HeatMap) else 0
+    return max(1.4, 0.9 + 0.22 * rows) if rows else 3.0
+
+
+def _drawn(chart: Chart, axes: Axes) -> bool:
+    axes.set_title(chart.name)
+    if isinstance(chart, LineChart):
+        return _lines(chart, axes)
+    axes.set_xlabel("step")
+    if isinstance(chart, AreaChart):
+        return _areas(chart, axes)
+    return _strip(chart, axes) if isinstance(chart, StripChart) else _heat(chart, axes)
+
+
+def _lines(chart: LineChart, axes: Axes) -> bool:
+    values = []
+    for index, one in enumerate(chart.series):
+        found = curve(((round(at * 1000), value) for at, value in one.points), _BUCKETS)
+        if found is not None:
+            known = [bucket for bucket in found.buckets if bucket.mean is not None]
+            places, colour = [bucket.at / 1000 for bucket in known], _COLOURS[index % len(_COLOURS)]
+            if len(chart.series) == 1:
+                axes.fill_between(
+                    places, [b.least for b in known], [b.greatest for b in known], color=colour, alpha=0.18, linewidth=0
+                )
+            axes.plot(places, [bucket.mean for bucket in known], color=colour, linewidth=1.2, label=one.name)  # type: ignore[arg-type]  # known ones are not None
+            values += [value for _, value in one.points if isfinite(value)]
+    for name, level in chart.levels:
+        axes.axhline(level, color="#55606c", linewidth=1, linestyle="--", label=name)
+    for mark in chart.marks:
+        axes.axvline(mark.at, color=_SEVERITIES[mark.severity], linewidth=0.8, linestyle=":")
+    if values and spreads(values):
+        axes.set_yscale("log")
+    elif chart.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds since the start" if chart.timed else "step")
+    if values:
+        axes.yaxis.set_major_formatter(_formatter(chart.rounded))
+    if len(chart.series) > 1 or chart.levels:
+        axes.legend(fontsize=8)
+    return bool(values)
+
+
+def _formatter(rounded: Callable[[float], str]) -> Callable[[float, float], str]:
+    return lambda value, _: rounded(value)
+
+
+def _areas(chart: AreaChart, axes: Axes) -> bool:
+    places = [at for at, _ in chart.rows]
+    columns = list(zip(*(values for _, values in chart.rows), strict=True))
+    axes.stackplot(
+        places, *columns, labels=chart.names, colors=[_PHASES.get(name, "#7d8792") for name in chart.names], linewidth=0
+    )
+    totals = sorted(sum(values) for _, values in chart.rows)
+    axes.set_ylim(0, min(totals[-1], 3 * totals[len(totals) // 2]) * 1.05 or 1)
+    axes.yaxis.set_major_formatter(_formatter(chart.rounded))
+    axes.legend(fontsize=8, ncols=len(chart.names), loc="upper right")
+    return True
+
+
+def _strip(chart: StripChart, axes: Axes) -> bool:
+    for index, (_, severity, steps) in enumerate(chart.rows):
+        axes.plot(steps, [index] * len(steps), "o", markersize=4, color=_SEVERITIES[severity])
+    axes.set_yticks(range(len(chart.rows)), [name for name, _, _ in chart.rows])
+    axes.set_ylim(len(chart.rows) - 0.5, -0.5)
+    axes.set_xlim(*chart.span)
+    return True
+
+
+def _heat(chart: HeatMap, axes: Axes) -> bool:
+    rows = [[value if value is not None and value > 0 else float("nan") for value in row] for row in chart.values]
+    positive = [value for row in rows for value in row if isfinite(value)]
+    if not positive:
+        return False
+    norm = LogNorm(min(positive), max(positive)) if max(positive) > min(positive) else None
+    image = axes.imshow(rows, aspect="auto", norm=norm, cmap="Blues", interpolation="nearest")
+    axes.set_yticks(range(len(chart.names)), chart.names, fontsize=7)
+    places = sorted({0, (len(chart.steps) - 1) // 2, len(chart.steps) - 1})
+    axes.set_xticks(places, [f"{chart.steps[at]:,}" for at in places])
+    axes.grid(visible=False)
+    axes.figure.colorbar(image, ax=axes, format=_formatter(chart.rounded))
+    return True
