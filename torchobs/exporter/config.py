@@ -67,6 +67,8 @@ class ExporterConfig:
     api_token_file: str | None = None
     control_dir: str | None = None
     """None: the trainers' default"""
+    pod_uid: str | None = None
+    """a scrape that asks for the page of another pod is refused"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
     collect_host: tuple[str, ...] = ()
@@ -219,6 +221,11 @@ OPTIONS = tuple(map(with_exporter_variable, (
     Option(
         "control_dir", _PATH, "Directory for commands to the ranks, where they look for them.",
         "that of the pod, or control beside the flight files", ("TORCHOBS_CONTROL_DIR",), flag="--control.dir", metavar="DIR",
+    ),
+    Option(
+        "pod_uid", kinds.TEXT,
+        "UID of the pod that this exporter is in: a scrape with ?pod=UID of another gets status 421, not this one's page.",
+        "none", ("POD_UID",), flag="--pod.uid", metavar="UID",
     ),
     Option(
         "collect_host", _COLLECTORS,

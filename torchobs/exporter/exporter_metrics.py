@@ -74,6 +74,7 @@ class HostFacts(NamedTuple):
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 _STATES = {state: Sample(catalog.RANK_STATE_SET, {"state": state}, 1.0) for state in catalog.RANK_STATES}
 _ENDINGS = {reason: Sample(catalog.RANK_EXIT, {"reason": reason}, 1.0) for reason in catalog.EXIT_REASONS}
+_STALL_PHASES = {phase: {"phase": phase} for phase in catalog.STALL_PHASES}
 _UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True)}
 
 
@@ -105,6 +106,8 @@ def _of_standing(standing: RankStanding) -> Iterator[Sample]:
     if standing.slowdown is not None:
         yield Sample(catalog.RANK_SLOWDOWN, _NO_LABELS, standing.slowdown)
     yield from _set(catalog.RANK_EXCESS, standing.excess_s)
+    if standing.stalled is not None:
+        yield Sample(catalog.RANK_STALL_POSITION, _STALL_PHASES[standing.stalled.phase], standing.stalled.place)
 
 
 def _of_run(run: RunSummary) -> Iterator[Sample]:

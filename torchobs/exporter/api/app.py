@@ -23,6 +23,7 @@ from torchobs.exporter.api import artifacts, authorization, history, openapi, pa
 from torchobs.exporter.api.artifacts import ArtifactStore
 from torchobs.exporter.api.commands import CommandService
 from torchobs.exporter.api.problems import Problem
+from torchobs.exporter.api.summaries import Summaries
 from torchobs.flight.format.event_ring import plain
 from torchobs.ranks.rank_file import READ_ERRORS
 
@@ -56,6 +57,7 @@ class Api:
         self._token = authorization.Token(config.api_token_file)
         self._artifacts = ArtifactStore(config)
         self._commands = CommandService(config, self._artifacts)
+        self._summaries = Summaries()
         self._thread = ThreadPoolExecutor(1, "api")
         self._handlers: dict[str, Callable[[Request], Awaitable[object]]] = {
             "status": self._status, "ranks": self._ranks, "debugSummary": self._debug_summary,
@@ -134,10 +136,10 @@ class Api:
         return {"ranks": [serializers.rank_view(rank) for rank in (await self._watch.fresh()).ranks]}
 
     async def _debug_summary(self, _: Request) -> object:
-        return serializers.debug_summary(await self._watch.fresh(), len(await self.evidence()))
+        return self._summaries.debug(await self._watch.fresh(), len(await self.evidence()))
 
     async def _training_summary(self, _: Request) -> object:
-        return serializers.training_summary(await self._watch.fresh())
+        return self._summaries.training(await self._watch.fresh())
 
     async def _events(self, request: Request) -> object:
         limit, kind = params.length(request, "limit", history.MOST_EVENTS), params.kind(request)
@@ -208,6 +210,7 @@ class Api:
         return await self._run(self._commands.stacks, await self._targets(request))
 
     async def _clear(self, _: Request) -> object:
+        self._summaries.clear(await self._watch.fresh())
         removed, hidden = await self._run(self._commands.clear)
         return {"removed": removed, "hidden": hidden}
 

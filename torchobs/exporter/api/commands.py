@@ -52,7 +52,7 @@ class CommandService:
         self._commanded: set[str] = set()
         """incarnations with a command in the control directory"""
         self._hung: dict[str, int | None] = {}
-        """time of the last step of each hung rank, whose stacks are asked for"""
+        """time of the last step of each rank of a hung run, whose stacks are asked for"""
         self._owners: dict[str, str] = {}
         """incarnation asked for each artifact"""
         self._requests: dict[tuple[str, str], _Request] = {}
@@ -98,13 +98,14 @@ class CommandService:
         return self._store.clear()
 
     def look(self, snapshot: Snapshot) -> None:
-        """Request the stacks of ranks that have just begun to hang, once; remove the commands of ranks that have ended."""
-        hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.state == "hung"}
+        """Request the stacks of all ranks of runs in which one has just begun to hang; remove commands of ended ranks."""
+        runs = {(rank.job_name, rank.run_id) for rank in snapshot.ranks if rank.state == "hung"}
+        hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.up and (rank.job_name, rank.run_id) in runs}
         for incarnation, rank in hung.items():
             if self._hung.get(incarnation, 0) != rank.view.last_step_ns:
                 with contextlib.suppress(Problem):
                     self._send([rank], Command(stacks=True))
-                    _log.warning("rank %s is hung: its stacks are asked for", rank.rank)
+                    _log.warning("rank %s is hung, or a peer: its stacks are asked for", rank.rank)
         self._hung = {incarnation: rank.view.last_step_ns for incarnation, rank in hung.items()}
         for rank in snapshot.ranks:
             if not rank.up and rank.incarnation in self._commanded:

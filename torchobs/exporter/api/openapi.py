@@ -44,19 +44,30 @@ def _ref(name: str) -> Schema:
 
 _NAMED: dict[str, Schema] = {"rank": _TEXT, "run_id": _TEXT, "job_name": _TEXT, "incarnation": _INCARNATION}
 _COMMAND: Schema = {"type": "integer", "minimum": 0, "description": "the command's number: a Unix time in milliseconds"}
-_RATED = _object(count=_COUNT, per_step={"type": ["number", "null"], "minimum": 0})
-_VERDICTS: dict[str, Schema] = {
-    "steps": _COUNT,
-    "anomalies": _object(**dict.fromkeys(catalog.ANOMALY_KINDS, _ref("Rated"))),
-    "anomaly_steps": _object(least=_COUNT, most=_COUNT),
-    "explosions": _ref("Rated"),
-    "vanishing": _ref("Rated"),
-    "loss_anomalies": _ref("Rated"),
+_RATE: Schema = {"type": ["number", "null"], "minimum": 0, "description": "share of the steps; null before the first"}
+_STEPS: dict[str, Schema] = {
+    "total_steps": _COUNT,
+    "anomaly_steps": {
+        **_COUNT,
+        "description": "steps with an anomaly; of recorded ones at least so many, since kinds are counted apart",
+    },
+    "anomaly_steps_most": {**_COUNT, "description": "and at most so many"},
+    **dict.fromkeys(("gradient_explosions", "gradient_vanishing", "loss_anomalies"), _COUNT),
+    **dict.fromkeys(("anomaly_rate", "gradient_explosion_rate", "gradient_vanishing_rate", "loss_anomaly_rate"), _RATE),
+    "anomalies": _object(**dict.fromkeys(catalog.ANOMALY_KINDS, _COUNT)),
+    "source": {
+        "enum": ["recorded", "monitored", "mixed"],
+        "description": "monitored: of the steps given to torchobs.debug; recorded: of all steps, where none was; mixed: where "
+        "that differs between ranks",
+    },
+}
+_OPERATIONS: dict[str, Schema] = {
+    **dict.fromkeys(("longest_time", "memory_peak", "gpu_memory_peak"), _MAYBE),
+    "anomalies": _COUNT,
 }
 _LINK = _object(id={"type": "string", "pattern": f"^{EVIDENCE}$"}, href=_TEXT)
 
 SCHEMAS: dict[str, Schema] = {
-    "Rated": {**_RATED, "description": "how often, and how often a step; null before the first"},
     "Link": {**_LINK, "description": "where the evidence is as soon as it is there"},
     "Status": _object(
         version=_TEXT,
@@ -79,12 +90,16 @@ SCHEMAS: dict[str, Schema] = {
         **dict.fromkeys(("tokens", "samples", "total_steps"), _MAYBE),
     ),
     "DebugSummary": _object(
+        total_operations=_COUNT,
+        average_time={**_MAYBE, "description": "seconds of an operation of torchobs.debug, as the other times"},
+        **_OPERATIONS,
+        operations=_list(_object(**_NAMED, operation=_TEXT, count=_COUNT, average_time=_NUMBER, **_OPERATIONS)),
         levels=_map(_COUNT),
         anomalies_active=_list(_object(**_NAMED, kind={"enum": list(catalog.ANOMALY_KINDS)})),
         probes_disabled=_list(_object(**_NAMED, probe=_TEXT)),
         evidence=_COUNT,
     ),
-    "TrainingSummary": _object(**_VERDICTS, ranks=_list(_object(**_NAMED, **_VERDICTS))),
+    "TrainingSummary": _object(**_STEPS, ranks=_list(_object(**_NAMED, **_STEPS))),
     "Events": _object(events=_list(_ref("Event")), next={**_MAYBE_TEXT, "description": "`before` of the page with older ones"}),
     "Event": _object(
         **_NAMED,
@@ -194,7 +209,8 @@ def _command(name: str, path: str, summary: str, returns: str, body: str = "Noth
     return Operation(name, path, summary, returns, 202, _RANK_QUERY, body, refusals=(404, 409, 503))
 
 
-_CLEAR = "Remove the evidence that there is. No counter, no event and no state changes."
+_CLEAR = "Remove the evidence that there is, and begin both summaries anew. No metric, no event and no state changes."
+_DEBUG_SUMMARY = "Operations of torchobs.debug, levels, anomalies that go on, probes that failed."
 _TRAINING_SUMMARY = "Steps, anomalies and their rates, per rank and in all."
 
 OPERATIONS = (
@@ -207,7 +223,7 @@ OPERATIONS = (
     Operation("events", "/events", "Events of all ranks, or one, newest first.", "Events", query=_EVENT_QUERY, refusals=(404,)),
     Operation("listEvidence", "/evidence", "Stacks and traces that ranks have left, newest first.", "EvidenceList"),
     Operation("getEvidence", "/evidence/{id}", "One of them, as a file.", refusals=(404, 410)),
-    Operation("debugSummary", "/debug/summary", "Levels, anomalies that go on, probes that failed.", "DebugSummary"),
+    Operation("debugSummary", "/debug/summary", _DEBUG_SUMMARY, "DebugSummary"),
     Operation("trainingSummary", "/debug/training/summary", _TRAINING_SUMMARY, "TrainingSummary"),
     _command("level", "/debug/level/{level}", "Change the debug level of all ranks, or one.", "LevelSet"),
     _command("probes", "/debug/probes", "Have exactly these probes off.", "ProbesSet", "ProbesOff"),

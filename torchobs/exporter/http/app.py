@@ -38,9 +38,10 @@ class Site:
         scrapers: ScrapeTracker,
         telemetry_path: str,
         problems: Callable[[], tuple[str, ...]],
+        pod_uid: str | None = None,
     ) -> None:
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, telemetry_path
-        self._metrics = MetricsPage(self._fresh, pages, scrapers)
+        self._metrics = MetricsPage(self._fresh, pages, scrapers, pod_uid)
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
         self.host: HostMetrics | None = None

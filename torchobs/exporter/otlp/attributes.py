@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 SCOPE = "torchobs"
 """Instrumentation scope of torchobs' own metrics and spans."""
 
+STEP = "torchobs.step.number"
+"""Attribute for the number of a step. ``torchobs.step`` would be an attribute and a namespace at once, which must not be."""
+_CONVENTIONAL = re.compile(r"(exception|hw)\.")
+"""Attributes of the catalog that are named as in the semantic conventions."""
+_RENAMED = {"step": STEP, "thread": "thread.name"}
 _INT64, _FIXED64 = 1 << 63, 1 << 64
 _DEPTH = 8
 _NAMED = {
@@ -40,6 +46,16 @@ _LEFT_OUT = frozenset({"trace_id", "pid", "launched_by"})
 def cleaned(attributes: Iterable[tuple[str, object]]) -> dict[str, Any]:
     """Return the attributes with values that OpenTelemetry's encoder accepts."""
     return {encodable(name): clean(value) for name, value in attributes}
+
+
+def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object]:
+    """Return the attributes of a span or event of the catalog by their names in OTLP.
+
+    That is the name of the semantic conventions where there is one, else one in the namespace of the span or event.
+    """
+    return {
+        _RENAMED.get(key) or (key if _CONVENTIONAL.match(key) else f"{owner}.{key}"): value for key, value in attributes.items()
+    }
 
 
 def clean(value: object, depth: int = _DEPTH) -> Any:

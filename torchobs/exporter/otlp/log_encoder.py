@@ -1,7 +1,8 @@
 """Convert the events of the ranks' event rings, and the checkpoints saved, into OTLP log records and requests.
 
 A record is an *event* as OpenTelemetry defines it: its name is the event's, its attributes are named within that, except those
-for which the semantic conventions have a name. It belongs to the span of the step in which it happened, else to the run's.
+for which the semantic conventions have a name. It belongs to the span of the step in which it happened, else to the run's or
+the segment's.
 
 The messages are made here: the SDK's data model of logs is not stable, and its encoder needs it.
 """
@@ -21,6 +22,7 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.attributes import mapping, text, time_ns, whole
+from torchobs.exporter.otlp.root_spans import ROOTS, is_root
 from torchobs.flight.format import event_ring, span_ids
 from torchobs.ranks import labels
 
@@ -34,7 +36,7 @@ MOST_RECORDS = 512
 """Limit of one request: the SDK's default."""
 MOST_BYTES = 2 * 1024**2
 
-_MARKS = tuple(f'"{word}"'.encode() for word in ("event", catalog.SPAN_CHECKPOINT.name, catalog.SPAN_RUN.name))
+_MARKS = tuple(f'"{word}"'.encode() for word in ("event", catalog.SPAN_CHECKPOINT.name, *ROOTS))
 """Texts in the payloads that matter here; others are not decoded."""
 _EVENTS = {event.name: event for event in catalog.EVENTS}
 _SEVERITIES = {
@@ -42,9 +44,6 @@ _SEVERITIES = {
     Severity.WARNING: SeverityNumber.SEVERITY_NUMBER_WARN,
     Severity.ERROR: SeverityNumber.SEVERITY_NUMBER_ERROR,
 }
-_CONVENTIONAL = re.compile(r"(exception|hw)\.")
-"""Attributes of the catalog that are named as in the semantic conventions."""
-_RENAMED = {"thread": "thread.name"}
 _FIELDS = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
 _SAMPLED = 0x01
 _MOST_BODY = 1000
@@ -61,7 +60,9 @@ class RankLog:
         self.resource = _pairs(resource.attributes)
         self.scope = InstrumentationScope(name=otlp_attributes.SCOPE, version=otlp_attributes.own_scope(resource).version or "")
         self._header = header
-        self._trace_id, self._run = span_ids.trace_id(header), span_ids.run_span_id(header)
+        self._ids = span_ids.SpanIds(header)
+        self._root: span_ids.SpanId | None = None
+        """of the last root span that began"""
         self._flags = _SAMPLED
 
     def records(self, payloads: Iterable[bytes], observed_ns: int) -> Iterator[LogRecord]:
@@ -70,8 +71,9 @@ class RankLog:
             frame = event_ring.fields_of(payload) if any(mark in payload for mark in _MARKS) else None
             if frame is None:
                 continue
-            if frame.get("span_id") == self._run:
+            if is_root(frame):
                 self._flags = whole(frame.get("flags")) & _SAMPLED
+                self._root = span_ids.SpanId(text(frame.get("trace_id")), text(frame.get("span_id")))
             record = self._event(frame) if frame.get("k") == "event" else _checkpoint(frame)
             if record is not None:
                 uid = UUID(bytes=blake2b(self._header.incarnation + payload, digest_size=16).digest())
@@ -87,11 +89,11 @@ class RankLog:
         severity = event.severity if event else Severity.INFO
         if name == catalog.EVENT_ANOMALY.name:
             severity = catalog.ANOMALY_SEVERITY.get(text(given.get("kind")), severity)
-        span_id = self._run
-        attributes = {_attribute(name, key): value for key, value in given.items()} if event else given
+        ids = self._root or self._ids.run
+        attributes = otlp_attributes.namespaced(name, given) if event else given
         if isinstance(step, int):
-            span_id = span_ids.step_span_id(self._run, step)
-            attributes, given = {**attributes, "torchobs.step": step}, {**given, "step": step}
+            ids = self._ids.step(step)
+            attributes, given = {**attributes, otlp_attributes.STEP: step}, {**given, "step": step}
         return LogRecord(
             time_unix_nano=otlp_attributes.event_time_ns(self._header, frame),
             severity_number=_SEVERITIES[severity],
@@ -99,8 +101,8 @@ class RankLog:
             body=_any(_body(_sentence(event.brief) if event else name, given)),
             attributes=_pairs(otlp_attributes.cleaned(attributes.items())),
             event_name=name,
-            trace_id=_identifier(self._trace_id, 16),
-            span_id=_identifier(span_id, 8),
+            trace_id=_identifier(ids.trace, 16),
+            span_id=_identifier(ids.span, 8),
             flags=self._flags,
         )
 
@@ -150,17 +152,12 @@ def _checkpoint(frame: Mapping[str, Any]) -> LogRecord | None:
         severity_number=SeverityNumber.SEVERITY_NUMBER_INFO,
         severity_text="INFO",
         body=_any(_body("A checkpoint was saved", given)),
-        attributes=_pairs(otlp_attributes.cleaned((f"{name}.{key}", value) for key, value in given.items())),
+        attributes=_pairs(otlp_attributes.cleaned(otlp_attributes.namespaced(name, given).items())),
         event_name=name,
         trace_id=_identifier(frame.get("trace_id"), 16),
         span_id=_identifier(frame.get("span_id"), 8),
         flags=whole(frame.get("flags")) & _SAMPLED,
     )
-
-
-def _attribute(event: str, name: str) -> str:
-    """Return the name of a catalog event's attribute: the semantic conventions', else within the event's own namespace."""
-    return _RENAMED.get(name) or (name if _CONVENTIONAL.match(name) else f"{event}.{name}")
 
 
 def _sentence(brief: str) -> str:

@@ -3,15 +3,14 @@
 A frame is sent once, by its position in the ring. A restarted exporter sends the frames that are still in the ring again, with
 the same identifiers, which come from the file.
 
-The run's span is sent when its rank has ended, with torchobs' events as span events. If the rank recorded no end, the exporter
-ends the span at the rank's last heartbeat, as an error. Other open spans that were announced are closed in the same way.
+Spans that were announced and are open when their rank has ended without a word are ended at its last heartbeat, as errors, the
+rank's root span (:mod:`torchobs.exporter.otlp.root_spans`) among them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.attributes import BoundedAttributes
@@ -22,8 +21,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from torchobs import catalog
 from torchobs.exporter.otlp import attributes as otlp_attributes
-from torchobs.exporter.otlp.attributes import mapping, text, time_ns, whole
-from torchobs.flight.format import span_ids as identifiers
+from torchobs.exporter.otlp.attributes import mapping, namespaced, text, time_ns, whole
+from torchobs.exporter.otlp.root_spans import OpenRoot, is_ours, is_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -37,35 +36,32 @@ Frame = dict[str, Any]
 MOST_SPANS = 512
 """Limit of one request: the SDK's default."""
 MOST_BYTES = 2 * 1024**2
-MOST_EVENTS = 1024
-"""of one run; the oldest are dropped first"""
 _MOST_OPEN = 1024
 
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _STATUSES = {"ok": StatusCode.OK, "error": StatusCode.ERROR}
 _SAMPLED = 0x01
+_EVENTS = frozenset(event.name for event in catalog.EVENTS)
+_SPANS = frozenset(span.name for span in catalog.SPANS)
 _HEX = re.compile(r"[0-9a-f]*")
 _UINT32 = 1 << 32
 
 
 class Trace:
-    """State of one incarnation's spans: open spans, the run's span, and torchobs' events."""
+    """State of one incarnation's spans: those that are open, and torchobs' events."""
 
     def __init__(self, header: Header, *, with_events: bool = True) -> None:
         self.resource = otlp_attributes.resource_of(header)
         self.ring_head = 0
         """position of the end of the rank's ring when it was last read"""
         self._header, self._with_events = header, with_events
-        self._run_id = identifiers.run_span_id(header)
-        self._run: Frame | None = None
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self._seen_events = 0
+        self._root = OpenRoot(header)
         self._open: dict[str, Frame] = {}
         self._next = 0
         self._finished = False
 
     def take(self, frames: Iterable[tuple[int, Frame]]) -> Iterator[Frame]:
-        """Yield the new spans that have ended, except the run's."""
+        """Yield the new spans that have ended."""
         for position, frame in frames:
             if position < self._next:
                 continue
@@ -75,35 +71,30 @@ class Trace:
                 self._add_event(frame)
             elif not isinstance(span_id, str):
                 continue
-            elif span_id == self._run_id:
-                self._run = frame
-                if self._finished and kind == "span":
-                    yield frame  # the rank was wrongly taken for dead
             elif kind == "span_start":
-                self._add_open(span_id, frame)
+                self._root.begin(frame) if is_root(frame) else self._add_open(span_id, frame)
             elif kind == "span":
                 self._open.pop(span_id, None)
-                yield frame
+                yield self._root.end(frame) if is_root(frame) else frame
 
     def finish(self, reason: str, last_ns: int) -> Iterator[Frame]:
-        """Yield the open spans, ended, and the run's span; once. ``last_ns``: the rank's last heartbeat, Unix ns."""
+        """Yield the open spans, ended, the root last; once. ``last_ns``: the rank's last heartbeat, Unix ns."""
         if self._finished:
             return
         self._finished = True
-        ended: Frame = {"t1": last_ns, "status": "error", "description": f"the rank ended before it: {reason}"}
+        ended: Frame = {"k": "span", "t1": last_ns, "status": "error", "description": f"the rank ended before it: {reason}"}
         if reason == "finished":
-            ended = {"t1": last_ns, "status": "unset"}
+            ended = {"k": "span", "t1": last_ns, "status": "unset"}
         for frame in self._open.values():
             yield frame | ended | {"t1": max(last_ns, time_ns(frame.get("t0")))}
         self._open.clear()
-        run = self._run or self._run_frame()
-        yield run if run.get("k") == "span" else run | ended | {"attrs": {"reason": reason}}
+        root = self._root.finish(ended, reason)
+        if root is not None:
+            yield root
 
     def events_of(self, frame: Frame) -> tuple[list[Event], int]:
-        """Return torchobs' events for the run's span, and the number of events dropped; nothing for other spans."""
-        if frame.get("span_id") != self._run_id:
-            return [], 0
-        return [*self._events], self._seen_events - len(self._events)
+        """Return torchobs' events for a root span, and the number of events dropped; nothing for other spans."""
+        return self._root.events_of(frame)
 
     def _add_open(self, span_id: str, frame: Frame) -> None:
         self._open[span_id] = frame
@@ -111,27 +102,15 @@ class Trace:
             del self._open[next(iter(self._open))]
 
     def _add_event(self, frame: Frame) -> None:
-        if not self._with_events or frame.get("name") == catalog.EVENT_SCALARS.name:  # curves are pushed as a metric
+        name, attributes = text(frame.get("name")), mapping(frame.get("attrs"))
+        if not self._with_events or name == catalog.EVENT_SCALARS.name:  # curves are pushed as a metric
             return
-        header, attributes = self._header, mapping(frame.get("attrs"))
+        if name in _EVENTS:
+            attributes = namespaced(name, attributes)
         if isinstance(frame.get("step"), int):
-            attributes = {**attributes, "step": frame["step"]}
-        at_ns = otlp_attributes.event_time_ns(header, frame)
-        self._events.append(Event(text(frame.get("name")), otlp_attributes.cleaned(attributes.items()), at_ns))
-        self._seen_events += 1
-
-    def _run_frame(self) -> Frame:
-        """Return a replacement for the run's first frame if it was overwritten: all but its parent is in the header."""
-        header = self._header
-        return {
-            "name": catalog.SPAN_RUN.name,
-            "trace_id": identifiers.trace_id(header),
-            "span_id": self._run_id,
-            "flags": _SAMPLED,
-            "kind": "internal",
-            "t0": header.wall_ns,
-            "scope": [otlp_attributes.SCOPE, None, None, {}],
-        }
+            attributes = {**attributes, otlp_attributes.STEP: frame["step"]}
+        at_ns = otlp_attributes.event_time_ns(self._header, frame)
+        self._root.add_event(Event(name, otlp_attributes.cleaned(attributes.items()), at_ns))
 
 
 class SpanRequests:
@@ -172,9 +151,13 @@ def span_of(frame: Frame, trace: Trace) -> ReadableSpan:
     dropped = [*_list(frame.get("dropped")), 0, 0, 0]
     events, more = trace.events_of(frame)
     cut, parent = _count(frame.get("cut")), frame.get("parent")
-    attributes = mapping(frame.get("attrs")) | ({"torchobs.cut": cut} if cut else {})
+    name, attributes = text(frame.get("name")), mapping(frame.get("attrs"))
+    if is_ours(frame) and name in _SPANS:
+        attributes = namespaced(name, attributes)
+    if cut:
+        attributes = {**attributes, "torchobs.cut": cut}
     return ReadableSpan(
-        name=text(frame.get("name")),
+        name=name,
         context=_context(frame.get("trace_id"), frame.get("span_id")),
         parent=_context(frame.get("trace_id"), parent, is_remote=frame.get("remote") is True) if parent else None,
         resource=trace.resource,

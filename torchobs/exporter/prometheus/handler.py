@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from math import isfinite
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
 from starlette.responses import PlainTextResponse
 
@@ -25,20 +26,32 @@ if TYPE_CHECKING:
 
 _SCRAPE_TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
 _METHODS = ("GET", "HEAD")
+_misdirected = PlainTextResponse(
+    "Misdirected Request: the exporter of another pod listens here. Give one of the two a port of its own.\n", 421
+)
 _not_allowed = PlainTextResponse("Method Not Allowed", 405, {"Allow": ", ".join(_METHODS)})
 
 
 class MetricsPage:
     """ASGI application of the metrics page."""
 
-    def __init__(self, fresh: Callable[[float], Awaitable[ScrapeInput]], pages: PageCache, scrapers: ScrapeTracker) -> None:
-        """``fresh`` returns the input of a page within the given number of seconds."""
-        self._fresh, self._pages, self._scrapers = fresh, pages, scrapers
+    def __init__(
+        self,
+        fresh: Callable[[float], Awaitable[ScrapeInput]],
+        pages: PageCache,
+        scrapers: ScrapeTracker,
+        pod_uid: str | None = None,
+    ) -> None:
+        """``fresh`` returns the input of a page within the given number of seconds; ``pod_uid``: the exporter's own pod."""
+        self._fresh, self._pages, self._scrapers, self._pod_uid = fresh, pages, scrapers, pod_uid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["method"] not in _METHODS:
             await _not_allowed(scope, receive, send)
+            return
+        if self._is_meant_for_another(scope):
+            await _misdirected(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of duplicates wins
         scrape = await self._fresh(_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
@@ -58,6 +71,12 @@ class MetricsPage:
             who = f"{scope['client'][0] if scope['client'] else ''} {headers.get(b'user-agent', '')[:200]}"
             declared = _SCRAPE_TIMEOUT in headers
             self._scrapers.note(who, page.number, time.monotonic(), declared=declared, final=page.final)
+
+    def _is_meant_for_another(self, scope: Scope) -> bool:
+        """Return True if the query names a pod, and another one: on the node's network two pods have one address."""
+        query: bytes = scope.get("query_string", b"")
+        asked = parse_qs(query.decode("latin-1")).get("pod") if query and self._pod_uid else None
+        return asked is not None and asked[0] != self._pod_uid
 
 
 def _deadline_s(declared: str | None) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RANK_METRICS = (
     catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
     catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
-    catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND,
+    catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND, catalog.RANK_STALL_POSITION,
 )  # fmt: skip
 """Metrics of each rank that the exporter itself produces."""
 

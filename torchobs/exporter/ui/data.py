@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.diagnosis import scalars
 from torchobs.diagnosis.status import NOTHING_NEW, Newest, newest
 from torchobs.exporter.ui import events
-from torchobs.exporter.ui.charts import Curve, curve
 from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.report.charts import Curve, curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -12,11 +12,12 @@ from torchobs._version import __version__
 from torchobs.catalog import GRAD_NORM, LOSS, SCALAR_VALUE, Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES
-from torchobs.exporter.ui import charts, panels, rank_table
+from torchobs.exporter.ui import panels, rank_table
 from torchobs.exporter.ui.events import EventGroup
-from torchobs.exporter.ui.html import EMPTY, Html, exact, heading_cell, joined, named, number_cell, table, tag, text
 from torchobs.exporter.ui.urls import link, stream_of
 from torchobs.exporter.ui.view_model import Choice
+from torchobs.report import charts
+from torchobs.report.html import EMPTY, Html, exact, heading_cell, joined, named, number_cell, table, tag, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

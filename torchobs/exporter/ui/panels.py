@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.exporter.ui import charts
-from torchobs.exporter.ui.html import EMPTY, Html, definitions, exact, joined, named, tag
+from torchobs.report import charts
+from torchobs.report.html import EMPTY, Html, definitions, exact, joined, named, tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.catalog import PHASES
 from torchobs.diagnosis import text_format
-from torchobs.exporter.ui import charts
-from torchobs.exporter.ui.html import EMPTY, Html, exact, heading_cell, joined, number_cell, table, tag
 from torchobs.exporter.ui.urls import link
 from torchobs.exporter.ui.view_model import PER_PAGE
 from torchobs.ranks.state import PATIENT_PHASES
+from torchobs.report import charts
+from torchobs.report.html import EMPTY, Html, exact, heading_cell, joined, number_cell, table, tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

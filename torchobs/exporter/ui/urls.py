@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs, urlencode
 
-from torchobs.exporter.ui.html import Html, tag
 from torchobs.exporter.ui.view_model import Choice
+from torchobs.report.html import Html, tag
 
 STREAM_PATH = "/live/stream"
 

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis.health import Health, health
-from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, last_loss, rank_status
+from torchobs.diagnosis.status import RankStatus, RunStatus, alike_norms, last_grad_norm, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
-from torchobs.exporter.ui.charts import curve
 from torchobs.exporter.ui.data import NO_DETAILS
 from torchobs.exporter.ui.events import log_of
 from torchobs.flight.metrics.throughput import time_left_s
 from torchobs.ranks import labels
 from torchobs.ranks.incarnations import DIGITS
 from torchobs.ranks.metric_values import Reader
+from torchobs.report.charts import curve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.exporter.ui.charts import Curve
     from torchobs.exporter.ui.data import Curves, Details, RankDetails
     from torchobs.exporter.ui.events import EventLog, EventRow
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.snapshot import Rank, Snapshot
+    from torchobs.report.charts import Curve
 
 T = TypeVar("T")
 
@@ -55,6 +55,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
+    catalog.DDP_INFO, catalog.GRAD_NORM_RANKS,
 )  # fmt: skip
 """Metrics read from a rank."""
 
@@ -212,6 +213,11 @@ class Modeller:
             loss=last_loss(readings.get, details.newest.loss),
             slowness=rank.standing.slowness if rank.standing else None,
             lately=_lately(details.events.newest, time.time()),
+            alike=alike_norms(
+                details.newest.norms,
+                is_ddp=bool(readings.of(catalog.DDP_INFO)),
+                norm_ranks=readings.get(catalog.GRAD_NORM_RANKS),
+            ),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
         return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))
