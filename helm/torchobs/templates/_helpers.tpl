@@ -1,0 +1,113 @@
+{{- define "torchobs.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Beginning of the names of objects: the release's, with the chart's where that says more. */}}
+{{- define "torchobs.fullname" -}}
+{{- $name := include "torchobs.name" . -}}
+{{- $release := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- default $release .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "torchobs.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "torchobs.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Labels of an object: {root: the chart's scope, labels: those of its own}, the last word being the object's. */}}
+{{- define "torchobs.labels" -}}
+{{- $root := .root -}}
+{{- $ours := dict "app.kubernetes.io/part-of" "torchobs" "app.kubernetes.io/managed-by" $root.Release.Service -}}
+{{- $_ := set $ours "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
+{{- $_ = set $ours "app.kubernetes.io/version" $root.Chart.AppVersion -}}
+{{- $selector := include "torchobs.selectorLabels" $root | fromYaml -}}
+{{- merge (dict) (default (dict) .labels) $root.Values.additionalLabels $selector $ours | toYaml -}}
+{{- end -}}
+
+{{/* `imagePullSecrets` of the chart's own pods. */}}
+{{- define "torchobs.imagePullSecrets" -}}
+{{- include "torchobs.pullSecretList" .Values.image.pullSecrets -}}
+{{- end -}}
+
+{{/* A list for `imagePullSecrets`: names are made objects. */}}
+{{- define "torchobs.pullSecretList" -}}
+{{- $secrets := list -}}
+{{- range . -}}
+{{- $secrets = append $secrets (ternary (dict "name" .) . (kindIs "string" .)) -}}
+{{- end -}}
+{{- with $secrets }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- define "torchobs.serviceAccountName" -}}
+{{- default (ternary (include "torchobs.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "torchobs.namespace.podMonitor" -}}
+{{- default .Release.Namespace .Values.podMonitor.namespace -}}
+{{- end -}}
+
+{{- define "torchobs.sidecar.resources" -}}
+{{- with .Values.injection -}}
+requests: {{ ternary .resources.limits .resources.requests (eq .resourcesPreset "guaranteed") | toJson }}
+limits: {{ .resources.limits | toJson }}
+{{- end -}}
+{{- end -}}
+
+{{/* Environment of the sidecar for the push, empty without an endpoint. A missing Secret never holds up a training. */}}
+{{- define "torchobs.otlp.env" -}}
+{{- with .Values.otlp -}}
+{{- if .endpoint -}}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
+- {name: OTEL_EXPORTER_OTLP_PROTOCOL, value: {{ .protocol }}}
+- {name: OTEL_EXPORTER_OTLP_COMPRESSION, value: {{ .compression }}}
+- {name: OTEL_METRICS_EXPORTER, value: {{ ternary "otlp" "none" .metrics }}}
+- {name: OTEL_TRACES_EXPORTER, value: {{ ternary "otlp" "none" .traces }}}
+- {name: OTEL_LOGS_EXPORTER, value: {{ ternary "otlp" "none" .logs }}}
+{{- if .resourceAttributes }}
+{{- $pairs := list }}
+{{- range $key, $value := .resourceAttributes }}{{ $pairs = append $pairs (printf "%s=%s" $key ($value | urlquery | replace "+" "%20")) }}{{ end }}
+- {name: OTEL_RESOURCE_ATTRIBUTES, value: {{ join "," $pairs | quote }}}
+{{- end }}
+{{- with .headersSecret }}
+{{- if .name }}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom:
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}, optional: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* `env` of the sidecar: which pod it is of, the push, and what the values add. */}}
+{{- define "torchobs.sidecar.env" -}}
+- {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
+{{- $otlp := include "torchobs.otlp.env" . | fromYamlArray -}}
+{{- with concat $otlp .Values.injection.env }}
+{{ toYaml . }}
+{{- end -}}
+{{- end -}}
+
+{{/* Version of the API of MutatingAdmissionPolicies: the value's, the newest that the cluster serves, or nothing. */}}
+{{- define "torchobs.policyVersion" -}}
+{{- $served := "" -}}
+{{- range list "v1alpha1" "v1beta1" "v1" -}}
+{{- if $.Capabilities.APIVersions.Has (printf "admissionregistration.k8s.io/%s/MutatingAdmissionPolicy" .) }}{{ $served = . }}{{ end -}}
+{{- end -}}
+{{- .Values.injection.apiVersion | default $served -}}
+{{- end -}}
+
+{{/* The same for Kyverno's MutatingPolicy; `helm template` asks no cluster, and gets Kyverno 1.17's. */}}
+{{- define "torchobs.kyvernoVersion" -}}
+{{- $served := "" -}}
+{{- range list "v1alpha1" "v1beta1" "v1" -}}
+{{- if $.Capabilities.APIVersions.Has (printf "policies.kyverno.io/%s/MutatingPolicy" .) }}{{ $served = . }}{{ end -}}
+{{- end -}}
+{{- .Values.injection.apiVersion | default $served | default "v1" -}}
+{{- end -}}
+
+{{/* "true" if the chart makes something that heeds the label `torchobs.io/inject`. */}}
+{{- define "torchobs.hasPolicy" -}}
+{{- $engine := .Values.injection.engine -}}
+{{- if or (eq $engine "kyverno") (and (has $engine (list "policy" "auto")) (include "torchobs.policyVersion" .)) }}true{{ end -}}
+{{- end -}}

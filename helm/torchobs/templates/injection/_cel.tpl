@@ -1,0 +1,194 @@
+{{/* `include "torchobs.cel" VALUE`: the value as a CEL literal. `dyn`, for Kubernetes' CEL wants the values of a map of one type. */}}
+{{- define "torchobs.cel" -}}
+{{- if kindIs "map" . -}}
+{ {{- $separator := "" -}}
+{{- range $key, $value := . }}{{ $separator }}{{ $key | toJson }}: dyn({{ include "torchobs.cel" $value }}){{ $separator = ", " }}{{ end -}}
+}
+{{- else if kindIs "slice" . -}}
+[ {{- $separator := "" -}}
+{{- range . }}{{ $separator }}{{ include "torchobs.cel" . }}{{ $separator = ", " }}{{ end -}}
+]
+{{- else -}}
+{{ toJson . }}
+{{- end -}}
+{{- end }}
+
+{{/* What the two engines have in common: which pods, and what is done to them. */}}
+{{- define "torchobs.injectionSpec" -}}
+{{- $injection := .Values.injection -}}
+{{- $site := include "torchobs.siteDir" . -}}
+matchConstraints:
+  resourceRules:
+    - {apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [pods]}
+  objectSelector:
+    matchExpressions:
+      - {key: torchobs.io/inject, operator: In, values: ["true", auto]}
+  namespaceSelector:
+    {{- with $injection.namespaceSelector.matchLabels }}
+    matchLabels: {{ toJson . }}
+    {{- end }}
+    matchExpressions:
+      - {key: torchobs.io/inject, operator: NotIn, values: ["false"]}
+      {{- with $injection.excludedNamespaces }}
+      - {key: kubernetes.io/metadata.name, operator: NotIn, values: {{ toJson . }}}
+      {{- end }}
+      {{- with $injection.namespaceSelector.matchExpressions }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+matchConditions:
+  {{- if hasPrefix "REGISTRY/" (include "torchobs.image" .) }}
+  - name: image-is-set  # an image that cannot be pulled would keep every labelled pod from starting
+    expression: "!'{{ include "torchobs.image" . }}'.startsWith('REG' + 'ISTRY/')"
+  {{- end }}
+  - name: no-sidecar-yet  # so it may be called again after other mutations
+    expression: >-
+      !(has(object.spec.initContainers) && object.spec.initContainers.exists(c, c.name in ['torchobs', 'torchobs-copy']))
+      && !object.spec.containers.exists(c, c.name in ['torchobs', 'torchobs-copy'])
+  # What would be refused after the change, which failurePolicy does not cover
+  - name: no-volume-of-ours
+    expression: "!has(object.spec.volumes) || !object.spec.volumes.exists(v, v.name.startsWith('torchobs-'))"
+  - name: not-windows
+    expression: "!has(object.spec.os) || object.spec.os.name != 'windows'"
+variables:
+  - name: labels
+    expression: object.metadata.labels
+  - name: annotations
+    expression: "has(object.metadata.annotations) ? object.metadata.annotations : {}"
+  - name: owner
+    expression: >-
+      has(object.metadata.ownerReferences)
+      ? object.metadata.ownerReferences.filter(o, has(o.controller) && o.controller) : []
+  - name: auto
+    expression: variables.labels['torchobs.io/inject'] == 'auto'
+  - name: hostNetwork
+    expression: has(object.spec.hostNetwork) && object.spec.hostNetwork
+  - name: port
+    expression: >-
+      'torchobs.io/port' in variables.annotations && string(variables.annotations['torchobs.io/port']).matches('^[1-9][0-9]{3,4}$')
+      && int(string(variables.annotations['torchobs.io/port'])) > 1023 && int(string(variables.annotations['torchobs.io/port'])) < 65536
+      ? int(string(variables.annotations['torchobs.io/port'])) : {{ $injection.port }}
+  - name: guaranteed  # all containers have limits, and no other requests
+    expression: >-
+      (object.spec.containers + (has(object.spec.initContainers) ? object.spec.initContainers : [])).all(c,
+      has(c.resources) && has(c.resources.limits) && 'cpu' in c.resources.limits && 'memory' in c.resources.limits
+      && (!has(c.resources.requests) || ['cpu', 'memory'].all(r,
+      !(r in c.resources.requests) || quantity(string(c.resources.requests[r])).compareTo(quantity(string(c.resources.limits[r]))) == 0)))
+  - name: resources  # within bounds: more than a node has would never be scheduled
+    expression: >-
+      ['cpu', 'memory'].map(r, {
+      'name': r,
+      'chosen': 'torchobs.io/' + r in variables.annotations && isQuantity(string(variables.annotations['torchobs.io/' + r]))
+      && quantity(string(variables.annotations['torchobs.io/' + r])).compareTo(quantity(r == 'cpu' ? '1m' : '32Mi')) >= 0
+      && quantity(string(variables.annotations['torchobs.io/' + r])).compareTo(quantity(r == 'cpu' ? '16' : '64Gi')) <= 0
+      ? string(variables.annotations['torchobs.io/' + r]) : ''})
+  - name: runLabels
+    expression: >-
+      {{ include "torchobs.runLabels" . | fromYamlArray | include "torchobs.cel" }}.filter(l, string(l.when) in variables.labels)
+  - name: nameLabels
+    expression: >-
+      variables.runLabels.map(l, string(l.name)) + {{ include "torchobs.nameLabels" . | fromYamlArray | include "torchobs.cel" }}
+      .filter(l, l in variables.labels)
+  - name: runEnv
+    expression: >-
+      (size(variables.nameLabels) > 0
+      ? [{'name': dyn('TORCHOBS_K8S_JOB_NAME'),
+      'valueFrom': dyn({'fieldRef': {'fieldPath': "metadata.labels['" + variables.nameLabels[0] + "']"}})}]
+      : variables.owner.map(o, {'name': dyn('TORCHOBS_K8S_JOB_NAME'), 'value': dyn(o.name)}))
+      + (size(variables.runLabels) > 0
+      ? [{'name': dyn('TORCHOBS_K8S_JOB_UID'),
+      'valueFrom': dyn({'fieldRef': {'fieldPath': "metadata.labels['" + string(variables.runLabels[0].uid) + "']"}})}]
+      : variables.owner.map(o, {'name': dyn('TORCHOBS_K8S_JOB_UID'), 'value': dyn(o.uid)}))
+  - name: env
+    expression: >-
+      variables.runEnv + {{ include "torchobs.podEnv" . | fromYamlArray | include "torchobs.cel" }}
+      + ('torchobs.io/level' in variables.annotations
+      ? [{'name': dyn('TORCHOBS_LEVEL'), 'value': dyn(variables.annotations['torchobs.io/level'])}] : [])
+  - name: mounts
+    expression: >-
+      {{ include "torchobs.trainerMounts" . | fromYamlArray | include "torchobs.cel" }}
+      + (variables.auto ? [{'name': dyn('torchobs-site'), 'mountPath': dyn('{{ $site }}'), 'readOnly': dyn(true)}] : [])
+  - name: chosen  # by the annotation; names that no container has are no choice
+    expression: >-
+      'torchobs.io/containers' in variables.annotations
+      ? string(variables.annotations['torchobs.io/containers']).split(',').map(n, n.trim()).filter(n,
+      object.spec.containers.exists(c, c.name == n)) : []
+  - name: containers  # those that train. 16 are enough; JSON Patch goes by number
+    expression: >-
+      [{{ until 16 | join ", " }}].filter(i, i < size(object.spec.containers) && (size(variables.chosen) > 0
+      ? object.spec.containers[i].name in variables.chosen : !(object.spec.containers[i].name in {{ $injection.excludedContainers | default list | toJson }})))
+  - name: security
+    expression: "has(object.spec.securityContext) ? object.spec.securityContext : {}"
+  - name: user  # -1: the image's
+    expression: "has(variables.security.runAsUser) ? int(variables.security.runAsUser) : -1"
+  - name: fsGroup  # 0: none is added
+    expression: >-
+      has(variables.security.fsGroup) || ('torchobs.io/fsgroup' in variables.annotations && variables.annotations['torchobs.io/fsgroup'] == 'false')
+      ? 0 : {{ if $injection.fsGroup }}(variables.user > 0 ? variables.user : {{ int $injection.fsGroup }}){{ else }}0{{ end }}
+  - name: sidecarUser  # who may read the flight files where no group joins the containers
+    expression: >-
+      variables.user == 0 ? [{{ include "torchobs.user" . }}]
+      : variables.user < 0 && variables.fsGroup == 0 && !has(variables.security.fsGroup)
+      ? variables.containers.map(i, object.spec.containers[i])
+      .filter(c, has(c.securityContext) && has(c.securityContext.runAsUser) && c.securityContext.runAsUser > 0)
+      .map(c, int(c.securityContext.runAsUser)) : []
+  - name: sidecarGroup  # root's, which a user of OpenShift has, too
+    expression: >-
+      variables.fsGroup == 0 && !has(variables.security.fsGroup) && !has(variables.security.runAsGroup)
+      && !variables.sidecarUser.exists(u, u != {{ include "torchobs.user" . }}) && variables.user <= 0
+  - name: pullSecrets
+    expression: >-
+      {{ include "torchobs.injection.pullSecrets" . | fromYamlArray | include "torchobs.cel" }}.filter(s,
+      !(has(object.spec.imagePullSecrets) && object.spec.imagePullSecrets.exists(p, has(p.name) && p.name == s.name)))
+mutations:
+  - patchType: JSONPatch
+    jsonPatch:
+      expression: >-
+        [
+        JSONPatch{op: 'add', path: '/metadata/labels/torchobs', value: 'sidecar'},
+        JSONPatch{op: 'add', path: '/spec/volumes', value: (has(object.spec.volumes) ? object.spec.volumes : [])
+        + {{ include "torchobs.volumes" . | fromYamlArray | include "torchobs.cel" }}
+        + (variables.auto ? [{'name': dyn('torchobs-site'), 'emptyDir': dyn({})}] : [])},
+        JSONPatch{op: 'add', path: '/spec/initContainers', value:
+        [{{ include "torchobs.sidecarWithoutPorts" . | fromYaml | include "torchobs.cel" }}]
+        + (variables.auto ? [{{ include "torchobs.copyContainer" . | fromYaml | include "torchobs.cel" }}] : [])
+        + (has(object.spec.initContainers) ? object.spec.initContainers : [])}
+        ]
+        + (variables.hostNetwork ? [] : [JSONPatch{op: 'add', path: '/spec/initContainers/0/ports',
+        value: [{'name': dyn('{{ .Values.podMonitor.port }}'), 'containerPort': dyn(variables.port)}]}])
+        + (variables.port == 10960 ? [] : [JSONPatch{op: 'add', path: '/spec/initContainers/0/env/-',
+        value: {'name': 'TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS', 'value': ':' + string(variables.port)}}])
+        + (size(variables.pullSecrets) == 0 ? [] : [JSONPatch{op: 'add', path: '/spec/imagePullSecrets',
+        value: (has(object.spec.imagePullSecrets) ? object.spec.imagePullSecrets : []) + variables.pullSecrets}])
+        + (variables.guaranteed ? [0, 1].filter(i, i == 0 || variables.auto).map(i, JSONPatch{op: 'add',
+        path: '/spec/initContainers/' + string(i) + '/resources/requests', value: {{ include "torchobs.cel" $injection.resources.limits }}}) : [])
+        + variables.resources.filter(r, r.chosen != '').map(r, JSONPatch{op: 'add',
+        path: '/spec/initContainers/0/resources/requests/' + r.name, value: r.chosen})
+        + variables.resources.filter(r, r.chosen != '').map(r, JSONPatch{op: 'add',
+        path: '/spec/initContainers/0/resources/limits/' + r.name, value: r.chosen})
+        + (size(variables.sidecarUser) == 0 ? [] : [0, 1].filter(i, i == 0 || variables.auto).map(i, JSONPatch{op: 'add',
+        path: '/spec/initContainers/' + string(i) + '/securityContext/runAsUser', value: variables.sidecarUser[0]}))
+        + (variables.sidecarGroup ? [JSONPatch{op: 'add', path: '/spec/initContainers/0/securityContext/runAsGroup', value: 0}] : [])
+        + (has(object.spec.securityContext) ? [] : [JSONPatch{op: 'add', path: '/spec/securityContext', value: {} }])
+        + (variables.fsGroup == 0 ? [] : [JSONPatch{op: 'add', path: '/spec/securityContext/fsGroup', value: variables.fsGroup},
+        JSONPatch{op: 'add', path: '/spec/securityContext/fsGroupChangePolicy', value: 'OnRootMismatch'}])
+        + (has(object.spec.terminationGracePeriodSeconds) && object.spec.terminationGracePeriodSeconds == 30
+        ? [JSONPatch{op: 'add', path: '/spec/terminationGracePeriodSeconds', value: {{ $injection.terminationGracePeriodSeconds }} }] : [])
+        + variables.containers.map(i, JSONPatch{op: 'add', path: '/spec/containers/' + string(i) + '/env',
+        value: (has(object.spec.containers[i].env) ? object.spec.containers[i].env.map(e,
+        variables.auto && e.name == 'PYTHONPATH'
+        ? (has(e.valueFrom) ? dyn({'name': dyn('PYTHONPATH_OF_POD'), 'valueFrom': dyn(e.valueFrom)})
+        : dyn({'name': 'PYTHONPATH', 'value': '{{ $site }}/start' + (has(e.value) ? ':' + e.value : '')})) : dyn(e)) : [])
+        + variables.env.filter(n, !(has(object.spec.containers[i].env)
+        && object.spec.containers[i].env.exists(e, e.name == n.name)))
+        + (!variables.auto || (has(object.spec.containers[i].env)
+        && object.spec.containers[i].env.exists(e, e.name == 'PYTHONPATH' && !has(e.valueFrom))) ? []
+        : [{'name': dyn('PYTHONPATH'), 'value': dyn('{{ $site }}/start'
+        + (has(object.spec.containers[i].env) && object.spec.containers[i].env.exists(e, e.name == 'PYTHONPATH')
+        ? ':$(PYTHONPATH_OF_POD)'
+        : 'torchobs.io/pythonpath' in variables.annotations ? ':' + variables.annotations['torchobs.io/pythonpath']
+        : has(object.spec.containers[i].envFrom) && size(object.spec.containers[i].envFrom) > 0 ? ':$(PYTHONPATH)' : ''))}])})
+        + variables.containers.map(i, JSONPatch{op: 'add', path: '/spec/containers/' + string(i) + '/volumeMounts',
+        value: (has(object.spec.containers[i].volumeMounts) ? object.spec.containers[i].volumeMounts : [])
+        + variables.mounts.filter(n, !(has(object.spec.containers[i].volumeMounts)
+        && object.spec.containers[i].volumeMounts.exists(m, m.mountPath == n.mountPath)))})
+{{- end }}

@@ -1,0 +1,103 @@
+"""Copy torchobs and what it requires onto a volume: ``python -m torchobs.injection.copy_site DIR``, in an init container.
+
+``DIR/start`` is for ``PYTHONPATH``, and has nothing but :mod:`torchobs.injection.sitecustomize`, so that no module of the image
+is hidden; ``DIR/packages`` has the packages, and ``DIR/fit.json`` says what they need of the image's Python and libc. Whatever
+goes wrong is printed, and the exit status is 0: an init container that fails keeps the training from starting.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from torchobs.support.error_guard import CircuitBreaker, call
+
+__all__ = ["copy_site", "fit_of"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TAG = re.compile(r"Tag: cp(\d)(\d+)-(\w+)-(?:many)?linux(?:_(\d+)_(\d+)|(1|2010|2014))?_(\w+)")
+# PEP 600: the glibc of the older names.
+_OLD_NAMES = {"1": (2, 5), "2010": (2, 12), "2014": (2, 17)}
+_MINIMUM_PYTHON = [3, 10]
+
+
+def copy_site(target: Path) -> None:
+    """Copy everything into the directory ``target``, which exists. Raises OSError where it cannot be written."""
+    found = _required("torchobs", {})
+    for one in found.values():
+        _copy(one, target / "packages")
+    package = target / "packages" / "torchobs"
+    if not (package / "__init__.py").is_file():  # an editable install has no files of its own
+        shutil.copytree(Path(__file__).parent.parent, package, dirs_exist_ok=True)
+    wheels = [text for one in found.values() if (text := one.read_text("WHEEL"))]
+    (target / "fit.json").write_text(json.dumps(fit_of(wheels)))
+    # Last: without it nothing begins.
+    start = target / "start"
+    start.mkdir(exist_ok=True)
+    shutil.copy2(Path(__file__).with_name("sitecustomize.py"), start / "sitecustomize.py")
+
+
+def fit_of(wheels: Iterable[str]) -> dict[str, object]:
+    """Return what compiled wheels need, from the texts of their ``WHEEL`` files (PEP 427, PEP 600).
+
+    ``python``: the least version, or the only one if ``exact``; ``glibc``: the least version; ``machine``: of ``os.uname()``.
+    ``None``: anything.
+    """
+    fit: dict[str, object] = {"python": _MINIMUM_PYTHON, "exact": False, "glibc": None, "machine": None}
+    for text in wheels:
+        if not (tags := list(_TAG.finditer(text))):
+            continue  # pure Python
+        fit["machine"] = tags[0][7]
+        if tags[0][3] != "abi3":
+            fit["python"], fit["exact"] = [int(tags[0][1]), int(tags[0][2])], True
+        glibc = [_OLD_NAMES[tag[6]] if tag[6] else (int(tag[4]), int(tag[5])) for tag in tags if tag[6] or tag[4]]
+        fit["glibc"] = list(min(glibc)) if glibc else [0, 0]  # several tags of one wheel: all of them hold
+    return fit
+
+
+def _required(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution]:
+    """Return ``seen`` with the distribution of that name and those that it requires without an extra."""
+    if name not in seen:
+        seen[name] = distribution(name)
+        for requirement in seen[name].requires or ():
+            if "extra ==" not in requirement and (match := _NAME.match(requirement)):
+                try:
+                    _required(match[0], seen)
+                except PackageNotFoundError:
+                    continue  # for another system or Python
+    return seen
+
+
+def _copy(found: Distribution, target: Path) -> None:
+    """Copy a distribution's files with their times, by which Python believes their compiled forms."""
+    for path in found.files or ():
+        if ".." not in path.parts and path.suffix != ".pth" and (source := Path(str(path.locate()))).is_file():
+            to = target / path
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, to)
+
+
+def main(arguments: list[str]) -> int:
+    """Copy into the directory that is given; always 0."""
+    breaker = CircuitBreaker("injection")
+    problem = call(breaker, lambda: _problem(Path(arguments[0])))
+    for reason in [problem] if problem else [f"{failure.exception} at {failure.location}" for failure in breaker.failures]:
+        print(f"torchobs: not copied, the training runs unobserved: {reason}", file=sys.stderr)  # noqa: T201  # the pod's log
+    return 0
+
+
+def _problem(target: Path) -> str | None:
+    try:
+        copy_site(target)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
