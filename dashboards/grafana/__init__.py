@@ -22,12 +22,19 @@ from dashboards.grafana import (
     ranks,
     run,
 )
+from torchobs import catalog
 from torchobs.catalog import Metric
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
-WITHOUT_PANEL: Mapping[Metric, str] = {}
+_DEBUG = (
+    catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_LONGEST, catalog.DEBUG_OPERATION_MEMORY,
+    catalog.DEBUG_OPERATION_ANOMALIES, catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES,
+)  # fmt: skip
+WITHOUT_PANEL: Mapping[Metric, str] = dict.fromkeys(
+    _DEBUG, "only where a person calls torchobs.debug, whose results, and the API's summaries, show it."
+) | {catalog.GRAD_LAYER_GROWTH: "it is for the alert, which names the layer; the norms by layer have panels."}
 """Metrics that no panel shows, with the reason; every other metric of the catalog is on a dashboard."""
 
 

@@ -8,14 +8,15 @@ from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import BAD, FAIR, Column, Query, Step
 from dashboards.grafana.template import Choice, link, page
+from torchobs.rules.labels import RUN
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
-# Without `cluster` and `namespace`: an alert has the labels of its rule, and not all rules keep them.
+# Not chosen by `cluster` and `namespace`: an alert has the labels of its rule, and not all rules keep them.
 OURS = 'alertname=~"Torchobs.*", job_name=~"$job_name"'
 FIRING = f'{OURS}, alertstate="firing"'
-OF = ("alertname", "severity", "job_name", "run_id")
+OF = ("alertname", "severity", *RUN)
 
 
 def dashboard(runbooks: str) -> Dashboard:
@@ -47,7 +48,7 @@ def now(runbooks: str) -> tuple[Panel, ...]:
             "Runs with alerts",
             "Runs for which an alert fires now. Good: 0.",
             "short",
-            Query(f"count(count by (job_name, run_id) (ALERTS{{{FIRING}}})) or vector(0)"),
+            Query(f"count(count by ({', '.join(RUN)}) (ALERTS{{{FIRING}}})) or vector(0)"),
             steps=thresholds.FEW_IS_FAIR,
         ),
         panels.rows(
@@ -70,9 +71,9 @@ def over_time() -> tuple[Panel, ...]:
     return (
         panels.timeline(
             "History",
-            "When each alert fired, for which job. Good: nothing. Empty: while none fires.",
+            "When each alert fired, for which job in which cluster. Good: nothing. Empty: while none fires.",
             "short",
-            Query(f"max by (alertname, job_name) (ALERTS{{{FIRING}}})", "{{alertname}} {{job_name}}"),
+            Query(f"max by (alertname, cluster, job_name) (ALERTS{{{FIRING}}})", "{{alertname}} {{job_name}} {{cluster}}"),
             steps=(Step(None, FAIR), Step(1.0, BAD)),
             texts={"1": "firing"},
         ),

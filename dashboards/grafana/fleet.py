@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import Column, Query
-from dashboards.grafana.queries import FLEET, goodput, per_run, starts, worst
+from dashboards.grafana.queries import FLEET, goodput, increase, per_run, rate, starts, worst
 from dashboards.grafana.template import Choice, link, page
 from torchobs import catalog
-from torchobs.rules.promql import increase, rate, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
@@ -102,7 +102,7 @@ def table() -> Panel:
         Column("GPU busy", per_run("avg", busy), "percentunit", thresholds.BUSY),
         Column("alerts", per_run("count", FIRING), steps=thresholds.NONE_IS_GOOD),
     )
-    return panels.rows(
+    panel = panels.rows(
         "All runs",
         "Each run: age since its last start, ranks alive of how many, sick ones, starts within the graphs' time, progress. A "
         "click on a run leads to its story. Good: nothing in red, no step older than the longest evaluation. Empty: "
@@ -112,6 +112,7 @@ def table() -> Panel:
         links={"run": {"The story of this run": link("torchobs-run"), "Its ranks": link("torchobs-ranks")}},
         height=10,
     )
+    return panels.coarse(panel)  # starts are looked for at so many points in time
 
 
 def over_time() -> tuple[Panel, ...]:
@@ -129,7 +130,7 @@ def over_time() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Sick ranks by run",
-            "Ranks that are hung, unresponsive, failed or lost. Good: nothing above 0.",
+            "Ranks that are hung, unresponsive, failed or lost. Good: nothing above 0. Empty: while there are none.",
             "short",
             Query(worst(per_run("sum", sick), MOST_RUNS), RUN),
         ),

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import BAD, FAIR, GOOD, Column, Query, Step
-from dashboards.grafana.queries import MOST, RANKS, per_run, worst
+from dashboards.grafana.queries import MOST, RANKS, increase, per_run, rate, worst
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import increase, rate, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
@@ -224,7 +224,7 @@ def power() -> tuple[Panel, ...]:
 
 def by_dcgm() -> tuple[Panel, ...]:
     """Return metrics of dcgm-exporter, joined with the ranks: of the exporter's labels only UUID and GPU_I_ID matter."""
-    here = f"max by (rank, UUID, GPU_I_ID) ({select(catalog.RANK_GPU_INFO, *RANKS)})"
+    here = per_run("max", select(catalog.RANK_GPU_INFO, *RANKS), "rank", "UUID", "GPU_I_ID")
     return tuple(
         panels.lines(
             title,

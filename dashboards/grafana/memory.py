@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import Query
-from dashboards.grafana.queries import MOST, RANKS, RUNS, per_rank, worst
+from dashboards.grafana.queries import MOST, RANKS, RUNS, increase, per_rank, worst
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import increase, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import BAD, GOOD, Query, Step
-from dashboards.grafana.queries import EXPORTERS, MOST, RUNS, worst
+from dashboards.grafana.queries import EXPORTERS, MOST, RUNS, increase, rate, worst
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import increase, rate, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

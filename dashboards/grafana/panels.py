@@ -118,7 +118,7 @@ def number(
 
 def distribution(title: str, description: str, query: Query, width: int = 12) -> model.Panel:
     """Return a heatmap of a histogram over time; the query returns counts by the label `le`, or native histograms."""
-    panel = _heatmap(title, description, "short", width)
+    panel = _heatmap(title, f"{description} A run id that is in several clusters is added up: choose one.", "short", width)
     panel.targets([_target(0, query).format(PromQueryFormat.HEATMAP)])
     panel.color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Spectral").exponent(0.5).steps(64))
     panel.filter_values(heatmap.FilterValueRange().le(1e-9))
@@ -190,6 +190,7 @@ def rows(
     panel = table.Panel().title(title).description(description).unit("short").datasource(DATASOURCE)
     targets = [_target(number, Query(column.expr, instant=True)) for number, column in enumerate(columns)]
     panel.targets([target.format(PromQueryFormat.TABLE) for target in targets])
+    labels = {"cluster": "cluster", **labels}  # a column only where there is the label
     # The SDK numbers queries A, B, C; Grafana names their values so, or just "Value" if there is one query.
     values = [f"Value #{chr(ord('A') + at)}" if len(columns) > 1 else "Value" for at in range(len(columns))]
     shown = {**labels, **{value: column.name for value, column in zip(values, columns, strict=True) if column.name}}
@@ -222,9 +223,12 @@ def coarse(panel: model.Panel) -> model.Panel:
 
 
 def color(panel: model.Panel, colors: Mapping[str, str]) -> model.Panel:
-    """Set fixed colours for the series named in ``colors``, whatever their order."""
+    """Set fixed colours for the series named in ``colors``, in any cluster, whatever their order."""
     panel.field_config.overrides = [
-        _override(name, model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": shade}))
+        model.DashboardFieldConfigSourceOverrides(
+            matcher=model.MatcherConfig(id_val="byRegexp", options=f"/^{name}( .*)?$/"),
+            properties=[model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": shade})],
+        )
         for name, shade in colors.items()
     ]
     return panel

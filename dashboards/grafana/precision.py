@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import Column, Query
-from dashboards.grafana.queries import RANKS, per_run
+from dashboards.grafana.queries import RANKS, increase, per_run, rate
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import increase, rate, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 
 def dashboard() -> Dashboard:
     """Return the dashboard."""
-    sections = [Section("Loss scaler", scaler()), Section("Numerics", numerics())]
-    about = "Mixed precision of one run: loss scale, skipped steps, and what is not finite."
+    sections = [
+        Section("Loss scaler", scaler()),
+        Section("Numerics", numerics()),
+        Section("Guard", guarded()),
+        Section("Tuning", tuned()),
+    ]
+    about = (
+        "Mixed precision of one run: loss scale, skipped steps, what is not finite, what torchobs.guard and torchobs.tune did."
+    )
     return page("torchobs-amp", "AMP and numerics", about, Choice.RUN | Choice.RANK, sections)
 
 
@@ -125,3 +132,52 @@ def numerics() -> tuple[Panel, ...]:
 
 
 NONFINITE = 'kind=~"nonfinite_loss|nonfinite_gradient"'
+
+
+def guarded() -> tuple[Panel, ...]:
+    """Return what `torchobs.guard` refused, replaced and went on after."""
+    return (
+        panels.lines(
+            "Refused and suspicious",
+            "Tensors that did not keep their contract, by what is wrong; elements refused or replaced; files, models "
+            "and outputs with a finding, by the function. Good: none. Empty: while there are none, and without torchobs.guard.",
+            "short",
+            Query(f"sum by (what) ({increase(catalog.GUARD_VIOLATIONS, *RANKS)})", "{{what}}"),
+            Query(f"sum by (policy) ({increase(catalog.GUARD_SANITIZED, *RANKS)})", "outputs: {{policy}}"),
+            Query(f"sum by (by) ({increase(catalog.GUARD_FINDINGS, *RANKS)})", "{{by}}"),
+        ),
+        panels.lines(
+            "Recoveries",
+            "Errors that a guard.Recovery went on after, by kind and by what was done; raised: a budget was spent. Good: few. "
+            "Empty: while there are none, and without a guard.Recovery.",
+            "short",
+            Query(f"sum by (category, action) ({increase(catalog.GUARD_RECOVERIES, *RANKS)})", "{{category}}: {{action}}"),
+        ),
+        panels.lines(
+            "Resources above their threshold",
+            "Times that processor, memory, device memory or disk got above the threshold of guard.resources. Good: none. "
+            "Empty: while there are none, and without guard.resources.",
+            "short",
+            Query(f"sum by (resource) ({increase(catalog.GUARD_EXCEEDED, *RANKS)})", "{{resource}}"),
+        ),
+    )
+
+
+def tuned() -> tuple[Panel, ...]:
+    """Return what `torchobs.tune` changed, and what it measured."""
+    return (
+        panels.lines(
+            "Plans",
+            "Plans of torchobs.tune by what happened: refused ones differ too much from float32, and after compile_failed the "
+            "model runs eagerly. Good: applied alone. Empty: while there are none, and without torchobs.tune.",
+            "short",
+            Query(f"sum by (action) ({increase(catalog.TUNE_PLANS, *RANKS)})", "{{action}}"),
+        ),
+        panels.lines(
+            "Speed-up by mode",
+            "How many times as fast as the first mode each one was in the last tune.benchmark or tune.auto, the median; "
+            "whether that is noise is in its event. Good: above 1. Empty: without a benchmark.",
+            "none",
+            Query(f"max by (mode) ({select(catalog.TUNE_SPEEDUP, *RANKS)})", "{{mode}}"),
+        ),
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules.labels import RANK, RUN
 from torchobs.rules.percentiles import rank_quantile, run_quantile
-from torchobs.rules.promql import rate, select
+from torchobs.rules.promql import select
 
 RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
 """Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""
@@ -33,6 +36,26 @@ NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
 PRODUCTIVE = 'state="productive"'
 MOST = 5
 """Number of ranks in panels that show the worst: a graph of a thousand lines shows nothing."""
+
+
+def rate(metric: Metric, *matchers: str) -> str:
+    """Return the metric's increase per second, over Grafana's ``$__rate_interval``."""
+    return f"rate({select(metric, *matchers)}[$__rate_interval])"
+
+
+def increase(metric: Metric, *matchers: str, suffix: str = "") -> str:
+    """Return the metric's increase over about the time between two points of the graph."""
+    return f"increase({select(metric, *matchers, suffix=suffix)}[$__rate_interval])"
+
+
+def exemplars(metric: Metric, *matchers: str) -> str:
+    """Return a query without samples that yields the exemplars of a histogram, classic or native: recorded series have none.
+
+    Prometheus' exemplar API evaluates only the selectors. At Unix time 0 there are no samples, so that the query is cheap,
+    however many buckets there are.
+    """
+    both = (select(metric, *matchers, suffix=suffix) for suffix in ("_bucket", ""))
+    return " or ".join(f"rate({series}[$__rate_interval] @ 0)" for series in both)
 
 
 def per_run(operator: str, of: str, *labels: str) -> str:
@@ -137,6 +160,54 @@ def starts(*matchers: str) -> str:
     """
     newest = per_run("max", select(catalog.RANK_START_TIME, *matchers), "rank")
     return per_run("max", f"changes({newest}[$__range:$__interval])")
+
+
+_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
+_METRICS = {metric.prometheus: metric for metric in catalog.METRICS}
+
+
+def series_of_a_rank(expr: str) -> int:
+    """Return how many series of each rank a query reads: one for each value of a closed attribute that it does not choose.
+
+    Those of a quiet metric count as one, for they are there only where something happened; recorded series of a rank, too.
+    """
+    return sum(_series(name, matchers) for name, matchers in _SELECTOR.findall(expr) if 'rank=~"$rank"' in matchers)
+
+
+def _series(name: str, matchers: str) -> int:
+    metric = _METRICS.get(name)
+    if metric is None or metric.quiet is not None:
+        return 1
+    return math.prod(_chosen(attribute, matchers) for attribute in metric.attributes)
+
+
+def _chosen(attribute: catalog.Attribute, matchers: str) -> int:
+    found = re.search(rf'\b{catalog.prometheus_label(attribute.name)}(=~|!~|!=|=)"([^"]*)"', matchers)
+    every, named = len(attribute.values) or 1, len(found[2].split("|")) if found else 0
+    return named if found and found[1].startswith("=") else max(1, every - named)
+
+
+_AGGREGATION = re.compile(r"\b(sum|max|min|avg|count|quantile)(?: by \(([^)]*)\))? ?\(")
+_JOIN = re.compile(r"\bon \(([^)]*)\)")
+_ALONE = ("cluster", "UUID")
+"""Labels one of which tells clusters apart already: a GPU's UUID is unique."""
+
+
+def apart(expr: str) -> str:
+    """Return the query with every aggregation and join by run, so that one run id in two clusters stays two runs.
+
+    Exporters' own series have no job and no run: a label that is absent on both sides of a join changes nothing.
+    """
+    found = _AGGREGATION.sub(lambda one: f"{one[1]} by ({_with_run(one[2] or '')}) (", expr)
+    found = _JOIN.sub(lambda one: f"on ({_with_run(one[1])})", found)
+    up = select(catalog.RANK_UP, *RUNS)
+    nothing = f"last_over_time({up}[$__range])" if "$__range" in expr else up
+    return found.replace("vector(0)", f"0 * {per_run('max', nothing)}")
+
+
+def _with_run(labels: str) -> str:
+    named = [label for label in labels.split(", ") if label]
+    return labels if set(named) & set(_ALONE) else ", ".join(dict.fromkeys((*RUN, *named)))
 
 
 def by_padded_rank(of: str, operator: str = "max") -> str:

@@ -17,13 +17,14 @@ from dashboards.grafana.queries import (
     per_rank,
     per_run,
     rank_step_s,
+    rate,
     slow_nodes,
     straggling,
     worst,
 )
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import rate, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
@@ -102,11 +103,12 @@ def slow() -> tuple[Panel, ...]:
             "Step time by phase and rank",
             f"Seconds per second in each phase, now, of the {LISTED} ranks that wait least for others. Good: all bars alike.",
             Query(
-                f"{per_run('sum', rate(catalog.STEP_PHASE_TIME, *RANKS), 'rank', 'phase')} and on (rank) "
-                f"bottomk({LISTED}, sum by (rank) ({rate(catalog.STEP_PHASE_TIME, *RANKS, BACKWARD)}))",
+                f"label_join({per_run('sum', rate(catalog.STEP_PHASE_TIME, *RANKS), 'rank', 'phase')} and on (rank) "
+                f"bottomk({LISTED}, sum by (rank) ({rate(catalog.STEP_PHASE_TIME, *RANKS, BACKWARD)})), "
+                '"row", " ", "rank", "cluster")',
                 instant=True,
             ),
-            row="rank",
+            row="row",
             column="phase",
         ),
     )
@@ -201,20 +203,27 @@ def alive() -> tuple[Panel, ...]:
         ),
         panels.rows(
             "Ranks that are not alive",
-            "Ranks in another state than alive, how they ended, and the time since their last step. Good: an empty table, or "
-            "finished. Empty: while all live.",
+            "Ranks in another state than alive, the time since their last step, where a hung one is stuck, and how they "
+            "ended. Good: an empty table, or finished. Empty: while all live.",
             (
                 Column("", f"{per_rank(OTHERWISE, 'state')} == 1"),
                 Column("no step for", per_rank(select(catalog.RANK_PROGRESS_AGE, *RANKS)) + NOT_ALIVE, "s"),
+                Column("at step", per_rank(select(catalog.RANK_STALL_POSITION, *RANKS), "phase") + NOT_ALIVE),
                 Column("", f"{per_rank(select(catalog.RANK_EXIT, *RANKS), 'reason')} == 1"),
             ),
-            labels={"rank": "rank", "instance": "exporter", "state": "state", "reason": "ended by"},
+            labels={"rank": "rank", "instance": "exporter", "state": "state", "phase": "stuck in", "reason": "ended by"},
         ),
     )
 
 
 OTHERWISE = select(catalog.RANK_STATE_SET, *RANKS, 'state!="alive"')
 NOT_ALIVE = f" and {ON_RANK} ({OTHERWISE} == 1)"
+
+
+def _by_place(axis: str) -> str:
+    """Return the mean step of the ranks that have the same index on this axis."""
+    places = per_rank(select(catalog.DISTRIBUTED_COORDINATES, *RANKS, f'{axis}!=""'), axis)
+    return f"avg by ({axis}) (({rank_step_s(*RANKS)}) * {ON_RANK} group_left ({axis}) {places})"
 
 
 def joined() -> tuple[Panel, ...]:
@@ -252,6 +261,13 @@ def joined() -> tuple[Panel, ...]:
             (Column("ranks", per_run("count", select(catalog.DISTRIBUTED_INFO, *RANKS), "backend", "parallelism", "mesh")),),
             labels={"backend": "backend", "parallelism": "parallelism", "mesh": "mesh"},
             width=12,
+        ),
+        panels.lines(
+            "Step time by place",
+            "Mean step of the ranks of each pipeline stage and each tensor-parallel index. Good: all the same; a stage that is "
+            "slower than the others has too many layers. Empty: without a mesh that has these dimensions.",
+            "s",
+            *(Query(_by_place(axis), f"{axis} {{{{{axis}}}}}") for axis in ("pp", "tp")),
         ),
         panels.rows(
             "Settings of DDP",

@@ -12,10 +12,13 @@ from dashboards.grafana.queries import (
     ON_RUN,
     RANKS,
     RUNS,
+    exemplars,
     goodput,
+    increase,
     mean_step_s,
     per_run,
     rank_step_s,
+    rate,
     run_step_s,
     shares,
     starts,
@@ -25,7 +28,7 @@ from dashboards.grafana.queries import (
 )
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import exemplars, increase, rate, select
+from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
@@ -117,6 +120,13 @@ def numbers() -> tuple[Panel, ...]:
             Query(f"max(({per_run('max', select(catalog.STEPS_PLANNED, *RUNS))} - {done}) / ({speed()} > 0))"),
         ),
         panels.number(
+            "Resumed from",
+            "Step that the run was last started from. Good: 0, or the last step before the restart; the steps that lie "
+            "between are repeated, and lost to the goodput. Empty: where the optimizer does not count its steps (SGD).",
+            "short",
+            Query(f"max({select(catalog.STEPS_RESUMED_FROM, *RANKS)})"),
+        ),
+        panels.number(
             "Epoch",
             "Passes over the training loader begun since the start. Good: it grows. Empty: without a DataLoader.",
             "short",
@@ -128,12 +138,14 @@ def numbers() -> tuple[Panel, ...]:
             "s",
             Query(f"time() - max({select(catalog.RANK_START_TIME, *RUNS)})"),
         ),
-        panels.number(
-            "Starts again",
-            "Starts of one rank after its first within the graphs' time, also of a replaced pod. Good: 0.",
-            "short",
-            Query(f"max({starts(*RUNS)})", instant=True),
-            steps=thresholds.FEW_IS_FAIR,
+        panels.coarse(
+            panels.number(
+                "Starts again",
+                "Starts of one rank after its first within the graphs' time, also of a replaced pod. Good: 0.",
+                "short",
+                Query(f"max({starts(*RUNS)})", instant=True),
+                steps=thresholds.FEW_IS_FAIR,
+            )
         ),
     )
 

@@ -7,15 +7,18 @@ from enum import Flag, auto
 
 from grafana_foundation_sdk.builders import dashboard, prometheus
 from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models.prometheus import Dataquery, PromQueryFormat
 
 from dashboards.grafana.layout import Section, arrange
-from dashboards.grafana.panels import DATASOURCE
-from dashboards.grafana.queries import FLEET, RANKS, RUNS, per_run
+from dashboards.grafana.panels import DATASOURCE, coarse
+from dashboards.grafana.queries import FLEET, RANKS, RUNS, apart, per_run, series_of_a_rank
 from torchobs import catalog
 from torchobs.rules.promql import select
 
 TAG = "torchobs"
 FIRST_RANK = "0"
+MANY = 3
+"""Series of each rank; a panel that reads so many has few points in time, or takes more than a second at a thousand ranks."""
 
 
 class Choice(Flag):
@@ -38,9 +41,30 @@ def page(uid: str, title: str, description: str, choices: Choice, sections: Sequ
     builder.tooltip(model.DashboardCursorSync.CROSSHAIR).time("now-1h", "now").refresh("30s").timezone("browser")
     builder.variables([_datasource(), *_variables(choices)]).links([_links()])
     builder.annotations(_annotations(RUNS if Choice.RUN in choices else FLEET))
+    for panel in (panel for section in sections for panel in section.panels):
+        if Choice.FIRST_RANK not in choices and _series(panel) >= MANY:
+            coarse(panel)
+        if Choice.RUN in choices:
+            _keep_clusters_apart(panel)
     built = builder.build()
     built.panels = arrange(sections)
     return built
+
+
+def _series(panel: model.Panel) -> int:
+    """Return how many series of each rank the panel reads at each point in time."""
+    return sum(
+        series_of_a_rank(target.expr) for target in panel.targets or () if isinstance(target, Dataquery) and target.range_val
+    )
+
+
+def _keep_clusters_apart(panel: model.Panel) -> None:
+    """Let the panel show a run id that is in two clusters as two runs, each named by its cluster."""
+    for target in panel.targets or ():
+        # A heat map's buckets are one histogram: its description says so.
+        if isinstance(target, Dataquery) and target.format_val is not PromQueryFormat.HEATMAP:
+            target.expr = apart(target.expr)
+            target.legend_format = f"{target.legend_format} {{{{cluster}}}}" if target.legend_format else ""
 
 
 def link(uid: str, run: str = "run", job: str = "job") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dashboards.grafana.panels import BAD, FAIR, GOOD, Step
 from torchobs.detect.starvation import BEGINS, ENDS
+from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
 from torchobs.rules.values import DEFAULT
 
 ALERTS = DEFAULT.thresholds
@@ -18,7 +19,7 @@ STARVED = (Step(None, GOOD), Step(ENDS, FAIR), Step(BEGINS, BAD))
 STRAGGLER = (Step(None, GOOD), Step(1.2, FAIR), Step(ALERTS.straggler, BAD))
 PROGRESS_AGE = (Step(None, GOOD), Step(60.0, FAIR), Step(600.0, BAD))
 """From 10 minutes on NCCL's watchdog ends a collective by default."""
-HEARTBEAT_AGE = (Step(None, GOOD), Step(30.0, FAIR), Step(120.0, BAD))
+HEARTBEAT_AGE = (Step(None, GOOD), Step(UNRESPONSIVE_S / 4, FAIR), Step(UNRESPONSIVE_S, BAD))
 SKIP_STREAK = (Step(None, GOOD), Step(ALERTS.skipped / 2, FAIR), Step(float(ALERTS.skipped), BAD))
 TIME_LEFT = (Step(None, BAD), Step(float(ALERTS.time_to_limit_s), FAIR), Step(24 * 3600.0, GOOD))
 RECOMPILES = (Step(None, GOOD), Step(ALERTS.recompiles / 2, FAIR), Step(float(ALERTS.recompiles), BAD))

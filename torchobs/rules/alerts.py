@@ -89,9 +89,12 @@ def _gradient_explosion(values: Values) -> Alert:
             "infinite or far above its own past."
         ),
         culprits=Culprits(
-            select(catalog.GRAD_LAYER_NORM, THIS_RUN),
-            'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
-            "Largest at present",
+            f"{select(catalog.GRAD_LAYER_GROWTH, THIS_RUN)} or on () {select(catalog.GRAD_LAYER_NORM, THIS_RUN)}",
+            "layer {{ $l.layer }} of rank {{ $l.rank }} "
+            f'{{{{ if eq $l.__name__ "{catalog.GRAD_LAYER_GROWTH.prometheus}" }}}}'
+            'whose gradient grew {{ printf "%.3g" $v }} times'
+            '{{ else }}with a gradient norm of {{ printf "%.3g" $v }} now{{ end }}',
+            "Look at",
             named=False,
         ),
     )

@@ -7,17 +7,19 @@ from torchobs.ranks.state import FIRST_STEP_S
 from torchobs.rules.alert_texts import DURATION, THIS_RUN, Culprits
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
 from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
-from torchobs.rules.rule_file import Alert, Group
+from torchobs.rules.rule_file import Alert, Group, Recording
 from torchobs.rules.values import DEFAULT, Values
 
 SEEN = "5m"
 """How long a crash is looked for: rules are evaluated each minute by default, and the series of a dead rank ends before."""
 WAITS_S = 1800
 """Default timeout of torch.distributed's process groups with gloo: after it, a peer's evaluation explains no wait."""
-UNRESPONSIVE = "2m"
+UNRESPONSIVE_S = 120.0
+UNRESPONSIVE = f"{UNRESPONSIVE_S / 60:g}m"
 """A process that is being torn down is unresponsive, too: measured 29 ms per GiB of its memory, 11 s with a core dump. And so
 is one that loads a model with Python's lock held."""
 HUNG_RUN = "5m"
+STUCK = "run:torchobs_rank_state:stuck"
 ABSENT = "10m"
 LOOP = "15m"
 """Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
@@ -28,9 +30,13 @@ def ranks(values: Values = DEFAULT) -> Group:
     return Group("torchobs.ranks", (_failed(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone()))
 
 
-def hung() -> tuple[Group, ...]:
-    """Return the rules about those that do not move, by themselves: they are the dearest there are (tests/bench/rules.py)."""
-    return Group("torchobs.hung", (_hung(),)), Group("torchobs.run_hung", (_run_hung(),))
+def hung() -> Group:
+    """Return the rules about those that do not move, by themselves: they are the dearest there are (tests/bench/rules.py).
+
+    Who is stuck is recorded, since it is asked for twice; 0 where nobody is, so that there are no gaps to look over.
+    """
+    stuck = f"count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n) or 0 * sum {BY_RUN} ({select(catalog.RANK_UP)})"
+    return Group("torchobs.hung", (Recording(STUCK, stuck), _hung(), _run_hung()))
 
 
 def _failed() -> Alert:
@@ -92,23 +98,22 @@ def _hung() -> Alert:
     """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute."""
     return Alert(
         alert="TorchobsRankHung",
-        expr=f"max {BY_RUN} (count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n))",
+        expr=f"max {BY_RUN} ({STUCK}) > 0",
         severity="ticket",
         summary="does not move.",
         description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
         culprits=_behind(),
+        also=_waited_for(),
     )
 
 
 def _run_hung() -> Alert:
-    hung = _lasting_state("hung", HUNG_RUN)
     return Alert(
         alert="TorchobsRunHung",
         expr=f"""
             max {BY_RUN} (
                 min {BY_RUN} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
-                and on ({ONE_RUN})
-                ({_stuck(hung)})
+                and on ({ONE_RUN}) {lasting(STUCK, "> 0", HUNG_RUN, ONE_RUN)}
             )
         """,
         severity="page",
@@ -118,12 +123,22 @@ def _run_hung() -> Alert:
             "It will not go on by itself: look at the stacks, then restart it."
         ),
         culprits=_behind(),
+        also=_waited_for(),
     )
 
 
 def _faults(range_: str) -> Culprits:
     ended = select(catalog.RANK_EXIT, THIS_RUN, f'reason=~"{FAULTS}"')
     return Culprits(f"max_over_time({ended}[{range_}])", "{{ $l.reason }}", "Among them")
+
+
+def _waited_for() -> Culprits:
+    """Return the ranks of a hung run that are less advanced than the furthest and not where most of them are."""
+    place = select(catalog.RANK_STALL_POSITION, THIS_RUN)
+    alike = f"count by ({ONE_RUN}, phase) ({place})"
+    most = f"{alike} > on ({ONE_RUN}) group_left () (0.5 * count by ({ONE_RUN}) ({place}))"
+    behind = f"(max by ({ONE_RUN}) ({place}) - on ({ONE_RUN}) group_right () {place}) > 0"
+    return Culprits(f"{behind} unless on ({ONE_RUN}, phase) ({most})", "in {{ $l.phase }}", "The others likely wait for")
 
 
 def _behind() -> Culprits:

@@ -51,7 +51,7 @@ def alert_groups(chosen: Values = DEFAULT) -> list[Group]:
         alerts.anomalies(chosen),
         alerts.disagreement(),
         alerts_ranks.ranks(chosen),
-        *alerts_ranks.hung(),
+        alerts_ranks.hung(),
         alerts_speed.speed(chosen),
         alerts_speed.compilation(chosen),
         alerts_checkpoints.checkpoints(chosen),

@@ -26,23 +26,3 @@ def select(metric: Metric | str, *matchers: str, suffix: str = "") -> str:
     """Return a selector of the series of a metric or a recording rule, e.g. ``torchobs_rank_up{rank="0"}``."""
     name = metric if isinstance(metric, str) else metric.prometheus
     return f"{name}{suffix}{{{', '.join(matchers)}}}" if matchers else f"{name}{suffix}"
-
-
-def rate(metric: Metric, *matchers: str) -> str:
-    """Return the metric's increase per second, over Grafana's ``$__rate_interval``."""
-    return f"rate({select(metric, *matchers)}[$__rate_interval])"
-
-
-def increase(metric: Metric, *matchers: str, suffix: str = "") -> str:
-    """Return the metric's increase over about the time between two points of the graph."""
-    return f"increase({select(metric, *matchers, suffix=suffix)}[$__rate_interval])"
-
-
-def exemplars(metric: Metric, *matchers: str) -> str:
-    """Return a query without samples that yields the exemplars of a histogram, classic or native: recorded series have none.
-
-    Prometheus' exemplar API evaluates only the selectors. At Unix time 0 there are no samples, so that the query is cheap,
-    however many buckets there are.
-    """
-    both = (select(metric, *matchers, suffix=suffix) for suffix in ("_bucket", ""))
-    return " or ".join(f"rate({series}[$__rate_interval] @ 0)" for series in both)

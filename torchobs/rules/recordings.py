@@ -35,6 +35,10 @@ RUN_GOODPUT_RATE = "run:torchobs_goodput_time_seconds:rate5m"
 GOODPUT_NOW = "run:torchobs_goodput:ratio5m"
 GOODPUT = "run:torchobs_goodput:ratio"
 TOKENS = "run:torchobs_tokens:rate5m"
+POSITION = "run:torchobs_steps:position"
+REACHED = "run:torchobs_steps:reached"
+REPEATING = "run:torchobs_steps:repeating"
+PRODUCTIVE = "run:torchobs_goodput_time_seconds:productive_rate5m"
 
 NO_FAULT = ("finished", "interrupted", "terminated")
 """Exit reasons that are somebody's wish, and no fault."""
@@ -71,6 +75,9 @@ def runs() -> Group:
             Recording(FIRST_START, _first_start()),
             Recording(CHECKPOINT, f"max {BY_RUN} ({select(catalog.CHECKPOINT_TIMESTAMP)})"),
             Recording(TOKENS, _tokens()),
+            Recording(POSITION, _position()),
+            Recording(REACHED, _reached()),
+            Recording(REPEATING, _repeating()),
         ),
     )
 
@@ -84,6 +91,29 @@ def _first_start() -> str:
         and {ON_RUN} max_over_time({ALIVE}[{GONE}]) > 0
         unless {ON_RUN} (last_over_time({ALIVE}[{GONE}]) == 0 and {ON_RUN} last_over_time({FAILED}[{GONE}]) == 0)
     """
+
+
+def _position() -> str:
+    """Return the step that a run has come to, by ranks that know where they resumed; an optimizer counts no skipped steps."""
+    done = f"{select(catalog.STEPS_RESUMED_FROM)} + {ON_RANK} {select(catalog.STEPS)}"
+    return f"max {BY_RUN} ({done} - {ON_RANK} {select(catalog.AMP_STEPS_SKIPPED)} or {done})"
+
+
+def _reached() -> str:
+    """Return the furthest step that a run has come to, remembered over restarts.
+
+    After a rank that has finished it begins anew: a second training of one job repeats nothing.
+    """
+    before = f"last_over_time({REACHED}[{PAST}])"
+    finished = select(catalog.RANK_EXIT, 'reason="finished"')
+    anew = f"{ON_RUN} max {BY_RUN} (max_over_time({finished}[5m])) == 1"
+    return f"{POSITION} and {anew} or {before} >= {ON_RUN} {POSITION} or {POSITION}"
+
+
+def _repeating() -> str:
+    """Return 1 while a run repeats steps, else 0; nothing before the first step after a restart."""
+    resumed = f"max {BY_RUN} ({select(catalog.STEPS_RESUMED_FROM)})"
+    return f"({POSITION} > {ON_RUN} {resumed}) < bool {ON_RUN} {REACHED}"
 
 
 def _tokens() -> str:
@@ -146,23 +176,25 @@ def _best() -> str:
 def goodput() -> Group:
     """Return the rules about the use of the machines' time: productive rank seconds over world size times wall time.
 
-    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive. Steps
-    that a restart repeats count as productive, though they are lost: ranks count their steps from 0 and do not say which of
-    them they had done before, nor which checkpoint they were started from.
+    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive. Neither
+    is the share of the time in which the run repeated steps that it had made before a restart; where ranks do not know from
+    which step they resumed, repeated steps count as productive.
     """
-    productive = f'{RUN_GOODPUT_RATE}{{state="productive"}}'
+    rate = f'sum {BY_RUN} ({RUN_GOODPUT_RATE}{{state="productive"}})'
+    anew = f"{rate} * {ON_RUN} (1 - avg_over_time({REPEATING}[5m]))"
     return Group(
         "torchobs.goodput",
         (
             Recording(RUN_GOODPUT_RATE, f"sum by ({ONE_RUN}, state) (rate({select(catalog.GOODPUT_TIME)}[5m]))"),
+            Recording(PRODUCTIVE, f"{anew} or {rate}"),
             Recording(
                 GOODPUT_NOW,
-                f"clamp_max(sum {BY_RUN} ({productive}) / {ON_RUN} last_over_time({WORLD_SIZE}[{GONE}]), 1) and {ON_RUN} "
+                f"clamp_max({PRODUCTIVE} / {ON_RUN} last_over_time({WORLD_SIZE}[{GONE}]), 1) and {ON_RUN} "
                 f"{FIRST_START} or 0 * {FIRST_START}",
             ),
             Recording(
                 GOODPUT,
-                f"clamp_max({_STEP_S} * sum {BY_RUN} (sum_over_time({productive}[{PAST}:{_STEP_S}s])) / {ON_RUN} "
+                f"clamp_max({_STEP_S} * sum_over_time({PRODUCTIVE}[{PAST}:{_STEP_S}s]) / {ON_RUN} "
                 f"(last_over_time({WORLD_SIZE}[{GONE}]) * {ON_RUN} clamp_max(time() - {FIRST_START}, {_PAST_S})), 1)",
             ),
         ),
