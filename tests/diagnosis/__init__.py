@@ -1,0 +1,1 @@
+"""Sicknesses planted in real trainings, and what is said of them."""

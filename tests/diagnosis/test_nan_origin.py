@@ -1,0 +1,384 @@
+"""NaN and infinity are traced to where they were born, in real trainings, each with a sickness at a random step and place."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import torchobs
+from tests import support
+from tests.diagnosis.sick_models import BACKWARD, FORWARD, TRAININGS, Planted, Sickly, build, plant
+from tests.training import Recording, recording
+from torchobs import catalog, debug
+from torchobs.flight.reader import reader
+from torchobs.probes.nonfinite.graph import read_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STEPS, ACCURACY = 9, 0.95
+
+
+class Case(NamedTuple):
+    """A training with a sickness."""
+
+    training: str
+    sickness: str
+    optimizer: str
+    autocast: bool
+    seed: int
+
+
+def cases() -> list[Case]:
+    """Every training with every sickness that it can have; optimizer and precision by turns."""
+    found = []
+    for training in TRAININGS:
+        kinds = [*FORWARD, *BACKWARD, "weight", "inf_weight", *(["embedding", "mask"] if training == "gpt" else ["batch"])]
+        found += [(training, kind) for kind in kinds]
+    return [Case(*one, ("sgd", "adamw")[place // 2 % 2], place % 3 == 0, place) for place, one in enumerate(found)]
+
+
+def train(case: Case, *, ill: bool = True) -> tuple[Planted | None, int]:
+    """Train, with the sickness from a random step on."""
+    chance = random.Random(case.seed)
+    training = build(case.training, case.optimizer, case.seed)
+    begins, planted = chance.randrange(3, STEPS - 2), None
+    for number in range(STEPS):
+        x = training.batch()
+        if ill and number == begins:
+            planted, x = plant(training, case.sickness, chance, x)
+        training.compute(x, autocast=case.autocast)
+    return planted, begins + 1
+
+
+def is_right(planted: Planted, told: dict[str, Any]) -> bool:
+    """Return True if the culprit is the one that was planted."""
+    wanted = {"origin": planted.kind, "operator": planted.operator, "module": planted.module, "parameter": planted.parameter}
+    return all(told.get(name) == value for name, value in wanted.items() if value) and (
+        planted.sample is None or told.get("sample") == planted.sample
+    )
+
+
+@pytest.mark.long
+def test_the_culprit_is_named_at_the_first_occurrence(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Kind, operator, module, parameter, sample and step all have to be right in 95 of 100 cases; every second by default."""
+    rows, right = [], 0
+    for case in cases()[:: 1 if pytestconfig.getoption("share") >= 1 else 2]:
+        run = recording(tmp_path / str(case.seed), log_level="ERROR")
+        recorded = next(run)
+        planted, step = train(case)
+        recorded.look()
+        told = recorded.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+        next(run, None)
+        assert planted is not None
+        good = bool(told) and told[0]["step"] == step and is_right(planted, told[0]["attrs"])
+        right += good
+        first = {"step": told[0]["step"], **told[0]["attrs"]} if told else {}
+        first.pop("inputs", None)
+        rows.append(f"{'right' if good else 'WRONG'}  {case}  {planted} in step {step}: {first} (of {len(told)})")
+    print("\n".join(rows))  # noqa: T201  # the table
+    assert right >= ACCURACY * len(rows), "\n".join(row for row in rows if row.startswith("WRONG"))
+
+
+HEALTHY = [
+    (training, optimizer, autocast) for training in TRAININGS for optimizer in ("sgd", "adamw") for autocast in (False, True)
+]
+
+
+def test_nothing_is_said_of_healthy_trainings(tmp_path: Path) -> None:
+    """Six trainings, two optimizers, two precisions, causal masks of negative infinity among them; and the odd ones below."""
+    for seed, (training, optimizer, autocast) in enumerate(HEALTHY):
+        run = recording(tmp_path / str(seed), log_level="ERROR")
+        recorded = next(run)
+        train(Case(training, "", optimizer, autocast, seed), ill=False)
+        recorded.look()
+        assert recorded.frames(catalog.EVENT_NONFINITE_ORIGIN.name) == []
+        next(run, None)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    torch.manual_seed(0)
+    yield from recording(flight_dir, log_level="ERROR")
+
+
+@pytest.mark.parametrize("odd", ["masked", "infinite_target", "unused_nan", "where", "norm_at_zero", "root_of_small"])
+def test_infinities_that_do_no_harm_are_no_birth(run: Recording, odd: str) -> None:
+    """Values that are not finite are ordinary as long as the loss and the gradients are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(6):
+        x = torch.randn(5, 4)
+        h = model(x)
+        if odd == "masked":
+            h = h.masked_fill(torch.eye(5, 4).bool(), float("-inf")).softmax(-1)
+        if odd == "infinite_target":
+            h = torch.minimum(h, torch.full_like(h, float("inf")))
+        if odd == "unused_nan":
+            torch.log(h - h - 1)
+        if odd == "norm_at_zero":
+            h = h + torch.linalg.vector_norm(h - h.detach(), dim=-1, keepdim=True)  # whose derivative torch takes to be 0
+        if odd == "root_of_small":
+            h = h + torch.sqrt((h - h.detach()).square() + 1e-12)
+        if odd == "where":
+            h = torch.where(h.isfinite(), h, torch.full_like(h, float("nan")))
+        optimizer.zero_grad()
+        torch.autograd.backward(h.square().mean())
+        optimizer.step()
+    run.look()
+    assert run.frames(catalog.EVENT_NONFINITE_ORIGIN.name) == []
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """All bits of a tensor: NaN is not equal to itself."""
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def guarded(seed: int, *, guard: bool) -> list[torch.Tensor]:
+    """Train through a sickness that passes, held back by a guard or by hand; return weights, statistics, randomness."""
+    training = build("cnn", "adamw", seed)
+    chance, model, optimizer = random.Random(seed), training.models["m"], training.optimizers["m"]
+    held = debug.nan_guard(optimizer) if guard else None
+    for number in range(8):
+        x = training.batch()
+        planted = plant(training, "sqrt" if number == 3 else "log", chance, x) if number in {3, 5} else None
+        optimizer.zero_grad()
+        loss = training.losses[0][1](x)
+        torch.autograd.backward(loss)
+        if guard or planted is None:
+            optimizer.step()
+        for _, module in training.modules(Sickly):
+            module.sickness = ""
+    if held is not None:
+        held.remove()
+        assert held.held == 2
+    return [*(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers()), torch.get_rng_state()]
+
+
+def test_training_is_bit_identical_with_tracing_armed_and_after_it(flight_dir: Path) -> None:
+    """Two faults are traced, the backward passes in between are watched: nothing of the training differs, no hook stays."""
+    plain = guarded(1, guard=False)
+    recorder = recording(flight_dir, log_level="ERROR")
+    run = next(recorder)
+    traced = guarded(1, guard=True)
+    run.look()
+    told = [frame["attrs"] for frame in run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)]
+    assert [(each["origin"], each["operator"]) for each in told] == [("backward", "sqrt"), ("operator", "log")]
+    assert len(run.frames(catalog.EVENT_STEP_HELD.name)) == 2
+    assert [bits(one) for one in plain] == [bits(one) for one in traced]
+    assert run.session.context is not None
+    assert not any(probe == "nonfinite" for probe, _ in run.session.context.hooks.takes_loss._by_probe)
+    next(recorder, None)
+
+
+def test_a_traced_step_leaves_no_memory_behind(run: Recording) -> None:
+    """Neither the graph nor the batch of the faulty step is kept, by us or by the frames that were looked at."""
+    model = nn.Linear(4, 4)
+    gone = []
+
+    def fit() -> None:
+        for number in range(4):
+            x = torch.randn(5, 4)
+            x[0, 0] = float("nan")
+            loss = model(x).mean()
+            loss.backward()
+            if number == 0:
+                gone.extend([weakref.ref(x), weakref.ref(loss)])
+        assert [each() for each in gone] == [None, None]
+
+    fit()
+    run.look()
+    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (told["attrs"]["parameter"], told["attrs"]["sample"]) == ("x", 0)
+
+
+def test_a_guarded_fault_is_seen_in_the_next_backward_with_its_values(run: Recording) -> None:
+    """First inferred from the graph; the weights stay finite, and so the same node is then seen at work, and told once."""
+    training = build("mlp", "adamw", 0)
+    _, module = training.modules(Sickly)[1]
+    module.sickness = "half_power"
+    with debug.nan_guard(training.optimizers["m"]) as guard:
+        for _ in range(4):
+            training.compute(training.batch(), autocast=False)
+    assert guard.held == 4
+    assert all(parameter.isfinite().all() for parameter in training.models["m"].parameters())
+    run.look()
+    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (told["attrs"]["operator"], told["attrs"]["module"]) == ("pow", "3")
+    assert run.session.context is not None
+    assert any(origin.inputs for origin in run.session.context.origins.values())
+
+
+def test_the_anomaly_and_the_callback_name_the_culprit(run: Recording) -> None:
+    """``torchobs.anomaly`` has module and operator; ``on_anomaly`` gets the whole origin; one that raises is called once."""
+    told: list[torchobs.AnomalyReport] = []
+    end = torchobs.on_anomaly(told.append)
+    broken = torchobs.on_anomaly(lambda _: 1 / 0)
+    case = Case("mlp", "log", "sgd", autocast=False, seed=3)
+    planted, step = train(case)
+    run.look()
+    end()
+    broken()
+    assert planted is not None
+    frame = next(each for each in run.frames(catalog.EVENT_ANOMALY.name) if each["attrs"]["kind"] == "nonfinite_loss")
+    assert (frame["step"], frame["attrs"]["module"], frame["attrs"]["operator"]) == (step, planted.module, "log")
+    first = next(report for report in told if report.kind == "nonfinite_loss")
+    assert (first.step, first.origin.module, first.origin.kind) == (step, planted.module, "operator")
+    with pytest.raises(TypeError, match="takes a function"):
+        torchobs.on_anomaly(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sickness", ["log", "sqrt"])
+def test_raise_on_ends_the_training_before_the_optimizer_steps(flight_dir: Path, sickness: str) -> None:
+    """``NonFiniteError`` has the origin, the weights are finite, and afterwards nothing raises."""
+    session = recording(flight_dir, raise_on={"nonfinite"}, log_level="ERROR")
+    next(session)
+    training = build("mlp", "sgd", 0)
+    training.compute(training.batch(), autocast=False)
+    planted, x = plant(training, sickness, random.Random(0), training.batch())
+    with pytest.raises(torchobs.NonFiniteError) as raised:
+        training.compute(x, autocast=False)
+    origin = raised.value.origin
+    assert origin is not None
+    assert (origin.kind, origin.operator, origin.module) == (planted.kind, planted.operator, planted.module)
+    assert all(parameter.isfinite().all() for parameter in training.models["m"].parameters())
+    next(session, None)
+    training.compute(x, autocast=False)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of a graph that begins within a graph
+def test_a_compiled_region_is_named_by_its_module(run: Recording) -> None:
+    """Nothing is kept by name inside of a compiled graph: the module is told; ``trace_nan`` runs it without the compiler."""
+    training = build("mlp", "sgd", 0)
+    model: Any = training.models["m"]
+    compiled: Any = torch.compile(model[3], backend="aot_eager")
+    optimizer = training.optimizers["m"]
+    for number in range(5):
+        x = training.batch()
+        model[3].sickness = "log" if number == 3 else ""
+        h = compiled(model[:3](x))
+        optimizer.zero_grad()
+        torch.autograd.backward(model[4:](h).square().mean())
+        optimizer.step() if number != 3 else None
+    run.look()
+    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (told["step"], told["attrs"]["module"], told["attrs"]["operator"]) == (4, "3", "compiled_function")
+    assert "trace_nan" in told["attrs"]["note"]
+    model[3].sickness = "log"
+    whole: Any = torch.compile(model, backend="aot_eager")
+    origin = debug.trace_nan(whole, training.batch())
+    assert origin is not None
+    assert (origin.operator, origin.module) == ("log", "3")
+
+
+@pytest.mark.parametrize("way", ["operator", "batch"])
+def test_two_ranks_name_the_culprit_each_for_itself(start: Any, flight_dir: Path, way: str) -> None:
+    """Under DDP, and no rank waits for another: one with a bad batch names its sample, the other that rank."""
+    port, ranks = support.free_port(), []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**support.clean_environment(), **place, "TORCHOBS_DIR": str(flight_dir), "OMP_NUM_THREADS": "1"}
+        command = (sys.executable, "-m", "tests.scripts.nan_rank", way)
+        ranks.append(start(*command, torch=True, env=environment, cwd=support.ROOT, stderr=subprocess.PIPE))
+    outputs = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    told: dict[int, list[dict[str, Any]]] = {}
+    for path in flight_dir.glob("*.flight"):
+        file = reader.open_path(str(path))
+        frames = [frame for _, frame in file.events() if frame.get("name") == catalog.EVENT_NONFINITE_ORIGIN.name]
+        told[int(file.read(final=True).header.resource["rank"])] = [{"step": one["step"], **one["attrs"]} for one in frames]
+        file.close()
+    if way == "operator":
+        assert [(one[0]["step"], one[0]["operator"], one[0]["module"]) for one in told.values()] == [(5, "log", "Net")] * 2
+    else:
+        assert (told[1][0]["step"], told[1][0]["origin"], told[1][0]["sample"]) == (5, "input", 2)
+        assert [(one["step"], one["origin"], one["note"]) for one in told[0]] == [
+            (5, "rank", "rank 1, whose loss was not finite")
+        ]
+
+
+def test_a_script_s_own_locals_stay_as_they_are(run: Recording) -> None:
+    """A script that keeps ``locals()``, for its hyperparameters, finds in it what it has put there."""
+    source = "def train(lr, wd, loss):\n    kept = locals()\n    (loss * float('nan')).backward()\n    return dict(kept)\n"
+    names: dict[str, Any] = {}
+    exec(source, names)  # noqa: S102  # pytest rewrites functions of this file, which then name `locals` themselves
+    loss = nn.Linear(2, 1)(torch.ones(1, 2)).mean()
+    assert names["train"](0.1, 0.2, loss).keys() == {"lr", "wd", "loss"}
+    run.look()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_what_a_hook_cannot_look_at_does_not_reach_the_user(flight_dir: Path) -> None:
+    """A gradient of an unusual kind turns the probe off, if anything, and never the backward pass of the training."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("nan")
+
+    recorder = recording(flight_dir)
+    next(recorder)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+        parts = [part.sum() for part in model(ragged).unbind()]
+        loss = torch.stack(parts).mean()
+        (Wrong.apply(loss) if number == 0 else loss).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    torchobs.shutdown()
+
+
+def test_what_is_inferred_is_said_to_be(run: Recording) -> None:
+    """A node that only the graph's structure points to is the likeliest, and the sentence says no more than that."""
+    training = build("mlp", "adamw", 0)
+    x = training.batch()
+    plant(training, "sqrt", random.Random(0), x)
+    loss = training.losses[0][1](x)
+    loss.backward()  # type: ignore[no-untyped-call]
+    with debug.nan_guard(training.optimizers["m"]):
+        training.optimizers["m"].step()
+    run.look()
+    assert run.session.context is not None
+    (origin,) = run.session.context.origins.values()
+    assert "most likely made them" in origin.sentence()
+
+
+def test_a_small_operand_of_a_large_result_is_not_computed_again() -> None:
+    """What a trace computes is bounded by its results, not by what they are made of."""
+    from torchobs.probes.nonfinite import evaluate
+
+    tall, wide = torch.ones(1 << 14, 1, requires_grad=True), torch.ones(1, 1 << 14)
+    assert evaluate._elements([tall, (wide, 3)]) == 1 << 15
+    nodes = [
+        node
+        for node in read_graph([(torch.ones(4, 1, requires_grad=True) * torch.ones(1, 4)).grad_fn])
+        if node.operator == "mul"
+    ]
+    assert evaluate.compute(nodes[0], {"self": torch.ones(4, 1), "other": torch.ones(1, 4)}).shape == (4, 4)
+    assert evaluate.compute(nodes[0], {"self": tall, "other": wide}) is None
+
+
+def test_a_model_is_known_once_however_often_it_is_watched(run: Recording) -> None:
+    """A script that calls ``watch`` in every step leaves one entry, and none of models that are gone."""
+    kept = nn.Linear(2, 2)
+    for _ in range(20):
+        torchobs.watch(nn.Linear(2, 2))
+        torchobs.watch(kept)
+    assert run.session.context is not None
+    assert [known() for known in run.session.context.watched] == [kept]
