@@ -1,0 +1,92 @@
+"""``debug.compile``: graph breaks, recompilations and guards in words."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchobs import debug
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    debug.clear()
+
+
+class Branching(nn.Module):
+    """Its forward pass asks for a value: a graph break; and counts its calls: a constant in the graph."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.layer, self.calls, self.counts = nn.Linear(4, 4), 0, counts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls += 1
+            return self.layer(x) * self.calls  # type: ignore[no-any-return]
+        if x.sum() > 0:
+            x = x + 1
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_a_model_in_one_graph() -> None:
+    """No break; guards are counted by what they check; batch norm's buffers are what they were."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    found = debug.compile(model, torch.randn(6, 4))
+    assert (found.graphs, found.full_graph, found.breaks, found.error) == (1, True, (), None)
+    assert found.operators >= 3
+    assert sum(found.guards.values()) > 0
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+def test_a_break_is_told_with_its_line_and_its_kind() -> None:
+    """And is not in torch's list of the training's own breaks."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    before = list(graph_break_reasons)
+    found = debug.compile(Branching(), torch.ones(6, 4))
+    assert (found.full_graph, found.graphs, len(found.breaks)) == (False, 2, 1)
+    assert found.breaks[0].kind == "data_dependent"
+    assert f"{__file__}:" in found.breaks[0].location
+    assert graph_break_reasons == before
+
+
+def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
+    """Each call: with the guard's expression and a remedy."""
+    found = debug.compile(Branching(counts=True), torch.ones(6, 4))
+    again = next(row for row in found.recompiles if row.call == "the same batch again")
+    assert again.guard == "value"
+    assert "calls" in again.expression
+    assert any(text.endswith(again.remedy) for text in found.anomalies)
+
+
+def test_what_was_compiled_stays_compiled() -> None:
+    """A compiled model of the program runs without a compilation after it."""
+    runs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        del example_inputs
+        runs.append(graph)
+        return graph.forward
+
+    model = Branching()
+    compiled = torch.compile(model, backend=backend)
+    compiled(torch.ones(6, 4))
+    before = len(runs)
+    debug.compile(compiled, torch.ones(6, 4))
+    compiled(torch.ones(6, 4))
+    assert len(runs) == before
+
+
+def test_what_the_model_raises_is_told() -> None:
+    """As ``error``, with its message."""
+    found = debug.compile(nn.Linear(4, 4), torch.ones(6, 5))
+    assert found.error is not None
+    assert found.anomalies[-1].startswith("the compiler raised")
+    with pytest.raises(TypeError, match="compile"):
+        debug.compile(torch.relu, torch.ones(2))

@@ -1,0 +1,295 @@
+"""``debug.context`` and ``@debug.operation`` measure a part of a program and leave it as it was."""
+
+# mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
+# a parameter may have no gradient, and here it has one; torch has no types for `backward`
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch
+
+from tests.debug.models import MODELS, step
+from tests.training import Recording, loss_of, mlp, norm_of
+from torchobs import debug
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """No hook, no mode: after every test of this file."""
+    debug.clear()
+    before = dict(torch_optimizer._global_optimizer_pre_hooks)
+    yield
+    assert dict(torch_optimizer._global_optimizer_pre_hooks) == before
+    assert _python_dispatch._get_current_dispatch_mode() is None
+    assert not torch.is_anomaly_enabled()
+
+
+def test_the_info_is_filled_at_the_end() -> None:
+    """Time, memory, the norm that the optimizer's step started from; no anomaly."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.context("train", model_name="MLP", epoch=1, batch=2) as info:
+        assert (info.execution_time, info.memory_usage, info.operation) == (None, None, "train")
+        loss_of(model).backward()
+        expected = norm_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert info.gradient_norm == pytest.approx(expected, rel=1e-6)
+    assert info.execution_time is not None
+    assert info.execution_time > 0
+    assert info.memory_usage is not None
+    assert info.memory_usage.peak >= max(info.memory_usage.before, info.memory_usage.after) > 0
+    assert (info.model_name, info.epoch, info.batch, info.gpu_memory) == ("MLP", 1, 2, None)
+    assert (info.anomaly_detected, info.anomalies, info.error) == (False, (), None)
+    assert "train" in str(info)
+    assert info.to_dict()["memory_usage"]["before"] > 0
+
+
+def test_memory_that_is_kept_is_seen() -> None:
+    """64 MiB more after than before."""
+    with debug.context("allocate") as info:
+        kept = torch.ones(16 << 20)
+    assert info.memory_usage is not None
+    assert info.memory_usage.growth >= 60 << 20
+    assert kept.numel()
+
+
+def test_without_a_step_the_model_s_gradients_count() -> None:
+    """At the end, where ``model=`` is given; none is none."""
+    model = mlp()
+    with debug.context("backward", model=model) as info:
+        loss_of(model).backward()
+    assert info.gradient_norm == pytest.approx(norm_of(model), rel=1e-6)
+    assert info.model_name == "Sequential"
+    with debug.context("nothing", model=mlp()) as info:
+        pass
+    assert info.gradient_norm is None
+
+
+def test_contexts_nest_and_count() -> None:
+    """Inner and outer one are told apart; the summary has both, and forgets them when told to."""
+    with debug.context("outer") as outer, debug.context("inner") as inner:
+        pass
+    for _ in range(2):
+        with debug.context("inner"):
+            pass
+    assert (inner.parent, outer.parent) == ("outer", None)
+    assert outer.execution_time is not None
+    assert inner.execution_time is not None
+    assert outer.execution_time >= inner.execution_time
+    found = debug.summary()
+    assert found.total_operations == 4
+    assert {row.operation: row.count for row in found.operations} == {"inner": 3, "outer": 1}
+    assert found.longest_time is not None
+    assert found.average_time is not None
+    assert found.longest_time >= found.average_time > 0
+    assert found.memory_peak > 0
+    debug.clear()
+    assert (debug.summary().total_operations, debug.summary().longest_time) == (0, None)
+
+
+def test_many_names_are_counted_as_other() -> None:
+    """A name for each step cannot fill the memory."""
+    for number in range(40):
+        with debug.context(f"step {number}"):
+            pass
+    found = debug.summary()
+    assert found.total_operations == 40
+    assert {row.operation: row.count for row in found.operations}["other"] == 24
+    assert len(found.operations) == 17
+
+
+def test_an_exception_goes_on_and_is_noted() -> None:
+    """The info is filled all the same."""
+    with pytest.raises(KeyError, match="gone"), debug.context("fails") as info:
+        raise KeyError("gone")
+    assert info.error == "KeyError"
+    assert info.execution_time is not None
+    assert debug.summary().total_operations == 1
+
+
+def test_tasks_of_an_event_loop_do_not_mix() -> None:
+    """Contexts of two tasks end in any order; each has its own parent, findings and norm."""
+
+    async def task(name: str, *, bad: bool, first: asyncio.Event, then: asyncio.Event) -> Any:
+        with debug.context(name, anomaly="warn") as outer:
+            first.set()
+            await then.wait()
+            with debug.context(f"{name} inner") as inner:
+                torch.tensor([-1.0 if bad else 1.0]).sqrt()
+            await asyncio.sleep(0)
+        return outer, inner
+
+    async def program() -> Any:
+        one, two = asyncio.Event(), asyncio.Event()
+        bad = task("bad", bad=True, first=one, then=two)
+        return await asyncio.gather(bad, task("good", bad=False, first=two, then=one))
+
+    (bad, bad_inner), (good, good_inner) = asyncio.run(program())
+    assert (bad_inner.parent, good_inner.parent) == ("bad", "good")
+    assert (bad.anomaly_detected, good.anomaly_detected) == (True, False)
+
+
+def test_threads_do_not_mix() -> None:
+    """A thread's context has no parent in another."""
+    found: list[Any] = []
+
+    def work() -> None:
+        with debug.context("thread", anomaly="warn") as info:
+            found.append(info)
+
+    with debug.context("main", anomaly="warn") as main:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        torch.zeros(1).log()
+    assert found[0].parent is None
+    assert (found[0].anomaly_detected, main.anomaly_detected) == (False, True)
+
+
+@debug.operation("named", model_name="M")
+def decorated(x: int) -> int:
+    """Double it."""
+    return 2 * x
+
+
+@debug.operation()
+async def coroutine(x: int) -> int:
+    """Double it, later."""
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+def test_functions_are_decorated() -> None:
+    """They keep name and result, and are counted at each call."""
+    assert [decorated(1), decorated(2), asyncio.run(coroutine(3))] == [2, 4, 6]
+    assert (decorated.__name__, decorated.__doc__) == ("decorated", "Double it.")
+    assert {row.operation: row.count for row in debug.summary().operations} == {"named": 2, "coroutine": 1}
+    with pytest.raises(TypeError, match=r"is a generator: use debug\.context"):
+        debug.operation("g")(lambda: (yield))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"), [({"anomaly": "loud"}, ValueError), ({"operation": 3}, TypeError), ({"model": 3}, TypeError)]
+)
+def test_wrong_arguments_are_told_at_once(arguments: dict[str, Any], error: type[Exception]) -> None:
+    """Before the block runs."""
+    with pytest.raises(error):
+        debug.context(**{"operation": "x", **arguments})
+
+
+# -- anomalies -----------------------------------------------------------------------------------------------------------------
+
+
+def test_raise_is_torch_s_anomaly_mode() -> None:
+    """It raises at the backward function that returns NaN, and the info says so."""
+    x = torch.tensor([0.0], requires_grad=True)
+    y = x.sqrt()
+    with pytest.raises(RuntimeError, match="SqrtBackward0"), debug.context("step", anomaly="raise") as info:
+        (y * 0).sum().backward()
+    assert (info.anomaly_detected, info.error) == (True, "RuntimeError")
+    assert "SqrtBackward0" in info.anomalies[0]
+    assert debug.summary().anomalies == 1
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_the_user_s_own_anomaly_mode_is_restored(check_nan: bool) -> None:  # noqa: FBT001
+    """It is not switched off, whichever of the three is used."""
+    with torch.autograd.set_detect_anomaly(mode=True, check_nan=check_nan):
+        modes: list[Any] = ["off", "warn", "raise"]
+        for anomaly in modes:
+            with debug.context("step", anomaly=anomaly):
+                assert torch.is_anomaly_check_nan_enabled() == (check_nan or anomaly == "raise")
+            assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, check_nan)
+
+
+def test_warn_names_the_forward_operator_and_goes_on() -> None:
+    """The first one whose inputs were fine, with the line; what follows from it is no finding."""
+    with debug.context("forward", anomaly="warn") as info:
+        x = torch.tensor([1.0, -1.0])
+        y = (torch.log(x) * 2 + 1).sum()
+    assert y.isnan()
+    (text,) = info.anomalies
+    assert text.startswith("1 NaN from log at ")
+    assert f"{Path(__file__).name}:" in text
+
+
+def test_warn_names_the_backward_operator_by_its_node_and_the_forward_line() -> None:
+    """The square root of 0 has a fine value and an infinite gradient."""
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    with debug.context("step", anomaly="warn") as info:
+        y = x.sqrt()
+        line = y.grad_fn
+        y.sum().backward()
+    assert line is not None
+    (text,) = info.anomalies
+    assert text.startswith("1 Inf from div in the backward of SqrtBackward0 at ")
+    here = Path(__file__).read_text().splitlines()
+    assert here[int(text.rpartition(":")[2]) - 1].strip() == "y = x.sqrt()"
+
+
+def test_masks_and_unwritten_memory_are_no_anomalies() -> None:
+    """-inf as a constant, and what ``empty`` returns."""
+    with debug.context("masks", anomaly="warn") as info:
+        scores = torch.randn(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+        scores = scores + torch.full((4, 4), float("-inf")).triu(1)
+        scores.softmax(-1).sum()
+        torch.empty(1000).fill_(1.0).sum()
+        torch.empty(10).new_empty(1000).normal_()
+        query = torch.randn(1, 2, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert info.anomalies == ()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_healthy_models_have_no_anomaly_and_train_bit_identically(name: str) -> None:
+    """Whatever is looked for."""
+    results = {}
+    modes: list[Any] = [None, "off", "warn", "raise"]
+    for anomaly in modes:
+        make, batch = MODELS[name]
+        torch.manual_seed(1)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(3):
+            torch.manual_seed(number)
+            if anomaly is None:
+                step(model, optimizer, batch())
+            else:
+                with debug.context("step", anomaly=anomaly) as info:
+                    step(model, optimizer, batch())
+                assert info.anomalies == ()
+        results[anomaly] = [parameter.detach().clone() for parameter in model.parameters()]
+    for anomaly in ("off", "warn", "raise"):
+        assert all(map(torch.equal, results[None], results[anomaly]))
+
+
+def test_a_session_counts_operations_and_records_anomalies(run: Recording) -> None:
+    """As metrics by operation, and as events."""
+    for _ in range(3):
+        with debug.context("step", anomaly="warn", epoch=4):
+            torch.zeros(1).log()
+    with debug.context("rest"):
+        pass
+    values = run.look()
+    assert (values["torchobs.debug.operations", "step"], values["torchobs.debug.operations", "rest"]) == (3, 1)
+    assert values["torchobs.debug.operation.anomalies", "step"] == 3
+    assert values["torchobs.debug.operation.time", "step"] >= values["torchobs.debug.operation.longest", "step"] > 0
+    assert values["torchobs.debug.operation.memory", "rest", "host"] > 0
+    attributes = run.frames("torchobs.debug.finding")[0]["attrs"]
+    assert (attributes["kind"], attributes["name"], attributes["epoch"]) == ("anomaly", "step", 4)
+    assert "1 Inf from log" in attributes["message"]
+
+
+def test_compiled_functions_run_eagerly_under_warn() -> None:
+    """Their operators are seen."""
+    function = torch.compile(lambda x: x.log() * 2, backend="eager")
+    with debug.context("compiled", anomaly="warn") as info:
+        function(torch.tensor([-1.0]))
+    assert "NaN from log" in info.anomalies[0]

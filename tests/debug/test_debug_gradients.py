@@ -1,0 +1,179 @@
+"""``debug.check_gradients`` finds what is wrong with gradients and says of which parameter."""
+
+# mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
+# a parameter may have no gradient, and here it has one; torch has no types for `backward`
+
+import logging
+from collections.abc import Callable
+from math import inf, isnan, nan
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import Recording, batch, loss_of, mlp, norm_of
+from torchobs import debug
+from torchobs.debug import findings
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    debug.clear()
+
+
+def test_norms_and_counts_are_those_of_the_gradients() -> None:
+    """Total and by parameter, and a healthy model has no anomaly."""
+    model = mlp()
+    loss = loss_of(model)
+    loss.backward()
+    found = debug.check_gradients(model, loss)
+    assert found.total_norm == pytest.approx(norm_of(model), rel=1e-9)
+    assert found.loss == pytest.approx(loss.item())
+    assert [row.norm for row in found.parameters] == pytest.approx([p.grad.norm().item() for p in model.parameters()])
+    assert (found.anomalies, found.missing, found.loss_scale) == ((), (), 1.0)
+    assert found.exploding(1e-3) == tuple(name for name, _ in model.named_parameters())
+    assert found.vanishing(1e3) == found.exploding(1e-3)
+    assert found.exploding() == found.vanishing() == ()
+
+
+def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCaptureFixture) -> None:
+    """NaN, explosion, tiny and zero gradients, a parameter without one; each is logged with fields, once."""
+    model = mlp()
+    loss_of(model).backward()
+    weight, bias, last, end = model.parameters()
+    weight.grad[0, 0], weight.grad[0, 1] = nan, inf
+    bias.grad.fill_(100.0)
+    last.grad.fill_(1e-9)
+    end.grad = None
+    with caplog.at_level(logging.WARNING, findings.LOGGER):
+        found = debug.check_gradients(model, float("nan"))
+        again = debug.check_gradients(model, float("nan"))
+    assert (
+        found.anomalies
+        == again.anomalies
+        == (
+            "the loss is nan",
+            "0.weight: 1 NaN and 1 Inf in a gradient of 128 elements",
+            "0.bias: the gradient's norm 400 is above 10 (exploding)",
+            "2.weight: the gradient's norm 4e-09 is below 1e-06 (vanishing)",
+        )
+    )
+    assert (found.missing, found.exploding(), found.vanishing()) == (("2.bias",), ("0.weight", "0.bias"), ("2.weight",))
+    assert isnan(found.total_norm)
+    logged = [(record.torchobs_kind, record.torchobs_subject) for record in caplog.records]  # type: ignore[attr-defined]
+    assert logged == [
+        ("nonfinite_loss", "loss"), ("nonfinite_gradient", "0.weight"), ("gradient_explosion", "0.bias"),
+        ("gradient_vanishing", "2.weight"),
+    ]  # fmt: skip
+
+
+def test_without_any_gradient_it_asks_for_backward() -> None:
+    """Called too late or too early."""
+    found = debug.check_gradients(mlp())
+    assert found.anomalies == ("no parameter of Sequential has a gradient: was backward() called, and not yet zero_grad()?",)
+    assert isnan(found.total_norm)
+    assert debug.check_gradients(torch.nn.Module()).anomalies == ()
+
+
+def test_an_exact_zero_is_named_so() -> None:
+    """Dead units before a layer."""
+    model = mlp()
+    loss_of(model).backward()
+    model[2].weight.grad.zero_()
+    assert debug.check_gradients(model).anomalies == ("2.weight: the gradient is exactly zero (vanishing)",)
+
+
+def scaled(*, fused: bool) -> tuple[Any, Any, Any]:
+    """A model, an optimizer that changes nothing, a scaler."""
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.0, fused=fused), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scale_is_divided_out(session: bool, fused: bool, request: pytest.FixtureRequest) -> None:  # noqa: FBT001
+    """Scaled gradients are not exploding ones, before and after ``unscale_``, by the argument or as the session knows."""
+    model, optimizer, scaler = scaled(fused=fused)
+    if session:
+        request.getfixturevalue("run")
+    for seed in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, seed)).backward()
+        reference = norm_of(model) / 2.0**20
+        found = debug.check_gradients(model, scaler=None if session else scaler)
+        assert (found.loss_scale, found.total_norm) == (2.0**20, pytest.approx(reference, rel=1e-6))
+        assert found.anomalies == ()
+        if not fused:
+            scaler.unscale_(optimizer)
+            found = debug.check_gradients(model, scaler=None if session else scaler)
+            assert (found.loss_scale, found.total_norm) == (1.0, pytest.approx(reference, rel=1e-6))
+        scaler.step(optimizer)
+        scaler.update()
+    assert debug.check_gradients(model, scaler=torch.amp.GradScaler("cpu", enabled=False)).loss_scale == 1.0
+
+
+def test_findings_are_events_in_the_flight_file(run: Recording) -> None:
+    """With kind, name and sentence, and the count of those left out."""
+    model = mlp()
+    loss_of(model).backward()
+    model[0].weight.grad[0, 0] = nan
+    debug.check_gradients(model)
+    (event,) = run.frames("torchobs.debug.finding")
+    attributes = event["attrs"]
+    assert (attributes["function"], attributes["kind"], attributes["name"]) == (
+        "check_gradients",
+        "nonfinite_gradient",
+        "0.weight",
+    )
+    assert "1 NaN" in attributes["message"]
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), "high", [1.0]])
+def test_a_loss_of_many_numbers_is_refused(loss: Any) -> None:
+    """It says what to do."""
+    with pytest.raises(TypeError, match=r"check_gradients\(\) takes a loss of one number, not .*: reduce it, or leave it out"):
+        debug.check_gradients(mlp(), loss)
+
+
+@pytest.mark.parametrize("call", [lambda check: check.exploding(0.0), lambda check: check.vanishing(nan)])
+def test_a_threshold_is_positive(call: Callable[[Any], object]) -> None:
+    """Anything else would say nothing, or everything."""
+    with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
+        call(debug.check_gradients(mlp()))
+
+
+def test_a_flood_is_logged_and_recorded_in_part(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a hundred sick parameters eight are logged and recorded; the result has them all."""
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(50)])
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, nan)
+    assert len(debug.check_gradients(model).anomalies) == 100
+    assert len(caplog.records) == len(run.frames("torchobs.debug.finding")) == findings.FLOOD
+
+
+def test_sparse_gradients_are_added_up() -> None:
+    """An embedding's rows that occur twice in a batch."""
+    model = torch.nn.Embedding(10, 2, sparse=True)
+    model(torch.tensor([1, 1, 2])).sum().backward()
+    assert debug.check_gradients(model).total_norm == pytest.approx((2 * 4 + 2 * 1) ** 0.5)
+
+
+def test_training_is_the_same_with_checks(flight_dir: Any) -> None:
+    """Bit for bit, twice in a row."""
+    del flight_dir
+
+    def train(*, checked: bool) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for seed in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model, seed)
+            loss.backward()
+            if checked:
+                debug.check_gradients(model, loss)
+                debug.analyze_tensor(batch(seed)[0], "batch")
+                debug.analyze_parameters(model)
+            optimizer.step()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, train(checked=False), train(checked=True)))

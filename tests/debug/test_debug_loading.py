@@ -1,0 +1,122 @@
+"""``debug.dataloader``: what a loader gives, how its workers share the work, what is wrong with its batches and splits."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
+
+from torchobs import debug
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    debug.clear()
+
+
+def samples(classes: list[int]) -> TensorDataset:
+    """One row of three numbers for each label."""
+    return TensorDataset(torch.randn(len(classes), 3), torch.tensor(classes))
+
+
+class Slow(Dataset[torch.Tensor]):
+    """The second worker takes long for a sample."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = torch.utils.data.get_worker_info()
+        time.sleep(0.1 if info is not None and info.id == 1 else 0.0)
+        return torch.tensor([float(index)])
+
+
+class Unsplit(IterableDataset[torch.Tensor]):
+    """Every worker reads everything."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(40.0).unsqueeze(1)
+
+
+def test_what_is_in_the_batches() -> None:
+    """Sizes, shapes (the last batch is smaller), classes, throughput."""
+    loader = DataLoader(samples([0, 0, 0, 1] * 25 + [1, 1]), batch_size=10)
+    found = debug.dataloader(loader)
+    assert (found.dataset, found.dataset_size, found.batch_size, found.workers) == ("TensorDataset", 102, 10, 0)
+    assert (found.batches, found.samples, found.classes, found.anomalies) == (11, 102, {"0": 75, "1": 27}, ())
+    assert [(part.name, part.dtype, part.shapes) for part in found.parts] == [
+        ("batch[0]", "float32", ("10x3", "2x3")), ("batch[1]", "int64", ("10", "2")),
+    ]  # fmt: skip
+    assert found.throughput > 0
+    assert found.first_batch > 0
+
+
+def test_training_s_order_is_not_changed() -> None:
+    """A shuffled loader gives the same batches after it as without it, and an epoch in progress goes on."""
+
+    def epochs(*, looked: bool) -> list[Any]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4)
+        loaders = [DataLoader(samples([0] * 8), batch_size=2, shuffle=True, generator=g) for g in (generator, None)]
+        orders: list[Any] = []
+        for loader in loaders:
+            iterator = iter(loader)
+            orders.append(next(iterator)[0].tolist())
+            if looked:
+                debug.dataloader(loader, batches=2)
+            orders += [[batch[0].tolist() for batch in iterator], [batch[0].tolist() for batch in loader]]
+        return orders
+
+    assert epochs(looked=True) == epochs(looked=False)
+
+
+def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
+    """By how long the main process waited for its batches."""
+    before = set(torch.multiprocessing.active_children())
+    found = debug.dataloader(DataLoader(Slow(), batch_size=2, num_workers=2), batches=10)
+    assert [load.worker for load in found.worker_loads] == [0, 1]
+    assert any(text.startswith("worker 1 is waited for") for text in found.anomalies)
+    assert not any(text.startswith("worker 0") for text in found.anomalies)
+    assert set(torch.multiprocessing.active_children()) <= before
+
+
+def test_workers_that_give_the_same_data() -> None:
+    """The usual mistake with an iterable data set; one worker is none."""
+    (text,) = debug.dataloader(DataLoader(Unsplit(), batch_size=4, num_workers=2), batches=4).anomalies
+    assert text.startswith("all 2 workers begin with the same batch")
+    assert debug.dataloader(DataLoader(Unsplit(), batch_size=4), batches=4).anomalies == ()
+
+
+def test_bad_batches() -> None:
+    """NaN in the inputs, a class that is rare, one class only, no batch."""
+    data = samples([0] * 190 + [1] * 10)
+    data.tensors[0][3, 1] = float("nan")
+    found = debug.dataloader(DataLoader(data, batch_size=100))
+    assert found.anomalies == ("batch[0] has NaN or Inf", "class 0 is 19 times as frequent as class 1")
+    assert found.imbalance == 19.0
+    sorted_data = DataLoader(samples([0] * 120 + [1] * 120), batch_size=20)
+    assert debug.dataloader(sorted_data, batches=6).anomalies[0].startswith("all 120 labels seen are 0")
+    assert debug.dataloader([]).anomalies == ("the loader gives no batch",)
+
+
+def test_splits() -> None:
+    """Sizes and shares; an overlap is counted; those of ``random_split`` have none."""
+    data = samples([0, 1] * 50)
+    train, validation = random_split(data, [0.8, 0.2])
+    loader = DataLoader(train, batch_size=10)
+    found = debug.dataloader(loader, splits={"train": loader, "validation": validation})
+    assert [(row.name, row.samples, row.share) for row in found.splits] == [("train", 80, 0.8), ("validation", 20, 0.2)]
+    assert found.anomalies == ()
+    leaking = Subset(data, list(train.indices[:3]))
+    found = debug.dataloader(loader, splits={"train": loader, "test": leaking})
+    assert found.anomalies == ("3 samples of train are in test, too",)
+
+
+def test_arguments() -> None:
+    """The errors say what to give."""
+    with pytest.raises(TypeError, match="iterable of batches"):
+        debug.dataloader(3)
+    with pytest.raises(ValueError, match="at least one"):
+        debug.dataloader([], batches=0)

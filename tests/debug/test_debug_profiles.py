@@ -1,0 +1,128 @@
+"""``debug.profile``, ``profiling_context`` and ``performance``: tables of real profiles, trace files, slow operations."""
+
+# mypy: disable-error-code="no-untyped-call, attr-defined, operator"
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchobs import debug
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    debug.clear()
+
+
+def test_steps_of_a_function(tmp_path: Path) -> None:
+    """Called as often as asked; of each operator its calls in the active steps, shapes and FLOPs; both trace files."""
+    layer, batch, calls = nn.Linear(16, 32), torch.randn(8, 16), 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        layer(batch).sum().item()
+
+    trace = tmp_path / "trace.json.gz"
+    found = debug.profile(step, wait=1, warmup=1, active=4, batch_size=8, trace=trace, tensorboard=tmp_path / "logs")
+    assert (calls, found.steps) == (6, 4)
+    product = next(row for row in found.operators if row.name == "aten::addmm")
+    assert (product.calls, product.flops) == (4, 4 * 2 * 8 * 16 * 32)
+    assert found.flops == product.flops
+    assert "8x16" in product.shapes
+    assert product.cpu_memory > 0
+    assert found.time_per_sample == pytest.approx(found.time / 4 / 8)
+    assert {row.name: row.calls for row in found.synchronizations} == {"aten::_local_scalar_dense": 4}
+    assert 0 < sum(row.share for row in found.operators) <= 1.001
+    assert [row.name for row in found.operators] == [
+        row.name for row in sorted(found.operators, key=lambda row: -row.cpu_time)
+    ]  # fmt: skip
+    assert "aten::addmm" in gzip.decompress(trace.read_bytes()).decode()
+    (board,) = (tmp_path / "logs").glob("*.pt.trace.json")
+    assert json.loads(board.read_text())["traceEvents"]
+    assert "aten::addmm" in str(found)
+
+
+def test_a_loop_of_ones_own() -> None:
+    """All batches pass; the profile is there once its steps are, and the profiler is gone then."""
+    layer, seen = nn.Linear(4, 4), []
+    loop = debug.profile([torch.randn(3, 4) for _ in range(8)], wait=2, warmup=1, active=2, shapes=False)
+    for batch in loop:
+        seen.append(torch.autograd._profiler_enabled())
+        layer(batch)
+    assert seen == [False, False, False, True, True, False, False, False]
+    assert loop.result.steps == 2
+    assert next(row.calls for row in loop.result.operators if row.name == "aten::addmm") == 2
+
+
+def test_a_loop_that_ends_early() -> None:
+    """By its end or by a break: what was recorded is told, and the profiler is gone."""
+    layer = nn.Linear(4, 4)
+    loop = debug.profile([torch.randn(3, 4)] * 4, wait=1, warmup=1, active=10)
+    for batch in loop:
+        layer(batch)
+    assert loop.result.steps == 2
+    loop = debug.profile([torch.randn(3, 4)] * 4, wait=0, warmup=2, active=10)
+    for batch in loop:
+        layer(batch)
+        break
+    assert loop.result.steps is None
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_block_with_stacks() -> None:
+    """The lines that cost; an exception goes on and the profile is filled all the same; only one profiler at a time."""
+    with debug.profiling_context("matmul", stacks=True) as found:
+        torch.randn(64, 64) @ torch.randn(64, 64)
+    assert (found.name, found.steps) == ("matmul", 1)
+    assert any(Path(__file__).name in row.location for row in found.lines)
+    with pytest.raises(KeyError), debug.profiling_context("broken") as found:  # noqa: PT012  # it is entered, then raises
+        torch.ones(3).sum()
+        raise KeyError
+    assert "aten::sum" in {row.name for row in found.operators}
+    with debug.profiling_context("outer"), pytest.raises(RuntimeError, match="another profiler"):
+        debug.profile(lambda: None)
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_slow_operations() -> None:
+    """Told, counted, by sample; also as a decorator."""
+    with debug.performance("sleep", slow_s=0.01, samples=10) as slow:
+        time.sleep(0.02)
+    assert slow.slow
+    assert slow.time is not None
+    assert slow.time >= 0.02
+    assert slow.time_per_sample == pytest.approx(slow.time / 10)
+
+    @debug.performance("nothing")
+    def nothing() -> int:
+        return 3
+
+    assert nothing() == nothing() == 3
+    with pytest.raises(KeyError), debug.performance("broken") as broken:  # it is entered, then raises
+        raise KeyError
+    assert broken.error == "KeyError"
+    summary = debug.summary()
+    assert {row.operation: (row.count, row.anomalies) for row in summary.operations} == {
+        "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0),
+    }  # fmt: skip
+    assert summary.recent_anomalies[0].startswith("sleep: sleep took")
+
+
+def test_arguments(tmp_path: Path) -> None:
+    """The errors say what to give."""
+    with pytest.raises(TypeError, match="function that takes one step"):
+        debug.profile(3)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="active"):
+        debug.profile(lambda: None, active=0)
+    with pytest.raises(ValueError, match="no directory"):
+        debug.profile(lambda: None, trace=tmp_path / "absent" / "x.json")
+    with pytest.raises(ValueError, match=r"\.json"):
+        debug.profile(lambda: None, trace=tmp_path / "x.txt")
+    with pytest.raises(ValueError, match="slow_s"), debug.performance("x", slow_s=0):
+        pass

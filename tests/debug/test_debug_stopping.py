@@ -1,0 +1,89 @@
+"""``debug.early_stopping`` and ``debug.validation``: decisions, metrics, modes, and what the flight file has of them."""
+
+# mypy: disable-error-code="no-untyped-call, index, possibly-undefined"
+
+from math import nan
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training import Recording
+from torchobs import debug
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    debug.clear()
+
+
+def test_it_stops_when_patience_is_over() -> None:
+    """The best value stays known; callbacks are called for improvements, and once for the stop."""
+    better, stops = list[Any](), list[Any]()
+    stopper = debug.early_stopping("val_loss", patience=2, min_delta=0.1, on_improvement=better.append, on_stop=stops.append)
+    decisions = [stopper(value) for value in (1.0, 0.5, torch.tensor(0.45), 0.6, 0.7)]
+    assert [(d.improved, d.patience_left, d.stop) for d in decisions] == [
+        (True, 2, False), (True, 2, False), (False, 1, False), (False, 0, True), (False, 0, True),
+    ]  # fmt: skip
+    assert (decisions[-1].best, decisions[-1].best_check) == (0.5, 2)
+    assert [one.value for one in better] == [1.0, 0.5]
+    assert stops == [decisions[3]]
+    assert "has not improved in 2 checks since its best, 0.5" in decisions[3].reason
+
+
+def test_what_rises_what_is_reached_and_what_is_not_finite() -> None:
+    """An accuracy is to rise; NaN stops at once; a checkpoint goes on with the same patience."""
+    stopper = debug.early_stopping("accuracy", patience=3, stop_at=0.99)
+    assert stopper({"accuracy": 0.5, "loss": 3.0}).improved
+    assert not stopper(0.4).improved
+    other = debug.early_stopping("accuracy", patience=3)
+    other.load_state_dict(stopper.state_dict())
+    assert other(0.45).patience_left == 1
+    assert stopper(0.995)
+    assert bool(debug.early_stopping("loss")(nan))
+    with pytest.raises(KeyError, match="accuracy"):
+        stopper({"loss": 1.0})
+    with pytest.raises(ValueError, match="patience"):
+        debug.early_stopping("loss", patience=0)
+    with pytest.raises(ValueError, match="mode"):
+        debug.early_stopping("loss", mode="down")  # type: ignore[arg-type]
+
+
+def test_a_validation() -> None:
+    """Means over samples; modes of modules restored one by one; gradients off inside; the stopper is asked."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    stopper = debug.early_stopping("loss", patience=1)
+    with debug.validation(model, stopper=stopper) as found:
+        assert not model.training
+        for samples, loss in ((3, 1.0), (1, 5.0)):
+            output = model(torch.ones(samples, 2))
+            found.add(samples, loss=torch.tensor(loss))
+        assert not output.requires_grad
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    assert (found.samples, found.batches, found.metrics, found.anomalies) == (4, 2, {"loss": 2.0}, ())
+    assert stopper.last is not None
+    assert stopper.last.value == 2.0
+    with pytest.raises(ZeroDivisionError), debug.validation(model) as broken:  # it is entered, then raises
+        1 / 0  # noqa: B018
+    assert (broken.error, model.training) == ("ZeroDivisionError", True)
+    with debug.validation(name="test") as empty:
+        pass
+    assert empty.anomalies[0].startswith("no batch")
+
+
+def test_decisions_and_validations_are_events(run: Recording) -> None:
+    """With the value, the patience left, the samples and the metrics; the stop is a finding, too."""
+    stopper = debug.early_stopping("loss", patience=1)
+    for loss in (1.0, 2.0):
+        with debug.validation(stopper=stopper) as found:
+            found.add(5, loss=loss)
+    decisions = [event["attrs"] for event in run.frames("torchobs.debug.early_stopping")]
+    assert [(one["value"], one["best"], one["patience_left"], one["stop"]) for one in decisions] == [
+        (1.0, 1.0, 1, False), (2.0, 1.0, 0, True),
+    ]  # fmt: skip
+    validations = [event["attrs"] for event in run.frames("torchobs.debug.validation")]
+    assert [(one["samples"], one["batches"], one["loss"]) for one in validations] == [(5, 1, 1.0), (5, 1, 2.0)]
+    (stop,) = run.frames("torchobs.debug.finding")
+    assert stop["attrs"]["kind"] == "early_stop"

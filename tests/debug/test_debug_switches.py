@@ -1,0 +1,193 @@
+"""``debug.enable``: each switch looks at a real training at its frequency, changes nothing of it, and leaves nothing behind."""
+
+# mypy: disable-error-code="no-untyped-call, attr-defined, union-attr, operator"
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from tests.training import Recording
+from torchobs import debug
+from torchobs.debug.presets import PRESETS, SWITCHES
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    debug.clear()
+    yield
+    debug.disable()
+
+
+def state() -> list[Any]:
+    """What switches could leave behind."""
+    return [
+        torch.autograd.backward, _BaseDataLoaderIter.__next__, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(),
+        len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks),
+        torch.autograd._profiler_enabled(),
+    ]  # fmt: skip
+
+
+def hooks(model: nn.Module) -> int:
+    """How many forward hooks its modules have."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+class Training:
+    """A small training whose every batch comes from a loader."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(2, (64,))), batch_size=4, shuffle=True)
+
+    def run(self, steps: int, *, scale: float = 1.0) -> None:
+        for _, (x, y) in zip(range(steps), self.loader, strict=False):
+            self.optimizer.zero_grad()
+            (nn.functional.cross_entropy(self.model(x), y) * scale).backward()
+            self.optimizer.step()
+
+
+def looks() -> dict[str, int]:
+    """How often each switch that is on has looked."""
+    return {row.name: row.looks for row in debug.status().switches if row.on}
+
+
+def last(name: str) -> str:
+    """What a switch saw last."""
+    return next(row.last for row in debug.status().switches if row.name == name)
+
+
+def test_all_switches_look_and_change_nothing(tmp_path: Path) -> None:
+    """Weights to the bit those of a plain training; each saw something at its frequency; all is put back."""
+    before, plain = state(), Training()
+    plain.run(12)
+    watched = Training()
+    debug.enable("full", gradients_every=4, memory_every=3, performance_every=5, profile_every=6, trace_dir=tmp_path)
+    watched.run(12)
+    watched.model.eval()
+    watched.model(torch.zeros(7, 4))
+    watched.model.train()
+    found = debug.status()
+    debug.disable("validation")
+    assert all(map(torch.equal, plain.model.state_dict().values(), watched.model.state_dict().values()))
+    assert (found.enabled, found.steps, found.model) == (SWITCHES, 12, "Sequential")
+    assert looks() == {
+        "autograd_anomaly": 0, "autograd_profiler": 2, "tensorboard_traces": 2, "memory_usage": 4, "gradient_norms": 3,
+        "forward_pass": 3, "backward_pass": 3, "device_placement": 3, "mixed_precision": 3, "data_loading": 3,
+        "early_stopping": 3, "lr_scheduling": 3,
+    }  # fmt: skip
+    assert [row.name for row in found.switches if row.error or (not row.last and row.name != "validation")] == []
+    assert last("forward_pass") == "6 tensors, 0 not finite"  # the input, four layers, the output
+    assert "autocast off, output float32" in last("mixed_precision")
+    assert "lr 0.01" in last("lr_scheduling")
+    assert len(list(tmp_path.glob("*.pt.trace.json"))) == 2
+    assert debug.disable().enabled == ()
+    assert state() == before
+    assert hooks(watched.model) == 0
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_each_alone_is_undone(name: str, tmp_path: Path) -> None:
+    """Also a switch that is removed before its first step, and while others stay."""
+    before, training = state(), Training()
+    assert debug.enable([name], model=training.model, trace_dir=tmp_path).enabled == (name,)
+    training.run(2)
+    debug.enable("lr_scheduling")
+    debug.disable([name])
+    assert debug.status().enabled == (() if name == "lr_scheduling" else ("lr_scheduling",))
+    debug.disable()
+    debug.enable(name, model=training.model)
+    debug.disable()
+    assert state() == before
+    assert hooks(training.model) == 0
+
+
+def test_what_the_user_has_set_is_restored() -> None:
+    """Torch's anomaly mode was on, without the check for NaN."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        debug.enable("anomaly_detection")
+        assert torch.is_anomaly_check_nan_enabled()
+        debug.disable()
+        assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, False)
+
+
+def test_what_is_wrong_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Explosion, NaN in a weight, a learning rate that jumps, weights in float16: by the switches named for them."""
+    training = Training()
+    debug.enable(["gradient_norms", "forward_pass", "lr_scheduling", "backward_pass"], gradients_every=1, performance_every=1)
+    training.run(1)
+    training.optimizer.param_groups[0]["lr"] = 1.0
+    training.run(1, scale=1e5)
+    with torch.no_grad():
+        training.model[0].weight[0, 0] = float("nan")
+    training.run(1)
+    kinds = {record.torchobs_kind for record in caplog.records}
+    assert {"gradient_explosion", "learning_rate", "nonfinite_activation", "nonfinite_gradient", "nonfinite_loss"} <= kinds
+
+
+def test_validation_and_the_plateau_are_told() -> None:
+    """Forward passes in eval mode are counted until training goes on; a loss that stays costs patience."""
+    training = Training()
+    debug.enable(["validation", "early_stopping"], performance_every=1)
+    training.run(1)
+    training.model.eval()
+    with torch.no_grad():
+        training.model(torch.zeros(7, 4))
+        training.model(torch.zeros(5, 4))
+    training.model.train()
+    training.run(1)
+    assert last("validation").startswith("12 samples")
+    assert "patience left" in last("early_stopping")
+
+
+def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Training goes on, the switch is off and says so."""
+    (tmp_path / "file").write_text("")
+    training = Training()
+    debug.enable("tensorboard_traces", trace_dir=tmp_path / "file", profile_every=1)
+    training.run(3)
+    row = next(row for row in debug.status().switches if row.name == "tensorboard_traces")
+    assert row.error is not None
+    assert sum("tensorboard_traces is off" in record.message for record in caplog.records) == 1
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_presets_and_arguments() -> None:
+    """Modes and levels are sets of the thirteen; `none` switches off; a wrong name is an error that lists them."""
+    assert len(SWITCHES) == 13
+    assert set(PRESETS["basic"]) < set(PRESETS["intermediate"]) < set(PRESETS["advanced"]) < set(PRESETS["extreme"])
+    assert PRESETS["expert"] == PRESETS["extreme"] == PRESETS["full"] == SWITCHES
+    debug.enable(["memory_profiling", "lr_scheduling"])
+    assert debug.status().enabled == ("memory_usage", "lr_scheduling")
+    assert debug.enable("none").enabled == ()
+    with pytest.raises(ValueError, match="gradient_norms"):
+        debug.enable(["gradients"])
+    with pytest.raises(ValueError, match="1 or more"):
+        debug.enable("basic", gradients_every=0)
+    with pytest.raises(TypeError, match="enable"):
+        debug.enable("basic", model=3)
+    with pytest.raises(TypeError, match="names"):
+        debug.enable(3)
+    assert debug.status().enabled == ()
+
+
+def test_with_a_session(run: Recording, tmp_path: Path) -> None:
+    """Its probes and the switches share torch's hooks: steps are counted once, and both leave."""
+    training = Training()
+    debug.enable("full", gradients_every=1, memory_every=1, performance_every=1, profile_every=4, trace_dir=tmp_path)
+    training.run(5)
+    found = debug.status()
+    debug.disable()
+    training.run(1)
+    assert [row.name for row in found.switches if row.error] == []
+    assert found.steps == 5
+    assert run.errors() == []
+    assert len(run.frames("torchobs.debug.early_stopping")) == 5

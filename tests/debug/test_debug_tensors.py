@@ -1,0 +1,187 @@
+"""``debug.analyze_tensor`` and ``analyze_parameters`` say of every kind of tensor what is in it."""
+
+# mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
+# a parameter may have no gradient, and here it has one; torch has no types for `backward`
+
+import json
+import warnings
+from collections.abc import Callable
+from math import isnan, nan
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.training import mlp
+from torchobs import debug
+from torchobs.debug import statistics
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    """Two matrices of unequal length."""
+    parts = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, nan]])]
+    return torch.nested.nested_tensor(parts, layout=layout)
+
+
+FLOATS = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
+QUANTISED = FLOATS.reshape(-1)
+ODD: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "float8": (lambda: FLOATS.to(torch.float8_e4m3fn), {"dtype": "float8_e4m3fn", "mean": 0.75, "size_bytes": 4}),
+    "float8 without zero": (lambda: torch.ones(4).to(torch.float8_e8m0fnu), {"mean": 1.0, "counted": 4}),
+    "bfloat16": (FLOATS.bfloat16, {"mean": 0.75, "min": -2.0, "max": 4.0, "zero_count": 1}),
+    "complex": (
+        lambda: torch.tensor([3 + 4j, complex(nan, 1)]),
+        {"mean": 5.0, "nan_count": 1, "values": "magnitudes of elements"},
+    ),
+    "NaN beside Inf": (lambda: torch.tensor([complex(float("inf"), nan)]), {"nan_count": 1, "inf_count": 0}),
+    "half complex": (lambda: torch.tensor([3 + 4j], dtype=torch.complex32), {"mean": 5.0, "size_bytes": 4}),
+    "conjugate": (lambda: torch.tensor([3 + 4j]).conj(), {"mean": 5.0}),
+    "sparse": (
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (1000,), check_invariants=True),
+        {"numel": 1000, "counted": 1, "mean": 3.0, "values": "stored elements", "layout": "sparse_coo", "size_bytes": 24},
+    ),
+    "CSR": (FLOATS.to_sparse_csr, {"numel": 4, "counted": 3, "mean": 1.0, "layout": "sparse_csr", "zero_count": 0}),
+    "CSC": (FLOATS.to_sparse_csc, {"counted": 3, "mean": 1.0, "layout": "sparse_csc"}),
+    "BSR": (lambda: FLOATS.to_sparse_bsr((1, 1)), {"counted": 3, "mean": 1.0, "layout": "sparse_bsr"}),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(QUANTISED, 0.5, 0, torch.qint8),
+        {"dtype": "qint8", "mean": 0.75, "size_bytes": 4, "values": "dequantised elements"},
+    ),
+    "nested": (lambda: nested(torch.strided), {"shape": (2, "*", 2), "counted": 6, "mean": 3.0, "nan_count": 1}),
+    "jagged": (lambda: nested(torch.jagged), {"shape": (2, "*", 2), "numel": 6, "mean": 3.0, "nan_count": 1}),
+    "meta": (lambda: torch.empty(2, 3, device="meta"), {"shape": (2, 3), "counted": 0, "values": "no data", "size_bytes": 0}),
+    "fake": (lambda: FakeTensorMode().from_tensor(FLOATS), {"shape": (2, 2), "counted": 0, "values": "no data"}),
+    "uninitialised": (torch.nn.parameter.UninitializedParameter, {"shape": (), "counted": 0, "values": "no data"}),
+    "empty": (lambda: torch.empty(0, 3), {"shape": (0, 3), "numel": 0, "has_nan": False, "zero_count": 0}),
+    "bool": (lambda: torch.tensor([True, False, False, True]), {"mean": 0.5, "min": 0.0, "max": 1.0, "zero_count": 2}),
+    "int": (lambda: torch.arange(5), {"mean": 2.0, "min": 0.0, "max": 4.0, "size_bytes": 40}),
+    "uint16": (lambda: torch.full((3,), 40_000, dtype=torch.uint16), {"mean": 40_000.0}),
+    "of no dimension": (lambda: torch.tensor(3.0), {"shape": (), "mean": 3.0, "numel": 1}),
+    "transposed": (lambda: FLOATS.t()[::1, 1:], {"shape": (2, 1), "mean": 2.0}),
+    "mkldnn": (FLOATS.to_mkldnn, {"layout": "_mkldnn", "mean": 0.75}),
+    "packed": (lambda: torch.empty(4, dtype=torch.float4_e2m1fn_x2), {"counted": 0, "has_nan": False}),
+    "parameter": (lambda: torch.nn.Parameter(FLOATS), {"requires_grad": True, "mean": 0.75}),
+    "only NaN": (lambda: torch.full((3,), nan), {"has_nan": True, "nan_count": 3, "counted": 3, "histogram": (0,) * 20}),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of its prototypes
+def test_every_kind_of_tensor_is_analysed(kind: str) -> None:
+    """Whatever it is, the call returns what is known of it, and the result prints and becomes JSON."""
+    make, expected = ODD[kind]
+    found = debug.analyze_tensor(make(), kind)
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert json.loads(json.dumps(found.to_dict()))["name"] == kind
+    assert kind in str(found)
+    assert found._repr_html_().startswith("<div>")
+
+
+def test_statistics_are_torch_s_own_of_the_finite_elements() -> None:
+    """Mean, deviation, extremes, quantiles, histogram; one NaN does not hide the other elements, but it is in the norm."""
+    generator = torch.Generator().manual_seed(1)
+    clean = torch.randn(10_001, generator=generator)
+    found = debug.analyze_tensor(clean, "clean")
+    assert found.mean == pytest.approx(clean.double().mean().item(), rel=1e-12)
+    assert found.std == pytest.approx(clean.double().std().item(), rel=1e-12)
+    assert (found.min, found.max, found.sampled) == (clean.min().item(), clean.max().item(), 10_001)
+    assert found.norm == pytest.approx(clean.double().norm().item(), rel=1e-12)
+    for place, value in found.quantiles.items():
+        assert value == pytest.approx(clean.double().quantile(float(place)).item(), rel=1e-9, abs=1e-12)
+    expected = clean.histc(20, clean.min().item(), clean.max().item())
+    assert sum(found.histogram) == 10_001
+    assert all(abs(a - b) <= 1 for a, b in zip(found.histogram, expected.tolist(), strict=True))  # an edge falls on either side
+    spoiled = torch.cat([clean, torch.tensor([nan, float("inf"), -float("inf")])])
+    other = debug.analyze_tensor(spoiled, "spoiled")
+    assert (other.mean, other.std, other.min, other.max) == pytest.approx((found.mean, found.std, found.min, found.max))
+    assert other.quantiles == pytest.approx(found.quantiles)
+    assert (other.nan_count, other.inf_count, other.has_nan, other.has_inf) == (1, 2, True, True)
+    assert isnan(other.norm)
+
+
+def test_a_large_tensor_is_computed_in_parts_and_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are put together to the same figures; far from 0 the deviation loses no digits; quantiles are of a sample."""
+    monkeypatch.setattr(statistics, "CHUNK", 1000)
+    monkeypatch.setattr(statistics, "SAMPLE", 3000)
+    x = torch.randn(10_500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1e6
+    x[1500] = nan
+    found, finite = debug.analyze_tensor(x, "x"), x[~x.isnan()]
+    assert (found.mean, found.std) == pytest.approx((finite.mean().item(), finite.std().item()), rel=1e-9)
+    assert (found.nan_count, found.counted, found.min, found.max) == (1, 10_500, finite.min().item(), finite.max().item())
+    assert found.sampled == sum(found.histogram) == 2624  # every fourth, of which one is NaN
+    assert found.quantiles["0.5"] == pytest.approx(1e6, abs=0.1)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what reads a tensor's numbers: on a device each of them waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2"}:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_numbers_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All statistics are joined on the device and read by one copy, however many tensors there are; nothing else reads."""
+    copies: list[int] = []
+    to_list = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        copies.append(tensor.numel())
+        return to_list(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    model = mlp()
+    model(torch.ones(4, 8)).sum().backward()
+    with Reads() as reads:
+        debug.analyze_tensor(torch.randn(100), "x")
+        debug.analyze_parameters(model)
+        debug.check_gradients(model, torch.tensor(1.0))
+    assert (len(copies), reads.found) == (3, [])
+
+
+def test_the_tensor_and_its_graph_are_left_alone() -> None:
+    """No version counter moves, no node is added, nothing is retained."""
+    x = torch.randn(4, requires_grad=True)
+    y = x * 2
+    before = y.grad_fn, y._version, x._version
+    debug.analyze_tensor(y, "y")
+    assert (y.grad_fn, y._version, x._version) == before
+    y.sum().backward()
+    assert x.grad is not None
+    with torch.inference_mode():
+        assert debug.analyze_tensor(torch.ones(2), "inference").mean == 1.0
+
+
+def test_wrong_input_is_told_what_to_do() -> None:
+    """A list is no tensor, a function no model."""
+    with pytest.raises(TypeError, match=r"analyze_tensor\(\) takes a torch.Tensor, not list: convert it by torch.as_tensor"):
+        debug.analyze_tensor([1.0])
+    with pytest.raises(TypeError, match=r"analyze_parameters\(\) takes a torch.nn.Module, not function"):
+        debug.analyze_parameters(lambda: None)
+
+
+def test_parameters_of_a_model() -> None:
+    """Each once, with those that are not finite in words."""
+    model = mlp()
+    model.register_module("again", model[0])
+    model[2].bias.requires_grad_(False)  # noqa: FBT003  # torch takes no keyword
+    with torch.no_grad():
+        model[0].weight[0, 0], model[0].weight[0, 1] = nan, float("inf")
+    found = debug.analyze_parameters(model)
+    assert [row.name for row in found.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert (found.numel, found.trainable, found.size_bytes) == (161, 160, 644)
+    assert found.anomalies == ("0.weight: 1 NaN, 1 Inf",)
+    assert (found.has_nan, found.has_inf, isnan(found.norm)) == (True, True, True)
+    assert debug.analyze_parameters(torch.nn.Module()).parameters == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lazy = debug.analyze_parameters(torch.nn.LazyLinear(3))
+    assert [row.numel for row in lazy.parameters] == [0, 0]

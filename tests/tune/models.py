@@ -1,0 +1,34 @@
+"""Small models of the kinds that people train."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A transformer's block without attention."""
+
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.relu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+def blocks(width: int = 16, depth: int = 3, dropout: float = 0.1) -> nn.Sequential:
+    """Repeated blocks with dropout and a head."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width, dropout) for _ in range(depth)), nn.Linear(width, 4))
+
+
+def convolutions() -> nn.Sequential:
+    """A small CNN with batch normalisation."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )

@@ -1,0 +1,207 @@
+"""torchobs.tune.benchmark: what it measures, leaves alone, recommends, and calls noise."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import time
+from math import comb
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tune.models import blocks
+from torchobs import tune
+from torchobs.tune.intervals import Interval, least_values, median_interval
+from torchobs.tune.measurements import Benchmark, ModeResult, recommend
+
+
+def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = True) -> ModeResult:
+    """Measurements of which only the speed-up matters."""
+    once = Interval(1.0, 1.0, 1.0)
+    return ModeResult(name, (), once, Interval(*speedup), 1.0, None, None, 0.0, accepted)
+
+
+class _SlowUnlessAutocast(nn.Module):
+    """Takes ten times as long without autocast, whatever the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.001 if torch.is_autocast_enabled("cpu") else 0.01)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_real_gain_is_found_and_recommended() -> None:
+    """Promise: a mode that is faster beyond noise is recommended, with its factor and interval."""
+    result = tune.benchmark(_SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "amp"), rounds=8, amp_dtype=torch.bfloat16)
+    amp = result["amp"]
+    assert result.recommended == "amp"
+    assert 1 < amp.speedup_factor.low <= amp.speedup_factor.median <= amp.speedup_factor.high
+    assert amp.speedup_factor.median > 2
+    assert not amp.is_noise
+    assert amp.difference is not None
+    assert 0 < amp.difference < 0.1
+    assert amp.used == ("autocast", "fused_optimizer", "loader")
+    assert result["none"].speedup_factor == Interval(1.0, 1.0, 1.0)
+    assert json.loads(json.dumps(result.to_dict()))["recommended"] == "amp"
+    assert "amp" in str(result)
+    assert "speedup_factor" in str(result)
+
+
+def test_model_optimizer_and_random_state_are_as_before() -> None:
+    """Promise: training steps of a benchmark train nothing, and leave the next random number what it was."""
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(8, 16), torch.randn(8, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    result = tune.benchmark(
+        model, batch, optimizer, nn.functional.mse_loss, modes=("none", "memory_efficient"), rounds=6, amp_dtype=torch.bfloat16
+    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not optimizer.state
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert type(model) is nn.Sequential
+    assert "checkpointing" in result["memory_efficient"].used
+
+
+def test_recomputed_activations_need_less_memory() -> None:
+    """Promise: memory_savings is the share of the first mode's peak, measured."""
+    batch = torch.randn(512, 16), torch.randn(512, 4)
+    result = tune.benchmark(
+        blocks(depth=12), batch, None, nn.functional.mse_loss, modes=("none", "memory_efficient"), rounds=6, warmup=1
+    )
+    none, efficient = result["none"], result["memory_efficient"]
+    assert none.memory_savings == 0.0
+    assert none.peak_bytes
+    assert none.peak_bytes > 12 * 512 * 32 * 4  # the wider activation of each block at least
+    assert efficient.memory_savings is not None
+    assert efficient.memory_savings > 0.4
+
+
+def test_compilation_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: compiling is in the first step's time, and in no other."""
+    # dynamo and autograd as ever, without a C++ compiler's minute
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    result = tune.benchmark(nn.Linear(16, 4), torch.randn(8, 16), modes=("none", "compile"), rounds=6)
+    compiled = result["compile"]
+    assert "compile" in compiled.used
+    assert compiled.first_step_s > 10 * compiled.step_s.median
+
+
+class _FailsUnderAutocast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("no room")
+        return x + 1
+
+
+def test_a_mode_that_fails_is_left_out() -> None:
+    """Promise: what torch raises in one mode is its reason, and the others are measured; of the first mode it is raised."""
+    options: dict[str, Any] = {"amp_dtype": torch.bfloat16, "rounds": 6}
+    result = tune.benchmark(_FailsUnderAutocast(), torch.ones(2), modes=("none", "amp"), **options)
+    assert [(each.mode, each.reason) for each in result.left_out] == [("amp", "OutOfMemoryError: no room")]
+    assert result.recommended == "none"
+    with pytest.raises(KeyError, match="'amp' was not measured; these were: none"):
+        result["amp"]
+    with pytest.raises(torch.OutOfMemoryError):
+        tune.benchmark(_FailsUnderAutocast(), torch.ones(2), modes=("amp", "none"), **options)
+
+
+def test_what_does_not_fit_into_a_budget_is_left_out() -> None:
+    """Promise: a mode whose fewest rounds would take longer than the budget is named, and the first mode is measured."""
+    started = time.perf_counter()
+    result = tune.benchmark(_SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "memory_efficient", "amp"), budget_s=1e-3)
+    assert {each.mode for each in result.left_out} == {"memory_efficient", "amp"}
+    assert [each.mode for each in result.modes] == ["none"]
+    assert result.rounds < 20
+    assert time.perf_counter() - started < 60
+
+
+def test_json_and_picture(tmp_path: Path) -> None:
+    """Promise: JSON has every figure, and the picture is a whole file of the ending asked for; others are an error."""
+    once = mode("none", (1, 1, 1))
+    result = Benchmark("cpu", 6, "amp", "faster", (once, mode("amp", (1.5, 1.2, 1.6)), mode("compile", (1.0, 0.8, 1.1))))
+    assert json.loads(result.to_json())["modes"][1]["speedup_factor"] == {"median": 1.5, "low": 1.2, "high": 1.6}
+    assert Path(result.plot(tmp_path / "a.svg")).read_text().rstrip().endswith("</svg>")
+    assert Path(result.plot(str(tmp_path / "a.png"))).read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match=r"'a.gif' ends in none of these: .pdf, .png, .svg"):
+        result.plot("a.gif")
+
+
+def test_the_bar_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: a log gets no bar unless it is asked for."""
+    options: dict[str, Any] = {"modes": ("none",), "rounds": 6}
+    tune.benchmark(nn.Linear(2, 2), torch.ones(1, 2), **options)
+    assert capsys.readouterr().err == ""
+    tune.benchmark(nn.Linear(2, 2), torch.ones(1, 2), progress=True, **options)
+    assert "[########################] 100 %" in capsys.readouterr().err
+
+
+def test_recommendations() -> None:
+    """Promise: noise is called noise; what is fast and wrong is not recommended; the fastest of the good is."""
+    none = mode("none", (1, 1, 1))
+    assert recommend([none, mode("amp", (1.2, 0.9, 1.5))]) == (
+        "none",
+        "amp: the difference is within the noise of 2 modes' steps",
+    )
+    good, best = mode("amp", (1.5, 1.4, 1.6)), mode("full", (1.8, 1.2, 2.0))
+    assert recommend([none, good, best])[0] == "full"
+    assert recommend([none, mode("amp", (2, 1.9, 2.1), accepted=False)])[1].startswith("amp: faster, but with outputs")
+    assert recommend([none, mode("amp", (0.5, 0.4, 0.6))]) == ("none", "no other mode is faster")
+
+
+@pytest.mark.parametrize("count", [6, 7, 20, 101])
+def test_intervals_have_their_coverage(count: int) -> None:
+    """Promise: the interval is the narrowest pair of order statistics with at least 95 % by the binomial distribution."""
+    interval = median_interval(range(1, count + 1))
+    rank = int(interval.low)
+    assert interval.high == count + 1 - rank
+
+    def coverage(k: int) -> float:
+        return 1 - 2 * sum(comb(count, below) for below in range(k)) / float(2**count)
+
+    assert coverage(rank) >= 0.95
+    assert coverage(rank + 1) < 0.95
+
+
+def test_intervals_cover_a_skewed_median_as_often_as_they_say() -> None:
+    """Promise: no distribution is assumed; of 400 samples of a long-tailed one at most 1 in 13 misses its median."""
+    random_numbers = random.Random(1)
+    true = 1.0
+    missed = 0
+    for _ in range(400):
+        interval = median_interval([random_numbers.lognormvariate(0, 2) for _ in range(15)])
+        missed += not interval.low <= true <= interval.high
+        assert interval.low <= interval.median <= interval.high
+    assert missed <= 31
+    assert median([1, 2, 9]) == 2
+    assert least_values() == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"modes": ()}, "one or more different names"),
+        ({"modes": ("amp", "amp")}, "one or more different names"),
+        ({"modes": ("none", "fast")}, "unknown mode 'fast'"),
+        ({"rounds": 3}, "3 modes need at least 7 rounds, not 3"),
+        ({"warmup": -1}, "number of steps"),
+        ({"budget_s": 0}, "number of seconds above 0"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}, "pass loss_fn"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    """Promise: a wrong argument is an error before anything is timed."""
+    with pytest.raises(ValueError, match=words):
+        tune.benchmark(nn.Linear(2, 2), torch.ones(1, 2), **options)

@@ -1,0 +1,259 @@
+"""torchobs.tune.pipeline: equal to a loop written by hand, and after a resume to a run that was not interrupted."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests import fork_server
+from tests.tune.models import blocks
+from torchobs import tune
+from torchobs.tune import checkpoint_file
+
+loss_fn = nn.functional.mse_loss
+
+
+class _Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from torch's and Python's generators at each fetch, as data augmentation does."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.full((16,), index / 22) + 0.1 * torch.randn(16) + random.random()
+        return x, x[:4] * 2
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Copies of the model's parameters."""
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def by_hand(model: nn.Module, batches: list[Any], *, dtype: torch.dtype | None, accumulate: int, epochs: int) -> None:
+    """The loop as torch's documentation writes it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps = epochs * math.ceil(len(batches) / accumulate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    for _ in range(epochs):
+        for start in range(0, len(batches), accumulate):
+            group = batches[start : start + accumulate]
+            for x, y in group:
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    loss = loss_fn(model(x), y)
+                scaler.scale(loss / len(group)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if scaler.get_scale() == scale:
+                scheduler.step()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_equal_to_a_loop_written_by_hand(dtype: torch.dtype | None) -> None:
+    """Promise: accumulation (with a smaller last group), mixed precision, clipping and schedule, to the bit."""
+    torch.manual_seed(3)
+    batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
+    expected, model = blocks(), blocks()
+    torch.manual_seed(5)
+    by_hand(expected, batches, dtype=dtype, accumulate=2, epochs=2)
+    run = tune.pipeline(model, lr=1e-2, accumulate=2, max_grad_norm=0.5, amp=dtype or False)
+    torch.manual_seed(5)
+    run.fit(_Listed(batches), 2, loss_fn)
+    assert all(map(torch.equal, weights(expected), weights(model)))
+    assert run.step == (5 if dtype is torch.float16 else 6)  # the first scale of a GradScaler is too large
+    assert run.scaler.is_enabled() == (dtype is torch.float16)
+
+
+class _Listed:
+    """A loader of batches at hand that draws no random number."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+
+def test_accumulated_micro_batches_are_one_batch() -> None:
+    """Promise: four calls of train_step on quarters are one step on the whole, but for rounding."""
+    x, y = torch.randn(16, 16), torch.randn(16, 4)
+    whole, parts = nn.Linear(16, 4), nn.Linear(16, 4)
+    parts.load_state_dict(whole.state_dict())
+    options: dict[str, Any] = {"scheduler": "constant", "optimizer": "sgd", "amp": False}
+    tune.pipeline(whole, **options).train_step((x, y), loss_fn)
+    run = tune.pipeline(parts, accumulate=4, **options)
+    before = weights(parts)
+    losses = []
+    for number, batch in enumerate(zip(x.chunk(4), y.chunk(4), strict=True), 1):
+        losses.append(run.train_step(batch, loss_fn))
+        assert run.step == number // 4
+    assert not torch.equal(before[0], parts.weight)
+    torch.testing.assert_close(weights(parts), weights(whole))
+    assert all(not loss.requires_grad for loss in losses)
+
+
+def test_a_step_that_the_scaler_skips_is_none() -> None:
+    """Promise: neither the schedule nor the average moves when gradients overflow."""
+    model = nn.Linear(2, 1)
+    run = tune.pipeline(model, amp=torch.float16, scheduler="linear", total_steps=10, ema_decay=0.9)
+    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 256.0})
+    before, rate = weights(model), run.scheduler.get_last_lr()
+    run.train_step((torch.ones(1, 2), torch.ones(1, 1)), lambda out, y: (out - y).sum() * float("inf"))
+    assert (run.step, run.scheduler.get_last_lr()) == (0, rate)
+    assert all(map(torch.equal, before, weights(model)))
+    run.train_step((torch.ones(1, 2), torch.ones(1, 1)), loss_fn)
+    assert run.step == 1
+    assert run.scheduler.get_last_lr() < rate
+
+
+class _StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("stop_at", [2, 6, 7])
+def test_resumed_is_the_run_that_was_not_interrupted(tmp_path: Path, stop_at: int, *, own_generator: bool) -> None:
+    """Promise: to the bit on a CPU, with shuffling, dropout, augmentation and an average, within an epoch or not."""
+    path = tmp_path / "run.pt"
+
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        generator = torch.Generator().manual_seed(seed) if own_generator else None
+        loader = DataLoader(_Augmented(), batch_size=4, shuffle=True, generator=generator)
+        model = blocks()
+        torch.manual_seed(seed)
+        return tune.pipeline(model, lr=1e-2, accumulate=2, ema_decay=0.9, warmup_steps=2, amp=torch.bfloat16), loader
+
+    run, loader = made(1)
+    losses = run.fit(loader, 3, loss_fn)
+
+    calls = 0
+
+    def stopping(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 2 * stop_at:
+            raise _StoppedError
+        return loss_fn(output, target)
+
+    first, loader_of_first = made(1)
+    with pytest.raises(_StoppedError):
+        first.fit(loader_of_first, 3, stopping, checkpoint=path, every=1)
+    second, loader_of_second = made(99)
+    second.resume(path, loader_of_second)
+    assert second.step == stop_at
+    rest = second.fit(loader_of_second, 3, loss_fn)
+    assert rest == losses[-len(rest) :]
+    assert all(map(torch.equal, weights(run.model), weights(second.model)))
+    assert all(map(torch.equal, weights(run.ema), weights(second.ema)))
+    assert not torch.equal(weights(run.ema)[0], weights(run.model)[0])
+    assert run.scheduler.get_last_lr() == second.scheduler.get_last_lr()
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    """Promise: a checkpoint is whole or not there, and no half of one is left beside it."""
+    path = tmp_path / "run.pt"
+    checkpoint_file.save({"step": 1}, path)
+    with pytest.raises((TypeError, AttributeError)):
+        checkpoint_file.save({"step": 2, "bad": (i for i in range(3))}, path)
+    assert checkpoint_file.load(path, torch.device("cpu")) == {"step": 1}
+    assert os.listdir(tmp_path) == ["run.pt"]  # noqa: PTH208  # hidden ones, too
+
+
+def test_progress_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: a line on request, none without."""
+    loader = DataLoader(TensorDataset(torch.randn(8, 16), torch.randn(8, 4)), batch_size=4)
+    tune.pipeline(blocks()).fit(loader, 1, loss_fn)
+    assert capsys.readouterr().err == ""
+    tune.pipeline(blocks()).fit(loader, 1, loss_fn, progress=True)
+    assert "epoch 1/1  batch 2/2  loss " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "adamx"}, "unknown optimizer 'adamx': use one of adam, adamw"),
+        ({"scheduler": "steep"}, "unknown scheduler 'steep'"),
+        ({"amp": "yes"}, "amp is 'auto'"),
+        ({"accumulate": 0}, "accumulate is at least 1"),
+        ({"max_grad_norm": 0.0}, "above 0 or None"),
+        ({"fsdp": True, "ddp": True}, "fsdp replaces ddp"),
+        ({"fsdp": True, "compile": True}, "leave out compile"),
+        ({"fsdp": True, "ema_decay": 0.9}, "copies whole weights"),
+        ({"fsdp": nn.Conv2d}, "no module of the classes that fsdp names .Conv2d.: fsdp=True finds"),
+        ({"fsdp": "block"}, "fsdp is True, False, or module classes, not 'block'"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    """Promise: a wrong argument is an error before the first step."""
+    with pytest.raises(ValueError, match=words):
+        tune.pipeline(nn.Linear(2, 2), **options)
+
+
+def test_a_schedule_without_an_end_says_what_to_do() -> None:
+    """Promise: cosine without a number of steps is an error that names the argument, at the first step that needs it."""
+    run = tune.pipeline(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pass total_steps"):
+        run.train_step((torch.ones(1, 2), torch.ones(1, 2)), loss_fn)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the checkpoints of two ranks, which have looked at themselves."""
+    folder = tmp_path_factory.mktemp("ranks")
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.tune.two_ranks"]
+    done = fork_server.run([*argv, str(folder)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_two_ranks_are_one_with_twice_the_batch(of_two_ranks: Path) -> None:
+    """Promise: under torchrun DDP is set up, averages in the last micro-batch alone, and rank 0 writes the checkpoint."""
+    model = nn.Linear(4, 2)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.zeros_(model.bias)
+    x, y = torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16
+    loss_fn(model(x), y).backward()
+    state = checkpoint_file.load(of_two_ranks / "ddp.pt", torch.device("cpu"))
+    assert state["counts"]["step"] == 1
+    torch.testing.assert_close(state["model"]["weight"], model.weight.detach() - 0.1 * gradient(model.weight))
+    torch.testing.assert_close(state["model"]["bias"], model.bias.detach() - 0.1 * gradient(model.bias))
+
+
+def test_two_sharded_ranks_are_one_with_twice_the_batch(of_two_ranks: Path) -> None:
+    """Promise: FSDP accumulates and clips by the norm of all shards; one process can resume the checkpoint of two."""
+    torch.manual_seed(3)
+    batches = _Listed([(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)])
+    options: dict[str, Any] = {"lr": 1e-2, "accumulate": 2, "max_grad_norm": 0.05, "amp": False}
+    alone = tune.pipeline(blocks(depth=2, dropout=0.0), **options)
+    alone.fit(batches, 2, loss_fn)
+    resumed = tune.pipeline(blocks(depth=2), fsdp=True, **options).resume(of_two_ranks / "fsdp.pt")
+    assert (resumed.step, resumed.epoch) == (6, 2)
+    torch.testing.assert_close(weights(resumed.model), weights(alone.model), rtol=1e-4, atol=1e-5)
+    moments = [run.optimizer.state_dict()["state"] for run in (resumed, alone)]
+    torch.testing.assert_close(*moments, rtol=1e-3, atol=1e-6)
+
+
+def gradient(weight: Tensor) -> Tensor:
+    """The parameter's gradient, which is there."""
+    assert weight.grad is not None
+    return weight.grad

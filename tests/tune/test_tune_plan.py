@@ -1,0 +1,287 @@
+"""torchobs.tune.optimize: what a plan does, undoes, refuses, and says about what it does not do."""
+
+# mypy: disable-error-code="no-untyped-call, unreachable, union-attr, operator"
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tune.models import Block, blocks, convolutions
+from torchobs import tune
+
+MODES = ("none", "amp", "compile", "memory_efficient", "full", "inference")
+LEVELS = ("none", "basic", "advanced", "maximum")
+
+
+def fingerprint(model: nn.Module) -> list[Any]:
+    """Everything about a model and torch that a plan could change: classes, attributes, hooks, bits, strides, flags."""
+    modules = [(name, type(module), sorted(vars(module)), module.training) for name, module in model.named_modules()]
+    hooks = [len(vars(module)[name]) for module in model.modules() for name in sorted(vars(module)) if name.endswith("_hooks")]
+    tensors = [
+        (name, tensor.stride(), tensor.dtype, tensor.detach().contiguous().view(torch.uint8).tolist())
+        for name, tensor in model.state_dict().items()
+        if tensor.dim()
+    ]
+    backends = torch.backends
+    flags = [
+        backends.cuda.matmul.allow_tf32,
+        backends.cudnn.allow_tf32,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        backends.mkldnn.enabled,
+        torch.is_grad_enabled(),
+    ]
+    return [modules, hooks, tensors, flags, torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [blocks, convolutions])
+def test_undo_leaves_nothing_behind(make: Any, mode: str, level: str) -> None:
+    """Promise: applied and undone, twice, model and torch are bit for bit what they were."""
+    model = make()
+    before = fingerprint(model)
+    plan = tune.optimize(model, mode=mode, level=level, amp_dtype=torch.bfloat16)
+    for _ in range(2):
+        assert plan.apply().apply().applied
+        assert not plan.undo().undo().applied
+        assert fingerprint(model) == before
+    with plan:
+        changes = set(plan.used) & {"autocast", "checkpointing", "channels_last", "compile"}
+        assert (fingerprint(model) != before) == bool(changes)
+    assert fingerprint(model) == before
+
+
+def test_each_technique_is_used_or_skipped_with_its_reason() -> None:
+    """Promise: printing a plan says of each technique what it does or why not."""
+    plan = tune.optimize(convolutions(), mode="full", level="maximum", amp_dtype=torch.bfloat16)
+    assert plan.used == ("autocast", "channels_last", "fused_optimizer", "loader", "compile")
+    text = str(plan)
+    assert "- tf32            only NVIDIA GPUs have TF32" in text
+    assert "+ autocast        bfloat16: asked for" in text
+    assert all(decision.reason for decision in plan.decisions)
+    nothing = tune.optimize(blocks(), mode="full", level="none")
+    assert nothing.used == ()
+    assert {decision.reason for decision in nothing.decisions} == {"not part of level 'none'", "not part of mode 'full'"}
+    assert nothing.to_dict()["decisions"][1] == {
+        "technique": "autocast",
+        "used": False,
+        "reason": "not part of level 'none'",
+    }
+
+
+def test_autocast_computes_in_its_type_and_keeps_weights_in_float32() -> None:
+    """Promise: under mode amp the forward pass is autocast's own, the weights stay float32, and so do their gradients."""
+    model, x = blocks().eval(), torch.randn(8, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x)
+    with tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16) as plan:
+        got = model(x)
+        got.float().sum().backward()
+        assert plan.dtype == "bfloat16"
+        assert not plan.grad_scaler().is_enabled()
+    assert got.dtype is torch.bfloat16
+    assert torch.equal(got, expected)
+    assert {weight.grad.dtype for weight in model.parameters() if weight.grad is not None} == {torch.float32}
+    assert model(x).dtype is torch.float32
+    assert tune.optimize(model, mode="amp", amp_dtype=torch.float16).grad_scaler().is_enabled()
+
+
+def test_checkpointing_keeps_less_and_changes_no_gradient() -> None:
+    """Promise: the same gradients to the bit, dropout included, from fewer bytes kept for the backward pass."""
+
+    def gradients(model: nn.Module) -> tuple[list[Tensor], int]:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        torch.manual_seed(1)
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.ones(64, 16)).square().sum()
+        loss.backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None], sum(kept.values())
+
+    model = blocks()
+    plain, kept = gradients(model)
+    with tune.optimize(model, mode="memory_efficient", level="basic", checkpoint=Block) as plan:
+        assert "checkpointing" in plan.used
+        plan_without_amp = [choice.technique for choice in plan._choices if choice.decision.technique == "autocast"]
+        for technique in filter(None, plan_without_amp):
+            technique.undo()
+        saved, kept_less = gradients(model)
+        for technique in filter(None, plan_without_amp):
+            technique.apply()
+    assert all(map(torch.equal, plain, saved))
+    assert kept_less < kept / 2
+
+
+def test_blocks_with_batch_statistics_are_not_recomputed() -> None:
+    """Promise: a second forward pass never updates running statistics twice."""
+    plan = tune.optimize(convolutions(), mode="memory_efficient", checkpoint=nn.Sequential)
+    assert "checkpointing" not in plan.used
+    assert "statistics" in str(plan)
+
+
+def test_check_measures_and_refuses() -> None:
+    """Promise: a difference above the tolerance raises, with the numbers, and undoes the plan."""
+    model, x = blocks(), torch.randn(32, 16)
+    before = fingerprint(model)
+    plan = tune.optimize(model, mode="amp", example=x, amp_dtype=torch.bfloat16).apply()
+    difference = plan.check()
+    assert 1e-6 < difference.relative < difference.tolerance == 8 * torch.finfo(torch.bfloat16).eps
+    assert plan.applied
+    with pytest.raises(tune.NumericalDifferenceError, match="The plan is undone") as refused:
+        plan.check(x, tolerance=1e-6)
+    assert refused.value.difference.relative == difference.relative
+    assert not plan.applied
+    assert fingerprint(model) == before
+    exact = tune.optimize(model, mode="none").check(x)
+    assert (exact.relative, exact.largest, exact.finite) == (0.0, 0.0, True)
+
+
+def test_outputs_that_overflow_are_refused() -> None:
+    """Promise: float16's infinity is no small difference."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(3e4)
+    plan = tune.optimize(model, mode="amp", amp_dtype=torch.float16)
+    with pytest.raises(tune.NumericalDifferenceError, match="are not finite"):
+        plan.check(torch.full((2, 4), 10.0))
+
+
+def test_compiled_model_computes_the_same_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the compiled function runs, survives an undo, and its outputs are within the tolerance."""
+    # dynamo and autograd as ever, without a C++ compiler's minute
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    model, x = blocks(depth=1), torch.randn(8, 16)
+    plan = tune.optimize(model, mode="full", checkpoint=Block, example=x, amp_dtype=torch.bfloat16)
+    torch._dynamo.utils.counters.clear()
+    assert plan.check().accepted
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert plan.check().accepted
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    assert plan.compile_failure is None
+
+
+def test_a_container_of_torch_s_own_is_one_graph() -> None:
+    """Promise: an nn.Sequential of torch's modules is compiled, although torch compiles no file of its own."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    with torch.no_grad(), tune.optimize(model, mode="compile"):
+        model(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class _Uncompilable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y[:1], (x,)) if torch.compiler.is_compiling() else x + 1
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
+    """Promise: a compiler's failure is a reason in the plan, and the model computes."""
+    model, x = _Uncompilable(), torch.randn(4, 3)
+    with tune.optimize(model, mode="compile") as plan:
+        assert torch.equal(model(x), x + 1)
+        assert torch.equal(model(x), x + 1)
+    assert plan.compile_failure
+    assert "compile" not in plan.used
+    assert f"failed, runs eagerly: {plan.compile_failure}" in str(plan)
+
+
+def test_errors_of_the_model_are_the_model_s() -> None:
+    """Promise: a wrong shape is an error of the forward pass, compiled or not, and leaves the plan applicable."""
+    model = blocks()
+    with tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16), pytest.raises(RuntimeError, match="normalized_shape"):
+        model(torch.randn(2, 5))
+    assert model(torch.randn(2, 16)).dtype is torch.float32
+
+
+def test_copies_and_files_are_of_the_model_s_own_class() -> None:
+    """Promise: a model with a plan applied can be copied and saved; the copy is plain and has weights of its own."""
+    model = blocks()
+    with tune.optimize(model, mode="memory_efficient", amp_dtype=torch.bfloat16):
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        names = list(model.state_dict())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (twin, loaded):
+        assert type(other) is nn.Sequential
+        assert type(other[0]) is Block
+        assert list(other.state_dict()) == names
+        assert other[0].up.weight.data_ptr() != model[0].up.weight.data_ptr()
+
+
+def test_decorator_and_context_manager() -> None:
+    """Promise: the plan holds while the function runs, raises or not, and each call anew."""
+    model, x = blocks(), torch.randn(2, 16)
+
+    @tune.optimized(model, mode="amp", amp_dtype=torch.bfloat16)
+    def run(*, fail: bool = False) -> torch.dtype:
+        if fail:
+            raise KeyError
+        return model(x).dtype  # type: ignore[no-any-return]
+
+    assert run() is run() is torch.bfloat16
+    with pytest.raises(KeyError):
+        run(fail=True)
+    assert model(x).dtype is torch.float32
+    with tune.optimized(model, mode="amp", amp_dtype=torch.bfloat16) as plan:
+        assert plan.applied
+
+
+def test_options_for_optimizer_and_loader() -> None:
+    """Promise: what the optimizer and the loader are to be given fits them."""
+    model = blocks()
+    plan = tune.optimize(model, mode="amp")
+    optimizer = torch.optim.AdamW(model.parameters(), **plan.optimizer_options(torch.optim.AdamW))
+    assert optimizer.defaults["fused"]
+    assert plan.optimizer_options(torch.optim.LBFGS) == {}
+    assert plan.loader_options(0) == {"num_workers": 0, "pin_memory": False}
+    assert plan.loader_options(2)["persistent_workers"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_meta_device_and_scripted_models_are_skipped_not_crashed() -> None:
+    """Promise: what a device or a model cannot is skipped with a reason."""
+    assert "not supported" in str(tune.optimize(nn.Linear(2, 2, device="meta"), mode="full", level="maximum"))
+    tune.optimize(nn.Linear(2, 2, device="meta"), mode="memory_efficient").apply().undo()
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    plan = tune.optimize(traced, mode="full", amp_dtype=torch.bfloat16)
+    assert not {"autocast", "compile"} & set(plan.used)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"mode": "fast"}, ValueError, "unknown mode 'fast': use one of none, amp"),
+        ({"level": "extreme"}, ValueError, "unknown level"),
+        ({"amp_dtype": torch.int8}, TypeError, "torch.bfloat16 or torch.float16"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """Promise: a wrong argument is an error of the call."""
+    with pytest.raises(error, match=words):
+        tune.optimize(nn.Linear(2, 2), **options)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not str"):
+        tune.optimize("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass a batch here"):
+        tune.optimize(nn.Linear(2, 2)).check()

@@ -1,0 +1,195 @@
+"""torchobs.tune.optimize: attention kernels, quantisation, recorded graphs, checkpointing by a budget of bytes."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tune.models import blocks, convolutions
+from tests.tune.test_tune_plan import fingerprint
+from torchobs import tune
+from torchobs.tune.activations import Kept, recomputed
+
+
+class Attending(nn.Module):
+    """One layer of self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(("kernel", "ran"), [("flash", "flash"), ("math", "math")])
+def test_the_kernel_that_is_preferred_runs_and_is_told(kernel: str, ran: str) -> None:
+    """Promise: which kernel of attention ran is what the profiler saw; undone, torch chooses as before."""
+    model, x = Attending(), torch.randn(2, 5, 16)
+    before = fingerprint(model)
+    plan = tune.optimize(model, mode="amp", attention=kernel, example=x)
+    assert "attention" in plan.used
+    assert plan.attention_kernels() == {ran: 1}
+    assert plan.check().accepted
+    assert fingerprint(model) == before
+    assert tune.optimize(model, mode="none").attention_kernels(x) == {"flash": 1}
+
+
+def test_a_kernel_that_is_not_there_is_skipped() -> None:
+    """Promise: a device without the kernel, and a model without attention, are told."""
+    plan = tune.optimize(Attending(), mode="amp", attention="cudnn")
+    assert "- attention       cpu has no kernel 'cudnn'" in str(plan)
+    assert tune.optimize(blocks(), mode="none").attention_kernels(torch.ones(2, 16)) == {}
+    with pytest.raises(ValueError, match="pass a batch here"):
+        plan.attention_kernels()
+
+
+def quantized(kind: str) -> tuple[nn.Module, Tensor, tune.Plan]:
+    """A model, an input, and a plan that quantises."""
+    model, x = blocks().eval(), torch.randn(8, 16)
+    return model, x, tune.optimize(model, mode="inference", quantize=kind, graph=None, example=x)
+
+
+KINDS = ["dynamic", *(["torchao_int8_weights"] if importlib.util.find_spec("torchao") else [])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_and_back(kind: str) -> None:
+    """Promise: outputs change within the tolerance; undone, the weights are the same objects with the same bits."""
+    model, x, plan = quantized(kind)
+    before, weights = fingerprint(model), list(model.parameters())
+    with torch.no_grad():
+        expected = model(x)
+        with plan:
+            got = model(x)
+        assert not torch.equal(got, expected)
+        difference = plan.check()
+        assert 0 < difference.relative < difference.tolerance == 0.0625
+        assert torch.equal(model(x), expected)
+    assert fingerprint(model) == before
+    assert all(one is other for one, other in zip(weights, model.parameters(), strict=True))
+
+
+def test_weights_that_were_trained_since_are_quantised_anew() -> None:
+    """Promise: a plan that is applied again has the weights of now; with gradients the model is the float32 one."""
+    model, x, plan = quantized("dynamic")
+    with plan:
+        assert torch.equal(model(x), model(x))
+        assert model(x).requires_grad
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+        with plan:
+            assert not model(x).any()
+
+
+def test_quantisation_is_skipped_where_it_cannot_be() -> None:
+    """Promise: training, a model without linear layers, a missing torchao are reasons."""
+    assert "not part of mode 'amp'" in str(tune.optimize(blocks(), mode="amp", quantize="dynamic"))
+    plan = tune.optimize(nn.Sequential(nn.ReLU()), mode="inference", quantize="dynamic")
+    assert "- quantization    the model has no nn.Linear" in str(plan)
+    if importlib.util.find_spec("torchao") is None:
+        plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
+        assert "torchao is not installed: pip install 'torchobs[torchao]'" in str(plan)
+        assert plan.apply().undo().used == ("loader", "compile")
+
+
+@pytest.mark.parametrize("kind", ["export", "torchscript"])
+def test_recorded_graphs_run_calls_like_the_example(kind: str) -> None:
+    """Promise: the same outputs to the bit, other shapes and training eagerly, nothing left after undo."""
+    model, x = convolutions().eval(), torch.randn(2, 3, 8, 8)
+    expected, before = model(x), fingerprint(model)
+    calls = []
+    plan = tune.optimize(model, mode="inference", graph=kind, example=x).apply()
+    assert "graph" in plan.used
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+        assert calls == []  # the graph ran
+        assert model(torch.ones(3, 3, 8, 8)).shape == (3, 4)
+        assert calls == [1]
+    assert model(x).requires_grad
+    model[0]._forward_hooks.clear()
+    plan.undo()
+    assert fingerprint(model) == before
+    assert plan.check().relative == 0.0
+
+
+class _Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
+    """Promise: a data-dependent branch is a reason in the plan, and the model computes."""
+    model, x = _Branching().eval(), torch.ones(3)
+    with tune.optimize(model, mode="inference", graph="export", example=x) as plan, torch.no_grad():
+        assert torch.equal(model(x), x + 1)
+    assert "graph" not in plan.used
+    assert "failed, runs eagerly: " in str(plan)
+    assert "pass example=" in str(tune.optimize(model, mode="inference", graph="export"))
+
+
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that a forward pass keeps for the backward pass, by the graph itself."""
+    return Kept(model, x, ()).total
+
+
+def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
+    """Promise: the blocks are chosen by their measured bytes, and the graph then keeps less than the budget."""
+    model, x = blocks(depth=8), torch.ones(256, 16)
+    whole = kept_bytes(model, x)
+    before = fingerprint(model)
+    options: dict[str, Any] = {"mode": "memory_efficient", "example": x}
+    plan = tune.optimize(model, activation_budget=whole // 2, **options)
+    assert fingerprint(model) == before  # measuring draws no random number and leaves no hook
+    (reason,) = [each.reason for each in plan.decisions if each.technique == "checkpointing"]
+    count = int(reason.split(" of 8 blocks")[0].split()[-1])
+    assert 2 <= count < 8
+    with plan:
+        assert kept_bytes(model, x) < whole // 2
+    roomy = tune.optimize(model, activation_budget=2 * whole, **options)
+    assert "checkpointing" not in roomy.used
+    assert "are allowed" in str(roomy)
+    assert "is not reached" in str(tune.optimize(model, activation_budget=1, **options))
+    assert "pass example=" in str(tune.optimize(model, mode="memory_efficient", activation_budget=1))
+
+
+def test_measuring_leaves_running_statistics() -> None:
+    """Promise: batch normalisation's statistics are as before; each block's bytes are part of the whole."""
+    model = convolutions()
+    before = fingerprint(model)
+    kept = Kept(model, torch.ones(4, 3, 8, 8), [model[0], model[2]])
+    assert fingerprint(model) == before
+    assert 0 < sum(kept.by_block) < kept.total
+
+
+def test_the_largest_is_chosen_first() -> None:
+    """Promise: recomputing one block alone gains nothing, since it is there again meanwhile; two gain the smaller."""
+    kept = Kept(nn.Linear(1, 1), torch.ones(1, 1), ())
+    kept.total, kept.by_block = 100, [10, 40, 30]
+    assert recomputed(kept, 100) == ([], 100)
+    assert recomputed(kept, 70) == ([1, 2], 70)
+    assert recomputed(kept, 1) == ([0, 1, 2], 60)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attention": "fast"}, "unknown attention 'fast': use one of flash"),
+        ({"quantize": "int3"}, "unknown quantize 'int3': use one of dynamic"),
+        ({"graph": "onnx"}, "unknown graph 'onnx': use one of export"),
+        ({"activation_budget": 0}, "bytes above 0"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    """Promise: a wrong argument is an error of the call."""
+    with pytest.raises(ValueError, match=words):
+        tune.optimize(nn.Linear(2, 2), **options)

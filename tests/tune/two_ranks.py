@@ -1,0 +1,103 @@
+"""Two ranks train on halves of each batch by tune.pipeline, in DDP and sharded; rank 0 writes. Started by torchrun."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.tune.models import Block, blocks
+from torchobs import tune
+
+folder = Path(sys.argv[1])
+loss_fn = nn.functional.mse_loss
+
+
+def ddp() -> None:
+    """One step of two micro-batches."""
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.zero_()
+    run = tune.pipeline(model, optimizer="sgd", lr=0.1, scheduler="constant", accumulate=2, max_grad_norm=None, amp=False)
+    x, y = torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16
+    rank = distributed.get_rank()
+    for number in range(2):
+        part = slice(4 * number + 2 * rank, 4 * number + 2 * rank + 2)
+        run.train_step((x[part], y[part]), loss_fn)
+        if not number:
+            gradients = [torch.zeros_like(model.weight) for _ in range(2)]
+            distributed.all_gather(gradients, model.weight.grad)
+            assert not torch.equal(*gradients), "averaged before the last micro-batch"
+    run.save(folder / "ddp.pt")
+
+
+def sharded_by_halves() -> None:
+    """Five batches of which each rank has a half, two epochs, as the test does with whole ones in one process."""
+    model = blocks(depth=2, dropout=0.0)
+    run = tune.pipeline(model, lr=1e-2, accumulate=2, max_grad_norm=0.05, amp=False, fsdp=Block)
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    torch.manual_seed(3)
+    batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
+    rank = distributed.get_rank()
+    halves = [(x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]) for x, y in batches]
+    run.fit(halves, 2, loss_fn, checkpoint=folder / "fsdp.pt")
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def resumed() -> None:
+    """In bfloat16, with dropout and shuffling, other ones on each rank: stopped within the second epoch, and resumed."""
+    path, rank = folder / "stopped.pt", distributed.get_rank()
+
+    def made(seed: int) -> tuple[Any, Any]:
+        model = blocks(depth=2)
+        torch.manual_seed(seed + rank)
+        random.seed(seed + rank)
+        loader = DataLoader(TensorDataset(torch.randn(22, 16), torch.randn(22, 4)), batch_size=4, shuffle=True)
+        torch.manual_seed(seed + rank)
+        return tune.pipeline(model, lr=1e-2, accumulate=2, amp=torch.bfloat16, fsdp=True), loader
+
+    def stopping(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert output.dtype is torch.float32
+        if first.step == 4:
+            raise _StoppedError
+        return loss_fn(output, target)
+
+    run, loader = made(1)
+    losses = run.fit(loader, 3, loss_fn)
+    first, loader_of_first = made(1)
+    try:
+        first.fit(loader_of_first, 3, stopping, checkpoint=path, every=1)
+    except _StoppedError:
+        distributed.barrier()  # the file is there
+    second, _ = made(99)
+    assert second.resume(path, loader_of_first).step == 4
+    assert second.fit(loader_of_first, 3, loss_fn) == losses[1:]
+    shards = zip(run.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(mine.to_local(), other.to_local()) for mine, other in shards)
+
+
+def skipped_by_both() -> None:
+    """A gradient that overflows on one rank alone."""
+    model: Any = nn.Linear(4, 2)
+    run = tune.pipeline(model, amp=torch.float16, scheduler="constant", fsdp=True)
+    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 256.0})
+    before = model.weight.to_local().clone()
+    scale = float("inf") if distributed.get_rank() else 1.0
+    run.train_step((torch.ones(1, 4), torch.ones(1, 2)), lambda output, target: loss_fn(output, target) * scale)
+    assert (run.step, run.scaler.get_scale()) == (0, 128.0)
+    assert torch.equal(before, model.weight.to_local())
+
+
+ddp()
+sharded_by_halves()
+resumed()
+skipped_by_both()
+distributed.destroy_process_group()
