@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.dashboards import shipped, targets
+from tests.dashboard_answers import Answers
 from tests.exporters import start_program
-from tests.prometheus_server import PrometheusServer, Series
-from tests.promql import filled
+from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
@@ -27,46 +28,24 @@ ALERTS = {"TorchobsGradientExplosion", "TorchobsRankFailed"}
 """What the sick run is about"""
 
 
-class Answers:
-    """What a Prometheus has since it began, for the dashboards of one run."""
-
-    def __init__(self, prometheus: PrometheusServer, began_s: float) -> None:
-        self._prometheus, self._began_s = prometheus, began_s
-        self._dashboards = shipped()
-
-    def panel(self, run: str, uid: str, title: str, number: int = 0) -> list[Series]:
-        """The series of one query of a panel."""
-        found = [target["expr"] for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
-        return self._ask(found[number], run)
-
-    def unexplained(self, run: str) -> Iterator[str]:
-        """Dashboard, panel and legend of the queries without data whose panel does not say when it is empty."""
-        for uid, dashboard in self._dashboards.items():
-            for panel, target in targets(dashboard):
-                if "Empty: " not in panel["description"] and "@ 0" not in target["expr"] and not self._ask(target["expr"], run):
-                    yield f"{uid} {panel['title']}: {target['legendFormat']}"
-
-    def _ask(self, expr: str, run: str) -> list[Series]:
-        given = {"rate_interval": "10s", "range": "2m", "interval": "1s"}
-        query = filled(expr, **given).replace('run_id=~".*"', f'run_id=~"{run}"')
-        return self._prometheus.query_range(query, self._began_s, time.time(), "1s")
-
-
-@pytest.mark.parametrize("name", ["prometheus", "prometheus3"])
 def test_panels_of_a_healthy_and_of_a_sick_run(
-    name: str,
     start: Callable[..., subprocess.Popen[str]],
     program: Callable[[str], str],
     flight_dir: Path,
     tmp_path: Path,
     free_port: Callable[[], int],
 ) -> None:
-    """Two ranks that train and finish, beside one that diverges and dies of an exception."""
+    """Two ranks that train and finish, beside one that diverges and dies of an exception, seen by both Prometheus versions."""
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "TORCHOBS_GRAD_INTERVAL": "1", "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = str(ROOT)
     exporter = start_program(start, tmp_path / "exporter.log", free_port(), "--flight-dir", str(flight_dir))
-    with PrometheusServer(program(name), scrape=[exporter.address], rules=RULES, interval="1s") as prometheus:
-        prometheus.wait_for_scrapes()
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(PrometheusServer(program(name), scrape=[exporter.address], rules=RULES, interval="1s"))
+            for name in ("prometheus", "prometheus3")
+        ]
+        for prometheus in servers:
+            prometheus.wait_for_scrapes()
         began_s = time.time()
         gpt = (str(ROOT / "examples" / "char_gpt.py"), "--steps", "400", "--log-every", "1000", *SMALL)
         healthy = start(*TORCHRUN, "2", *gpt, torch=True, env={**environ, "TORCHOBS_RUN_ID": HEALTHY})
@@ -74,13 +53,20 @@ def test_panels_of_a_healthy_and_of_a_sick_run(
         sick = start(*dying, torch=True, env={**environ, "TORCHOBS_RUN_ID": SICK}, stderr=subprocess.DEVNULL)
         assert sick.wait(timeout=120) == 1
         assert healthy.wait(timeout=240) == 0
-        wait_until(lambda: len(prometheus.query('torchobs_rank_state{run_id="healthy", state="finished"} == 1')) == 2)
-        wait_until(lambda: prometheus.query('torchobs_rank_exit{run_id="sick", reason="exception"} == 1'))
-        wait_until(lambda: {one.labels["alertname"] for one in prometheus.query('ALERTS{run_id="sick"}')} >= ALERTS)
-        answers = Answers(prometheus, began_s)
-        assert list(answers.unexplained(HEALTHY)) == []
-        check_healthy(answers)
-        check_sick(answers)
+        for prometheus in servers:
+            wait_until(partial(has_seen_both_end, prometheus))
+            answers = Answers(prometheus, began_s)
+            assert list(answers.unexplained(HEALTHY)) == []
+            check_healthy(answers)
+            check_sick(answers)
+
+
+def has_seen_both_end(prometheus: PrometheusServer) -> bool:
+    """Whether the two runs' ends have been scraped, and the sick one's alerts are active."""
+    finished = prometheus.query('torchobs_rank_state{run_id="healthy", state="finished"} == 1')
+    died = prometheus.query('torchobs_rank_exit{run_id="sick", reason="exception"} == 1')
+    alerts = {one.labels["alertname"] for one in prometheus.query('ALERTS{run_id="sick"}')}
+    return len(finished) == 2 and bool(died) and alerts >= ALERTS
 
 
 def check_healthy(answers: Answers) -> None:

@@ -22,7 +22,6 @@ from tests.support import wait_until
 pytestmark = pytest.mark.timeout(200)  # the demo itself may take nearly two minutes
 
 STEPS = 80  # a baseline for the loss, then the learning rate is blown up at step 48
-FEW = 20
 MARK = "DEMO_OF_THIS_TEST"
 
 
@@ -127,11 +126,12 @@ def run_to_its_end(demo: Demo, disturb: Callable[[], object] = lambda: None, tim
     return demo.output
 
 
-def test_on_a_terminal_the_page_is_there_before_the_training_and_stays_until_ctrl_c(
-    start_demo: Callable[..., Demo], terminal: int
+def test_on_a_terminal_the_shipped_alert_fires_and_the_page_is_there_from_before_the_training_until_ctrl_c(
+    start_demo: Callable[..., Demo], program: Callable[[str], str], terminal: int
 ) -> None:
-    """Its address is printed first, and it answers with the finished ranks at the end; how to get a Prometheus is said, too."""
-    demo = start_demo("--steps", str(FEW), path=str(Path(sys.executable).parent), terminal=terminal)
+    """By the real rules in a real Prometheus; the page's address is printed first, and in the end it has the finished ranks."""
+    program("prometheus")
+    demo = start_demo("--steps", str(STEPS), terminal=terminal)
     page = wait_until(lambda: demo.page, timeout_s=60)
     assert "<html" in fetch(page)
     assert "What torchobs saw" not in demo.output
@@ -145,21 +145,8 @@ def test_on_a_terminal_the_page_is_there_before_the_training_and_stays_until_ctr
 
     output = run_to_its_end(demo, leave, timeout_s=20)
     assert demo.process.returncode == 0, output
-    assert "No `prometheus` on PATH" in output
-    assert "apt-get install prometheus" in output
     for rank in (0, 1):
-        assert f"rank {rank}: finished after {FEW} steps, last loss" in output
-    assert "firing" not in output
-
-
-def test_with_prometheus_the_shipped_alert_fires(start_demo: Callable[..., Demo], program: Callable[[str], str]) -> None:
-    """By the real rules in a real Prometheus an alert fires before the end, which comes by itself without a terminal."""
-    program("prometheus")
-    demo = start_demo("--steps", str(STEPS))
-    output = run_to_its_end(demo)
-
-    assert demo.process.returncode == 0, output
-    assert demo.page
+        assert f"rank {rank}: finished after {STEPS} steps, last loss" in output
     assert re.search(r"anomalies: .*loss_spike \d+", output)
     assert re.search(r"alerts: +http://127\.0\.0\.1:\d+/alerts", output)
     assert re.search(r"alert \w+: firing after \d+ s", output)
@@ -175,8 +162,11 @@ def test_ctrl_c_ends_everything_at_once(start_demo: Callable[..., Demo]) -> None
 
 
 def test_a_killed_rank_fails_the_demo_and_is_shown_as_lost(start_demo: Callable[..., Demo]) -> None:
-    """SIGKILL in the middle of training: exit code 1, the rank lost, and what the launcher prints about it."""
-    demo = start_demo("--steps", "5000", "--no-prometheus")
+    """SIGKILL in the middle of training: exit code 1, the rank lost, and what the launcher prints about it.
+
+    Nobody has to end it, for there is no terminal. Without a Prometheus it says how to get one.
+    """
+    demo = start_demo("--steps", "5000", path=str(Path(sys.executable).parent))
 
     def kill() -> None:
         flight = Path(demo.directory()) / "flight"  # the rank that is shown by now may be the other one
@@ -186,6 +176,9 @@ def test_a_killed_rank_fails_the_demo_and_is_shown_as_lost(start_demo: Callable[
     output = run_to_its_end(demo, kill)
 
     assert demo.process.returncode == 1
+    assert "No `prometheus` on PATH" in output
+    assert "apt-get install prometheus" in output
+    assert "firing" not in output
     assert re.search(r"rank 1: lost after \d+ steps", output)
     assert "The training failed with exit code 1." in output
     assert "Signal 9" in output

@@ -19,52 +19,17 @@ import yaml
 
 from tests import support
 from tests.kubernetes.cluster import PORT, Namespace, Pod, environment, get, printed_steps, reached_from, value
+from tests.kubernetes.jobs import ARBITRARY_UID, READY, SHIPPED, exporter_of, job, scripts, trainer_of
 from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import wait_until
 from torchobs.catalog import METRICS, Kind, prometheus_label
 from torchobs.exporter.prometheus.name_registry import family_of, sample_name
 
-# Asked for here, before the fixture that hides what begins with TORCHOBS_ from every test.
-EXPORTER, TRAINER = (os.environ.get(f"TORCHOBS_TEST_{image}_IMAGE", "") for image in ("EXPORTER", "TRAINER"))
-READY = bool(os.environ.get("KUBECONFIG") and EXPORTER and TRAINER)
 pytestmark = [
     pytest.mark.kubernetes,
     pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
 ]
-
-SHIPPED = support.ROOT / "deploy" / "kubernetes"
-ARBITRARY_UID = 1_000_650_000
-TRAIN = {"name": "script", "mountPath": "/script", "readOnly": True}
-GRACE_S = 45
-
-
-def job(name: str, *arguments: str, **spec: object) -> dict[str, Any]:
-    """The shipped Job with what it says to CHANGE changed, and what a machine with two cores cannot give."""
-    made: dict[str, Any] = yaml.safe_load((SHIPPED / "job-with-sidecar.yaml").read_text())
-    made["metadata"]["name"] = name
-    made["spec"] |= spec
-    pod = made["spec"]["template"]["spec"]
-    pod["securityContext"] |= {"runAsUser": ARBITRARY_UID, "fsGroup": ARBITRARY_UID}
-    pod["volumes"].append({"name": "script", "configMap": {"name": "script"}})
-    exporter_of(made)["image"] = EXPORTER
-    trainer = trainer_of(made)
-    trainer |= {"image": TRAINER, "command": ["python3", "/script/pod.py", *arguments]}
-    trainer["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "768Mi"}}
-    trainer["volumeMounts"].append(TRAIN)
-    return made
-
-
-def exporter_of(made: dict[str, Any]) -> dict[str, Any]:
-    """The sidecar's container."""
-    found: dict[str, Any] = made["spec"]["template"]["spec"]["initContainers"][0]
-    return found
-
-
-def trainer_of(made: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's container."""
-    found: dict[str, Any] = made["spec"]["template"]["spec"]["containers"][0]
-    return found
 
 
 def trains() -> dict[str, Any]:
@@ -137,7 +102,7 @@ class Stage:
 
     def completed(self, name: str) -> list[Pod]:
         """The pods of a Job that has completed."""
-        wait_until(lambda: self.namespace.job_condition(name), timeout_s=120, interval_s=1.0)
+        wait_until(lambda: self.namespace.job_condition(name), timeout_s=600, interval_s=1.0)
         assert self.namespace.job_condition(name) == "Complete"
         return self.namespace.pods(name)
 
@@ -148,7 +113,7 @@ class Stage:
             pods = self.namespace.pods(name)
             return pods[0] if pods and pods[0].ip and get(f"{pods[0].ip}:{PORT}", "/-/ready")[0] else None
 
-        found = wait_until(answering, timeout_s=60, interval_s=1.0)
+        found = wait_until(answering, timeout_s=600, interval_s=1.0)
         assert found is not None
         return found
 
@@ -161,14 +126,12 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     """All Jobs at once, and a Prometheus outside the cluster that finds their pods as a PodMonitor would."""
-    script = {"pod.py": (support.ROOT / "tests" / "scripts" / "pod.py").read_text()}
     program = newest_prometheus(2)
     assert program, support.why_missing("prometheus")
     with Namespace() as namespace:
         settings = {"scrape_configs": [scraping(namespace.name)]}
         with PrometheusServer(program, interval="1s", settings=settings) as prometheus:
-            config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}, "data": script}
-            namespace.apply(config_map, trains(), broken(), killed(), long(), brief())
+            namespace.apply(scripts("pod.py"), trains(), broken(), killed(), long(), brief())
             yield Stage(namespace, prometheus)
 
 
@@ -200,7 +163,7 @@ def test_the_shipped_manifests_are_strictly_valid(stage: Stage) -> None:
 def test_broken_exporters_keep_no_training_from_its_end(stage: Stage) -> None:
     """Each serves what it can and says what is wrong; none exits before the training has; the Job completes."""
     pod = stage.running("broken")
-    wait_until(lambda: all(get(f"{pod.ip}:{PORT + number}", "/-/ready")[0] for number in (0, 1)), timeout_s=60)
+    wait_until(lambda: all(get(f"{pod.ip}:{PORT + number}", "/-/ready")[0] for number in (0, 1)), timeout_s=600)
     assert get(f"{pod.ip}:{PORT}")[0] == 503
     status, page = get(f"{pod.ip}:{PORT + 1}")
     assert (status, value(page, "torchobs_exporter_config_ok")) == (200, 0)
@@ -236,7 +199,7 @@ def test_an_exporter_that_still_loads_hears_that_the_training_has_ended(stage: S
 def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> None:
     """The scrape address has metrics and health; a port-forward has the page and the API; a command goes by the socket."""
     pod = stage.running("long")
-    wait_until(lambda: value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0, timeout_s=60)
+    wait_until(lambda: value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0, timeout_s=600)
     assert get(f"{pod.ip}:{PORT}", "/")[0] == 403
     assert get(f"{pod.ip}:{PORT}", "/api/v1/ranks")[0] in {401, 403}
     with stage.namespace.forwarded(pod) as address:
@@ -254,17 +217,17 @@ def test_the_first_signal_drains_and_the_second_ends(stage: Stage) -> None:
     pod = stage.running("long")
     seen = {"User_Agent": "somebody-else", "X_Prometheus_Scrape_Timeout_Seconds": "5"}
     assert get(f"{pod.ip}:{PORT}", **seen)[0] == 200
-    terminate = ["exec", pod.name, "-c", "torchobs", "--", "sh", "-c", "kill -TERM 1"]
+    terminate = ["exec", pod.name, "-c", "torchobs", "--", "python3", "-c", "import os; os.kill(1, 15)"]
     stage.namespace.kubectl(*terminate)
-    wait_until(lambda: "waiting for the final state" in stage.namespace.logs(pod, "torchobs"), timeout_s=20, interval_s=0.5)
+    wait_until(lambda: "waiting for the final state" in stage.namespace.logs(pod, "torchobs"), timeout_s=120, interval_s=0.5)
     status, page = get(f"{pod.ip}:{PORT}")
     before = value(page, "torchobs_steps_total")
     assert (status, bool(before)) == (200, True)
     stage.namespace.kubectl(*terminate)
-    restarted = wait_until(lambda: _restarted(stage), timeout_s=60, interval_s=0.5)
+    restarted = wait_until(lambda: _restarted(stage), timeout_s=600, interval_s=0.5)
     assert restarted is not None
     assert restarted.container("torchobs")["lastState"]["terminated"]["exitCode"] == 0
-    wait_until(lambda: (value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=60)
+    wait_until(lambda: (value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=600)
     assert restarted.container("trainer")["restartCount"] == 0
 
 
@@ -289,7 +252,7 @@ def pushed(
 def test_what_was_pushed_last_is_what_was_scraped_last(stage: Stage, pushed: Collector) -> None:
     """At the end of a Job, and of a rank that the kernel has killed: every counter, the state, the exit, value by value."""
     for name, condition, reason in (("pushes", "Complete", "finished"), ("pushes-and-dies", "Failed", "out_of_memory")):
-        wait_until(partial(stage.namespace.job_condition, name), timeout_s=200, interval_s=1.0)
+        wait_until(partial(stage.namespace.job_condition, name), timeout_s=600, interval_s=1.0)
         assert stage.namespace.job_condition(name) == condition
         (pod,) = stage.namespace.pods(name)
         sent, scraped = shown(last_pushed(pushed, pod)), shown(last_scraped(stage, pod))

@@ -1,4 +1,7 @@
-"""A namespace of a Kubernetes cluster for a test, with Pod Security `restricted` enforced; by `kubectl`, as a person would."""
+"""A namespace of a Kubernetes cluster for a test, with Pod Security `restricted` enforced; by `kubectl`, as a person would.
+
+What tests ask again and again goes by `kubectl proxy`: a process for each question would take the machine from the pods.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import json
 import socket
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from secrets import token_hex
 from types import TracebackType
@@ -60,21 +64,29 @@ class Pod:
 
 
 class Namespace:
-    """One of its own inside a `with` block, deleted at the end with everything in it."""
+    """One of its own inside a `with` block, deleted at the end with everything in it; `enforce` is its Pod Security."""
 
-    def __init__(self) -> None:
-        self.name = f"torchobs-test-{token_hex(4)}"
+    def __init__(self, enforce: str = "restricted") -> None:
+        self.name, self._enforce = f"torchobs-test-{token_hex(4)}", enforce
+        self._api, self._stack = "", ExitStack()
 
     def __enter__(self) -> Self:
-        labels = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
-        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.name, "labels": labels}})
-        # its admission waits for the account that pods run as
-        wait_until(lambda: "default" in self.kubectl("get", "serviceaccounts", "-o", "name"), timeout_s=30, interval_s=0.2)
+        with ExitStack() as stack:
+            self._api = stack.enter_context(_proxy())
+            self._make()
+            self._stack = stack.pop_all()
         return self
 
+    def _make(self) -> None:
+        labels = {"pod-security.kubernetes.io/enforce": self._enforce, "pod-security.kubernetes.io/enforce-version": "latest"}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.name, "labels": labels}})
+        # its admission waits for the account that pods run as
+        wait_until(lambda: "default" in self.kubectl("get", "serviceaccounts", "-o", "name"), timeout_s=120, interval_s=0.2)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.kubectl("delete", "pods,jobs", "--all", "--grace-period=1", "--wait=false")
-        self.kubectl("delete", "namespace", self.name, "--wait=false")
+        with self._stack:
+            self.kubectl("delete", "pods,jobs", "--all", "--grace-period=1", "--wait=false")
+            self.kubectl("delete", "namespace", self.name, "--wait=false")
 
     def kubectl(self, *arguments: str, given: str | None = None) -> str:
         """What `kubectl` prints for these arguments; the test fails with its message if it fails."""
@@ -91,17 +103,28 @@ class Namespace:
 
     def job_condition(self, job: str) -> str:
         """`Complete`, `Failed`, or nothing yet."""
-        found = json.loads(self.kubectl("get", "job", job, "-o", "json"))["status"].get("conditions", ())
+        found = json.loads(self._ask("/apis/batch/v1", f"jobs/{job}"))["status"].get("conditions", ())
         return next((one["type"] for one in found if one["status"] == "True" and one["type"] in {"Complete", "Failed"}), "")
 
-    def pods(self, job: str) -> list[Pod]:
-        """The pods of a Job, oldest first."""
-        listed = json.loads(self.kubectl("get", "pods", "-l", f"batch.kubernetes.io/job-name={job}", "-o", "json"))["items"]
+    def pods(self, job: str = "") -> list[Pod]:
+        """The pods of a Job, or all of them, oldest first."""
+        chosen = {"labelSelector": f"batch.kubernetes.io/job-name={job}"} if job else {}
+        listed = json.loads(self._ask("/api/v1", "pods", **chosen))["items"]
         return sorted((Pod(one) for one in listed), key=lambda pod: str(pod.content["metadata"]["creationTimestamp"]))
 
     def logs(self, pod: Pod, container: str) -> str:
         """What a container has printed so far."""
-        return self.kubectl("logs", pod.name, "-c", container)
+        return self._ask("/api/v1", f"pods/{pod.name}/log", container=container)
+
+    def _ask(self, group: str, path: str, **options: str) -> str:
+        """What the API server says of this namespace; the test fails with its message if it refuses."""
+        url = f"{self._api}{group}/namespaces/{self.name}/{path}?{urllib.parse.urlencode(options)}"
+        try:
+            with _DIRECT.open(url, timeout=60) as answer:
+                return str(answer.read().decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AssertionError(path, error.read().decode(errors="replace")) from None
 
     @contextmanager
     def forwarded(self, pod: Pod) -> Iterator[str]:
@@ -110,10 +133,24 @@ class Namespace:
         argv = ["kubectl", "--namespace", self.name, "port-forward", pod.name, f"{port}:{PORT}"]
         with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
-                wait_until(lambda: _accepts(port), timeout_s=20)
+                wait_until(lambda: _accepts(port), timeout_s=60)
                 yield f"127.0.0.1:{port}"
             finally:
                 process.terminate()
+
+
+@contextmanager
+def _proxy() -> Iterator[str]:
+    """`kubectl proxy`, which asks as KUBECONFIG says: where it serves the cluster's API on this machine."""
+    argv = ["kubectl", "proxy", "--port=0"]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()  # "Starting to serve on 127.0.0.1:41537"
+            assert said.startswith("Starting to serve on "), (argv, said)
+            yield f"http://{said.split()[-1]}"
+        finally:
+            process.terminate()
 
 
 def reached_from(pod: Pod) -> str:

@@ -1,0 +1,277 @@
+"""The chart on a real cluster: installed, tested, upgraded, rolled back and uninstalled by the real Helm.
+
+The operators' CRDs are in the API server (`tests/kubernetes/crds.py` says where their schemas come from), the operators are
+not: that it takes the objects, with no unknown field, is what is shown here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import support
+from tests.helm import CHART, VALUE_SETS, helm, objects, rendered, values_of
+from tests.kubernetes import injection
+from tests.kubernetes.cluster import PORT, Namespace
+from tests.kubernetes.crds import CRDS
+from tests.kubernetes.scraping import scrape_config, within
+from tests.prometheus_server import PrometheusServer, newest_prometheus
+from tests.support import free_port, wait_until
+from torchobs._version import __version__
+
+# Asked for here, before the fixture that hides what begins with TORCHOBS_ from every test.
+EXPORTER = os.environ.get("TORCHOBS_TEST_EXPORTER_IMAGE", "")
+READY = bool(os.environ.get("KUBECONFIG") and EXPORTER)
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
+    pytest.mark.skipif(bool(missing := support.why_missing("helm")), reason=str(missing)),
+]
+
+PREVIOUS = "0.0.1"
+SECRET_LIMIT_BYTES = 1 << 20
+"""Of a Secret's data, which is where Helm keeps a release."""
+OF_THE_CLUSTER = frozenset({"clustertrainingruntimes", "mutatingadmissionpolicies", "mutatingadmissionpolicybindings"})
+BY_ITSELF = ("event", "serviceaccount/default", "configmap/kube-root-ca.crt")
+"""What the cluster puts into a namespace."""
+REPOSITORY, _, TAG = EXPORTER.rpartition(":")
+IMAGE = ("--set", f"image.repository={REPOSITORY},image.tag={TAG},image.pullPolicy=IfNotPresent")
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[Namespace]:
+    """A namespace that enforces `restricted`, and the operators' CRDs, of which those that were there are left alone."""
+    with Namespace() as made:
+        there = made.kubectl("get", "customresourcedefinitions", "-o", "name")
+        ours = [crd for crd in CRDS if crd.name not in there]
+        for crd in ours:
+            made.kubectl("create", "-f", "-", given=json.dumps(crd.definition()))
+        for crd in CRDS:
+            made.kubectl("wait", "--for=condition=Established", "--timeout=30s", f"customresourcedefinition/{crd.name}")
+        if version := injection.served_version():
+            injection.warm_up(injection.rendered(injection__apiVersion=version))
+        yield made
+        for crd in ours:
+            made.kubectl("delete", "customresourcedefinition", crd.name, "--wait=false")
+
+
+def succeeds(namespace: Namespace, *arguments: str | Path) -> str:
+    """Run Helm in the namespace; the test fails with its message if it fails."""
+    done = helm(*arguments, "--namespace", namespace.name)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def everything(namespace: Namespace) -> set[str]:
+    """Return the names of all objects of the namespace, and of those outside that a chart of ours makes."""
+    kinds = namespace.kubectl("api-resources", "--namespaced", "--verbs=list,delete", "-o", "name").split()
+    found = namespace.kubectl("get", ",".join(kinds), "-o", "name", "--ignore-not-found").split()
+    listed = namespace.kubectl("api-resources", "--namespaced=false", "--verbs=list,delete", "-o", "name").split()
+    whole = ",".join(kind for kind in listed if kind.partition(".")[0] in OF_THE_CLUSTER)
+    # what other tests have there is called by their namespaces
+    names = namespace.kubectl("get", whole, "-o", "name").split()
+    found += [name for name in names if "torchobs" in name and "torchobs-test-" not in name]
+    return {name for name in found if not name.startswith(BY_ITSELF)}
+
+
+def version_of(namespace: Namespace, name: str) -> str:
+    """Return the version of the chart that an object is of."""
+    labels = json.loads(namespace.kubectl("get", name, "-o", "json"))["metadata"]["labels"]
+    return str(labels["app.kubernetes.io/version"])
+
+
+def test_from_the_previous_chart_and_back_without_a_trace(namespace: Namespace, tmp_path: Path) -> None:
+    """Installed, tested under `restricted`, upgraded with other values, rolled back, uninstalled: nothing is left.
+
+    The previous chart is this one under another version: there is no older release yet.
+    """
+    before = everything(namespace)
+    try:
+        installed_and_changed(namespace, tmp_path, before)
+    finally:
+        succeeds(namespace, "uninstall", "torchobs", "--wait", "--ignore-not-found")
+    assert everything(namespace) == before
+
+
+def installed_and_changed(namespace: Namespace, tmp_path: Path, before: set[str]) -> None:
+    """Install, test, upgrade and roll back."""
+    packaged = helm("package", CHART, "--version", PREVIOUS, "--app-version", PREVIOUS, "-d", tmp_path)
+    assert packaged.returncode == 0, packaged.stderr
+    previous, monitor = tmp_path / f"torchobs-{PREVIOUS}.tgz", "podmonitor/torchobs"
+    here = f'injection.namespaceSelector={{"matchLabels":{{"kubernetes.io/metadata.name":"{namespace.name}"}}}}'
+    install = (*IMAGE, "--set-json", here)  # other tests' pods are injected by policies of their own
+    succeeds(namespace, "install", "torchobs", previous, *install)
+    assert version_of(namespace, monitor) == PREVIOUS
+    installed = everything(namespace)
+    assert sum(name.startswith("configmap/") for name in installed - before) == 12
+    assert sum(name.startswith("prometheusrule.") for name in installed - before) == 3
+    assert_release_fits(namespace)
+    assert_the_test_tries_the_label(namespace)
+    assert not any(name.startswith("pod/") for name in everything(namespace))
+
+    more = "networkPolicy.enabled=true,dashboards.grafanaOperator.enabled=true,trainingRuntime.enabled=true"
+    succeeds(namespace, "upgrade", "torchobs", CHART, *install, "--set", f"{more},trainingRuntime.image=training")
+    assert version_of(namespace, monitor) == __version__
+    added = everything(namespace) - installed
+    kinds = [name.partition("/")[0].partition(".")[0] for name in added]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "networkpolicy": 1,
+        "grafanadashboard": 12,
+        "clustertrainingruntime": 1,
+        "secret": 1,  # of the release
+    }
+    succeeds(namespace, "rollback", "torchobs", "1")
+    assert version_of(namespace, monitor) == PREVIOUS
+    assert {name for name in everything(namespace) - installed if not name.startswith("secret/sh.helm.release")} == set()
+
+
+def assert_the_test_tries_the_label(namespace: Namespace) -> None:
+    """It succeeds where the label adds a sidecar, and where it does not the log of the pod that failed says why."""
+    served = bool(injection.served_version())
+    if served:
+        injection.wait_for_injection(namespace, injection.pod())
+    assert "Phase:          Succeeded" in succeeds(namespace, "test", "torchobs", "--timeout", "3m")
+    if served:
+        namespace.kubectl("label", "namespace", namespace.name, "torchobs.io/inject=false")
+        try:
+            wait_until(
+                lambda: "initContainers" not in injection.admitted(namespace, injection.pod())["spec"],
+                timeout_s=20,
+                interval_s=0.3,
+            )
+            assert helm("test", "torchobs", "--timeout", "3m", "--namespace", namespace.name).returncode != 0
+            assert "the label torchobs.io/inject did nothing" in namespace.kubectl("logs", "torchobs-test")
+        finally:
+            namespace.kubectl("label", "namespace", namespace.name, "torchobs.io/inject-")
+            namespace.kubectl("delete", "pod", "torchobs-test", "--ignore-not-found")
+
+
+def assert_release_fits(namespace: Namespace) -> None:
+    """A Secret takes 1 MiB; upgrades and longer values need room."""
+    (secret,) = json.loads(namespace.kubectl("get", "secrets", "-l", "owner=helm", "-o", "json"))["items"]
+    size = sum(len(base64.b64decode(value)) for value in secret["data"].values())
+    assert size < SECRET_LIMIT_BYTES / 2, f"the release takes {size} bytes"
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_api_server_takes_every_variant(name: str, namespace: Namespace) -> None:
+    """With no field that a kind does not know. Objects of other namespaces are asked for in this one, which exists."""
+    engine = ("--set", "injection.engine=none")  # which of them a cluster knows differs
+    where = ("--namespace", namespace.name, "--kube-version", "1.33.0")
+    made = helm("template", "torchobs", CHART, "-f", values_of(name), *engine, *where)
+    elsewhere = {"research", "production", "monitoring"}
+    text = "\n".join(
+        f"  namespace: {namespace.name}" if line.strip() in {f"namespace: {one}" for one in elsewhere} else line
+        for line in made.stdout.splitlines()
+    )
+    # What the cluster does not have, not even after a dry run, is refused.
+    text = text.replace("priorityClassName: ", "schedulerName: ")
+    text = re.sub("serviceAccountName: .*", "serviceAccountName: default", text)
+    done = subprocess.run(
+        ["kubectl", "create", "--dry-run=server", "--validate=strict", "-f", "-"],
+        input=text, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "unchanged" not in done.stdout
+    assert done.stdout.count("(server dry run)") == text.count("\nkind: ")
+
+
+def test_the_api_server_knows_what_the_operators_know(namespace: Namespace) -> None:
+    """A field that a PodMonitor does not have, and one of the wrong type, are refused: the CRDs are more than names."""
+    for setting, reason in (("sampelLimit=1", 'unknown field "spec.podMetricsEndpoints[0].sampelLimit"'), ("port=1", "string")):
+        made = helm("template", "t", CHART, *IMAGE, "--kube-version", "1.33.0", "-s", "templates/podmonitor.yaml",
+                    "--set", f"podMonitor.endpoint.{setting}", "--namespace", namespace.name)  # fmt: skip
+        argv = ["kubectl", "create", "--dry-run=server", "--validate=strict", "-f", "-"]
+        done = subprocess.run(argv, input=made.stdout, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert reason in done.stderr
+
+
+def test_it_warns_of_a_prometheus_that_would_ignore_it(namespace: Namespace) -> None:
+    """The notes of the installation compare labels with the selectors of the Prometheus objects, if they are asked to."""
+    selects = {"podMonitorSelector": {"matchLabels": {"release": "other"}}}
+    namespace.apply(
+        {"apiVersion": "monitoring.coreos.com/v1", "kind": "Prometheus", "metadata": {"name": "main"}, "spec": selects}
+    )
+    wait_until(lambda: "main" in namespace.kubectl("get", "prometheuses", "-o", "name"), timeout_s=10)
+    try:
+        install = ("install", "torchobs", CHART, *IMAGE, "--dry-run=server", "--set", "podMonitor.checkSelector=true")
+        warning = f"WARNING: Prometheus {namespace.name}/main selects PodMonitors by release=other"
+        assert warning in succeeds(namespace, *install)
+        assert warning not in succeeds(namespace, *install, "--set", "podMonitor.additionalLabels.release=other")
+    finally:
+        namespace.kubectl("delete", "prometheus", "main")
+
+
+def test_prometheus_finds_sidecars_with_and_without_a_network_of_their_own() -> None:
+    """By the chart's scrape configuration, and by what the operator makes of both endpoints of its PodMonitor."""
+    program = newest_prometheus(2)
+    assert program, support.why_missing("prometheus")
+    port = free_port()
+    with Namespace("privileged") as privileged:
+        privileged.apply(sidecar_alone("claims"), sidecar_alone("shares", port=port))
+        clash = f"clashes/{privileged.name}"
+        own, shared = f"claims/{privileged.name}", f"shares/{privileged.name}"
+        jobs = {"scraped": scrape_config(privileged.name), **pod_monitor_jobs(privileged.name)}
+        often = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+        settings = {"scrape_configs": [{**job, **often, "job_name": name} for name, job in jobs.items()]}
+        with PrometheusServer(program, interval="1s", settings=settings) as prometheus:
+            expected = {("scraped", own), ("scraped", shared), ("named", own), ("hostNetwork", shared)}
+
+            def found() -> set[tuple[str, str]]:
+                return targets("up == 1")
+
+            def down() -> set[tuple[str, str]]:
+                return targets("up == 0")
+
+            def targets(query: str) -> set[tuple[str, str]]:
+                series = prometheus.query(query)
+                return {(one.labels["job"], f"{one.labels['pod']}/{one.labels['namespace']}") for one in series}
+
+            wait_until(lambda: found() == expected, timeout_s=180, interval_s=0.5)
+            # A second exporter of the node finds the port taken. What answers at its address is not its page.
+            privileged.apply(sidecar_alone("clashes", port=port))
+            wait_until(lambda: down() == {("scraped", clash), ("hostNetwork", clash)}, timeout_s=180, interval_s=0.5)
+            assert {one.labels["pod"] for one in prometheus.query("torchobs_build_info")} == {"claims", "shares"}
+            ports = {one.labels["instance"].rpartition(":")[2] for one in prometheus.query('up{pod="shares"} == 1')}
+            assert ports == {str(port)}
+
+
+def sidecar_alone(name: str, port: int = 0) -> dict[str, Any]:
+    """A pod of the exporter alone; with a port it has the node's network, and claims none."""
+    container: dict[str, Any] = {"name": "torchobs", "image": EXPORTER, "imagePullPolicy": "IfNotPresent"}
+    metadata: dict[str, Any] = {"name": name, "labels": {"torchobs": "sidecar"}}
+    container["env"] = [{"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}]
+    if port:
+        metadata["annotations"] = {"torchobs.io/port": str(port)}
+        container["env"].append({"name": "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS", "value": f":{port}"})
+    else:
+        container["ports"] = [{"name": "torchobs", "containerPort": PORT}]
+    spec = {"hostNetwork": bool(port), "containers": [container], "terminationGracePeriodSeconds": 1}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def pod_monitor_jobs(namespace: str) -> dict[str, dict[str, Any]]:
+    """What the operator makes of the endpoints of the PodMonitor: a job each, of the port's name and the relabelings."""
+    (made,) = objects(rendered("-s", "templates/podmonitor.yaml"))
+    named, shared = made["spec"]["podMetricsEndpoints"]
+    meta = "__meta_kubernetes_"
+    places = [
+        {"source_labels": [f"{meta}namespace"], "target_label": "namespace"},
+        {"source_labels": [f"{meta}pod_name"], "target_label": "pod"},
+    ]
+    keep = {"source_labels": [f"{meta}pod_container_port_name"], "regex": named["port"], "action": "keep"}
+    theirs = [{re.sub("[A-Z]", lambda upper: f"_{upper[0].lower()}", key): value for key, value in one.items()}
+              for one in shared["relabelings"]]  # fmt: skip
+    return {
+        "named": within({"relabel_configs": [keep, *places]}, namespace),
+        "hostNetwork": within({"relabel_configs": [*places, *theirs]}, namespace),
+    }

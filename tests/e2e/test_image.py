@@ -1,0 +1,97 @@
+"""The exporter's image, built for real: by `make kube-test`, which has a base image and the means."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import support
+
+# Where tests/kubernetes/images.sh has put the archive, the wheels, and what it built on.
+BUILT = os.environ.get("TORCHOBS_TEST_IMAGE_FOLDER", "")
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.skipif(not BUILT, reason=f"{support.NEEDS_KUBERNETES}: and `make kube-test`, which builds the image"),
+]
+LIMIT = 80_000_000
+"""Bytes of the image, uncompressed, but for `libpython`, which is 7 MB of Debian's, and 23 MB with debugging symbols in it,
+as in a Python that tests/kubernetes/base.sh may find on a machine. The image is to have 90 MB at most."""
+
+
+@pytest.fixture(scope="module")
+def archive() -> Path:
+    """The image that the cluster got."""
+    (found,) = Path(BUILT).glob("torchobs-exporter-*.tar")
+    return found
+
+
+@pytest.fixture(scope="module")
+def files(archive: Path) -> dict[str, tarfile.TarInfo]:
+    """What the image's only layer holds, by path."""
+    with tarfile.open(archive) as image:
+        largest = max(image, key=lambda member: member.size)
+        with tarfile.open(fileobj=image.extractfile(largest)) as layer:
+            return {member.name.removeprefix("./"): member for member in layer}
+
+
+def described(archive: Path) -> tuple[str, dict[str, Any]]:
+    """The image's digest, and its configuration."""
+    with tarfile.open(archive) as image:
+
+        def read(name: str) -> dict[str, Any]:
+            file = image.extractfile(name)
+            assert file is not None
+            found: dict[str, Any] = json.load(file)
+            return found
+
+        (manifest,) = read("index.json")["manifests"]
+        content = read(f"blobs/{manifest['digest'].replace(':', '/')}")
+        return manifest["digest"], read(f"blobs/{content['config']['digest'].replace(':', '/')}")
+
+
+def test_the_same_lock_gives_the_same_image(archive: Path, tmp_path: Path) -> None:
+    """Built again from the same wheels and base: the same digest, which is the hash of everything."""
+    digest, config = described(archive)
+    base = (Path(BUILT) / "base").read_text().strip()
+    command: list[str | Path] = [support.ROOT / "deploy/image/build", "--engine", "buildah", "--base", base]
+    created = datetime.fromisoformat(config["created"][:19]).replace(tzinfo=timezone.utc)
+    environ = {
+        "PIP_NO_INDEX": "1",
+        "SOURCE_DATE_EPOCH": f"{created.timestamp():.0f}",
+        "REVISION": config["config"]["Labels"]["org.opencontainers.image.revision"],
+    }
+    command += ["--wheels", Path(BUILT) / "dist", "--output", tmp_path, "--tag", "localhost/torchobs-exporter-again"]
+    subprocess.run(command, env=os.environ | environ, check=True)
+    (again,) = tmp_path.glob("torchobs-exporter-*.tar")
+    assert described(again)[0] == digest
+
+
+def test_it_is_small_and_has_no_shell(archive: Path, files: dict[str, tarfile.TarInfo]) -> None:
+    """At most 90 MB, uncompressed; no shell, no package manager, no torch; nothing in it can be written by its user."""
+    assert sum(member.size for name, member in files.items() if not Path(name).name.startswith("libpython")) < LIMIT
+    assert archive.stat().st_size < LIMIT / 2
+    names = {Path(name).name for name in files}
+    assert not {"sh", "bash", "dash", "busybox", "apt", "dpkg", "pip", "pip3", "torch"} & names
+    assert "opt/torchobs/bin/torchobs" in files
+    writable = [name for name, member in files.items() if member.mode & 0o002 and not member.issym()]
+    assert writable == ["tmp"]
+
+
+def test_its_bill_of_materials_is_valid_and_complete(archive: Path, files: dict[str, tarfile.TarInfo]) -> None:
+    """CycloneDX 1.6, with every Python package that is in the image."""
+    from cyclonedx.schema import SchemaVersion  # takes seconds to import
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    script = support.ROOT / "deploy/image/sbom.py"
+    said = subprocess.run([sys.executable, script, archive], capture_output=True, text=True, check=True).stdout
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(said) is None
+    packages = {Path(name).parent.name.partition("-")[0].lower() for name in files if name.endswith(".dist-info/METADATA")}
+    named = {name.replace("-", "_") for name in re.findall(r'"purl": "pkg:pypi/([^@]+)@', said)}
+    assert {"torchobs", "psutil"} <= packages == named

@@ -1,0 +1,132 @@
+"""Faults of a training and of its pod, on a real cluster, as the chart's Prometheus and Alertmanager tell of them.
+
+Needs what `make kube-test` gives.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests import support
+from tests.kubernetes.cluster import PORT, Pod, get, printed_steps, value
+from tests.kubernetes.jobs import ARBITRARY_UID, READY, job, scripts, trainer_of
+from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, steps, torchrun
+from tests.support import wait_until
+
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
+]
+
+INCARNATIONS = 5
+# The kernel takes the largest process by its score: of the sidecar's its first, and not one of these.
+EXHAUST = """
+import os, time
+open("/proc/1/oom_score_adj", "w").write("1000")
+for _ in range(40):
+    if not os.fork():
+        held = b"x" * (6 << 20)
+        time.sleep(30)
+time.sleep(30)
+"""
+FILL = """
+with open("/var/run/torchobs/flight/full", "wb", 0) as file:
+    while True:
+        file.write(bytes(65536))
+"""
+
+
+def hoards() -> dict[str, Any]:
+    """Takes memory until the kernel ends it."""
+    made = job("hoards", "400", "60", backoffLimit=0)
+    trainer_of(made)["resources"]["limits"]["memory"] = "640Mi"
+    return made
+
+
+def fills() -> dict[str, Any]:
+    """Its flight volume is full before it trains."""
+    made = job("fills", "20")
+    trainer_of(made)["command"] = ["sh", "-c", f"python3 -c '{FILL}'; exec python3 /script/pod.py 20"]
+    return made
+
+
+JOBS: dict[str, Callable[[], dict[str, Any]]] = {
+    "hoards": hoards,
+    "loops": lambda: torchrun(
+        job("loops", "crash", script="sick_pod.py", backoffLimit=0), f"--max-restarts={INCARNATIONS - 1}"
+    ),
+    "steady": lambda: job("steady", "100000"),
+    "fills": fills,
+}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """All Jobs at once."""
+    folder = tmp_path_factory.mktemp("alertmanager")
+    with monitored(folder, scripts("pod.py", "sick_pod.py"), *(make() for make in JOBS.values())) as made:
+        yield made
+
+
+def test_an_out_of_memory_kill_is_told_with_its_reason_and_pod(stage: Stage) -> None:
+    """The trainer's limit, which no other container of the pod shares."""
+    pod = stage.ended("hoards", "Failed")
+    assert pod.ended("trainer")["reason"] == "OOMKilled"
+    alert = stage.told("hoards", "TorchobsRankFailed")
+    assert alert["receiver"] == "tickets"
+    assert f"in pod {pod.name}: out_of_memory" in alert["annotations"]["description"]
+
+
+def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
+    """Out of memory by its own limit: the training does not notice, and the new one has all that the first had."""
+    before = stage.training("steady")
+    seen = steps(before)
+    exhaust = ["kubectl", "-n", stage.namespace.name, "exec", before.name, "-c", "torchobs", "--", "python3", "-c", EXHAUST]
+    subprocess.run(exhaust, capture_output=True, check=False)  # what becomes of it is the kernel's choice
+
+    def restarted() -> Pod | None:
+        (pod,) = stage.namespace.pods("steady")
+        return pod if pod.container("torchobs")["restartCount"] else None
+
+    pod = wait_until(restarted, timeout_s=STARTS_S, interval_s=0.3)
+    assert pod is not None
+    assert pod.container("torchobs")["lastState"]["terminated"]["exitCode"] == 137
+    printed = printed_steps(stage.namespace.logs(pod, "trainer"))
+    assert wait_until(lambda: steps(pod), timeout_s=STARTS_S) >= printed > seen
+    assert pod.container("trainer")["restartCount"] == 0
+    page = get(f"{pod.ip}:{PORT}", User_Agent="tests")[1]
+    assert value(page, "torchobs_rank_state", state="alive") == 1
+    assert value(page, "torchobs_steps_total", run_id=stage.uid("steady")) is not None
+
+
+def test_a_full_flight_volume_stops_no_training(stage: Stage) -> None:
+    """It trains to its end unobserved, and the log says so."""
+    pod = stage.ended("fills", "Complete")
+    log = stage.namespace.logs(pod, "trainer")
+    assert printed_steps(log) == 20
+    assert "torchobs" in log
+
+
+def test_any_user_trains_on_a_root_file_system_that_is_read_only(stage: Stage) -> None:
+    """Both containers of the shipped Job, by a user that no image knows."""
+    pod = stage.training("steady")
+    assert pod.content["spec"]["securityContext"]["runAsUser"] == ARBITRARY_UID
+    for container in (*pod.content["spec"]["initContainers"], *pod.content["spec"]["containers"]):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert value(get(f"{pod.ip}:{PORT}", User_Agent="tests")[1], "torchobs_rank_state", state="alive") == 1
+
+
+def test_a_crash_loop_is_seen_by_rules_evaluated_once_a_minute(stage: Stage) -> None:
+    """Five lives within half a minute, of one pod."""
+    stage.ended("loops", "Failed")
+    run = stage.uid("loops")
+
+    def firing() -> bool:
+        return any((one.state, one.labels["run_id"]) == ("firing", run) for one in stage.slow.alerts("TorchobsCrashLoop"))
+
+    wait_until(firing, timeout_s=ENDS_S, interval_s=1.0)
+    assert stage.told("loops", "TorchobsCrashLoop")["receiver"] == "pager"

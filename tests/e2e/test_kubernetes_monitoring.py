@@ -1,0 +1,171 @@
+"""Trainings on a real cluster as the chart's Prometheus, dashboards and Alertmanager see them.
+
+A healthy one, one that blows up, and one each whose node is drained, whose clock is wrong, whose network is closed. Needs what
+`make kube-test` gives.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests import support
+from tests.dashboard_answers import Answers
+from tests.helm import rendered
+from tests.kubernetes.cluster import Pod, reached_from
+from tests.kubernetes.jobs import READY, job, scripts, trainer_of
+from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, torchrun
+from tests.support import wait_until
+
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
+]
+
+STEPS = 150
+SKEW_S = 3600
+DRAINED = "torchobs-test-drained"
+
+
+def with_clock(name: str, ahead_s: int) -> dict[str, Any]:
+    """A short training whose wall clock is wrong, beside an exporter and a Prometheus whose clocks are right."""
+    made = job(name, str(STEPS))
+    trainer_of(made)["command"] = ["python3", "/script/skewed_clock.py", str(ahead_s), "/script/pod.py", str(STEPS)]
+    return made
+
+
+def drained() -> dict[str, Any]:
+    """Its pod has a label that no other pod of the cluster has."""
+    made = torchrun(job("drained", "100000"))
+    made["spec"]["template"]["metadata"]["labels"][DRAINED] = "yes"
+    return made
+
+
+JOBS: dict[str, Callable[[], dict[str, Any]]] = {
+    "explodes": lambda: job("explodes", "explode", script="sick_pod.py"),
+    "healthy": lambda: job("healthy", "100000"),
+    "leaves": lambda: torchrun(job("leaves", "100000")),
+    "drained": drained,
+    "ahead": lambda: with_clock("ahead", SKEW_S),
+    "behind": lambda: with_clock("behind", -SKEW_S),
+}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """All Jobs at once."""
+    folder, names = tmp_path_factory.mktemp("alertmanager"), ("pod.py", "sick_pod.py", "skewed_clock.py")
+    with monitored(folder, scripts(*names), *(make() for make in JOBS.values())) as made:
+        yield made
+
+
+def test_of_a_run_that_blows_up_a_page_names_run_node_and_pod(stage: Stage) -> None:
+    """From the loss in a pod to the pager's webhook."""
+    alert = stage.told("explodes", "TorchobsLossNotFinite")
+    (pod,) = stage.namespace.pods("explodes")
+    assert (alert["receiver"], alert["status"]) == ("pager", "firing")
+    whose = {"job_name": "explodes", "run_id": stage.uid("explodes"), "namespace": stage.namespace.name}
+    assert whose.items() <= alert["labels"].items()
+    assert f"rank 0 on {pod.content['spec']['nodeName']} in pod {pod.name}: " in alert["annotations"]["description"]
+    dashboard = Answers(stage.prometheus, stage.began_s)
+    shown = dashboard.panel(stage.uid("explodes"), "torchobs-run", "Alerts of this run")
+    assert "TorchobsLossNotFinite" in {one.labels["alertname"] for one in shown}
+
+
+@pytest.mark.parametrize(("name", "ahead_s"), [("ahead", SKEW_S), ("behind", -SKEW_S)])
+def test_a_training_with_a_wrong_clock_is_alive_to_its_exact_end(stage: Stage, name: str, ahead_s: int) -> None:
+    """An hour ahead or behind: never taken for lost, and only what is a time of day is wrong."""
+    pod = stage.ended(name, "Complete")
+    assert stage.scraped("torchobs_steps_total", pod) == STEPS
+    assert stage.scraped("torchobs_rank_exit", pod, reason="finished") == 1
+    assert stage.scraped("torchobs_rank_start_time_seconds", pod) == pytest.approx(stage.began_s + ahead_s, abs=SKEW_S / 4)
+    (sick,) = stage.prometheus.query(
+        f'sum(max_over_time(torchobs_rank_state{{pod="{pod.name}",state=~"lost|failed"}}[5m])) or vector(0)'
+    )
+    assert sick.value == 0
+    oldest = stage.prometheus.value(f'max_over_time(torchobs_rank_progress_age_seconds{{pod="{pod.name}"}}[5m])')
+    assert oldest < SKEW_S / 4
+    stage.assert_silence_of(stage.uid(name))
+
+
+def test_a_drained_node_s_training_is_terminated_and_wakes_nobody(stage: Stage) -> None:
+    """By `kubectl drain`: SIGTERM, and its grace. The last state is scraped; the Job makes another pod, of the same run."""
+    pod, run = stage.training("drained"), stage.uid("drained")
+    node = pod.content["spec"]["nodeName"]
+    drain = ("drain", node, f"--pod-selector={DRAINED}=yes", "--delete-emptydir-data", "--timeout=120s")
+    try:
+        stage.namespace.kubectl(*drain)
+    finally:
+        stage.namespace.kubectl("uncordon", node)
+    assert_terminated(stage, pod, run)
+
+    def again() -> Pod | None:
+        return next((one for one in stage.namespace.pods("drained") if one.name != pod.name), None)
+
+    wait_until(again, timeout_s=STARTS_S, interval_s=0.5)
+    wait_until(lambda: lives(stage, run) == 2, timeout_s=STARTS_S, interval_s=0.5)
+
+
+def lives(stage: Stage, run: str) -> int:
+    """How many pods a run has had."""
+    return len(
+        {one.labels["pod"] for one in stage.prometheus.query(f'last_over_time(torchobs_rank_info{{run_id="{run}"}}[10m])')}
+    )
+
+
+def test_a_deleted_training_is_terminated_and_wakes_nobody(stage: Stage) -> None:
+    """Prometheus has its last state, and the rules have seen it."""
+    pod, run = stage.training("leaves"), stage.uid("leaves")
+    stage.namespace.kubectl("delete", "job", "leaves", "--cascade=foreground", "--wait=true", f"--timeout={ENDS_S:.0f}s")
+    assert_terminated(stage, pod, run)
+
+
+def assert_terminated(stage: Stage, pod: Pod, run: str) -> None:
+    """A pod's last state says that it was told to end, and nobody is told of its run."""
+    exits = stage.prometheus.query(f'last_over_time(torchobs_rank_exit{{pod="{pod.name}"}}[5m]) == 1')
+    assert [one.labels["reason"] for one in exits] == ["terminated"]
+    stage.assert_silence_of(run)
+
+
+def test_a_network_closed_to_all_but_prometheus_lets_it_in(stage: Stage) -> None:
+    """The chart's policy for a namespace that denies by default.
+
+    Where no network plug-in enforces it, this shows that it is valid, chooses the pods and names the exporter's port.
+    """
+    pod = stage.training("healthy")
+    chooses = {"batch.kubernetes.io/job-name": "healthy"}
+    source = [{"ipBlock": {"cidr": f"{reached_from(pod)}/32"}}]
+    made = rendered(
+        "-s", "templates/networkpolicy.yaml",
+        "--set", f"networkPolicy.enabled=true,networkPolicy.mode=allow,networkPolicy.namespaces={{{stage.namespace.name}}}",
+        "--set-json", f"networkPolicy.podSelector={json.dumps({'matchLabels': chooses})}",
+        "--set-json", f"networkPolicy.from={json.dumps(source)}",
+    )  # fmt: skip
+    stage.namespace.kubectl("create", "--validate=strict", "-f", "-", given=made)
+    (policy,) = json.loads(stage.namespace.kubectl("get", "networkpolicy", "-o", "json"))["items"]
+    (port,) = policy["spec"]["ingress"][0]["ports"]
+    (claimed,) = pod.content["spec"]["initContainers"][0]["ports"]
+    assert (port["port"], policy["spec"]["podSelector"]) == (claimed["containerPort"], {"matchLabels": chooses})
+    closed_s = time.time()
+    up = f'count_over_time((up{{pod="{pod.name}"}} == 1)[2h:1s])'
+    before = stage.prometheus.value(up)
+    wait_until(lambda: stage.prometheus.value(up) >= before + 3, timeout_s=STARTS_S, interval_s=0.5)
+    assert not stage.prometheus.query(f'min_over_time(up{{pod="{pod.name}"}}[{time.time() - closed_s:.0f}s]) == 0')
+
+
+def test_every_query_of_the_fleet_and_of_the_run_has_data(stage: Stage) -> None:
+    """Of a training whose pod Prometheus has found by the cluster's API; or its panel says when it has none."""
+    stage.training("healthy")
+    answers = Answers(stage.prometheus, stage.began_s, job_name="healthy", namespace=stage.namespace.name)
+
+    def answered() -> bool:
+        return not list(answers.unexplained(stage.uid("healthy"), ("torchobs-fleet", "torchobs-run")))
+
+    try:
+        wait_until(answered, timeout_s=STARTS_S, interval_s=2.0)
+    except TimeoutError:
+        assert list(answers.unexplained(stage.uid("healthy"), ("torchobs-fleet", "torchobs-run"))) == []

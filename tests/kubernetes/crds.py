@@ -1,0 +1,158 @@
+"""CustomResourceDefinitions of the operators whose objects the chart makes, for kubeconform and for a real API server.
+
+No package index carries the operators' own CRD files. The schemas are those of Python packages that are generated from them:
+`cloudcoil.models.prometheus_operator` and `kubeflow_trainer_api`. For GrafanaDashboard there is no such package: its fields are
+written down here, by the names and types of grafana-operator 5's API reference, without its rules of validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+Schema = dict[str, Any]
+ANYTHING = "x-kubernetes-preserve-unknown-fields"
+INT_OR_STRING = "x-kubernetes-int-or-string"
+EITHER = ("ResourceQuantity", "IntOrString")
+"""Endings of the models that stand for a number or a string and describe themselves as an object."""
+KEPT = ("type", "enum", "pattern", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum")
+
+
+@dataclass(frozen=True, slots=True)
+class Crd:
+    """A kind of object, and where its schema comes from."""
+
+    group: str
+    version: str
+    kind: str
+    plural: str
+    scope: str
+    schema: Callable[[], Schema]
+
+    @property
+    def name(self) -> str:
+        """The name of the definition."""
+        return f"{self.plural}.{self.group}"
+
+    def definition(self) -> Schema:
+        """Return the CustomResourceDefinition."""
+        version = {"name": self.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": self.schema()}}
+        names = {"kind": self.kind, "plural": self.plural, "singular": self.kind.lower()}
+        return {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": self.name, "annotations": {"api-approved.kubernetes.io": "unapproved, a test"}},
+            "spec": {"group": self.group, "scope": self.scope, "names": names, "versions": [version]},
+        }
+
+    def strict_schema(self) -> Schema:
+        """Return a JSON schema that refuses fields which the definition does not know."""
+        strict: Schema = _strict(self.schema())
+        strict["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+        return strict
+
+
+def structural(document: Mapping[str, Any]) -> Schema:
+    """Return pydantic's JSON schema as Kubernetes takes one: without references, unions and defaults."""
+    schema = _structural(document, document.get("$defs", {}))
+    schema["properties"] |= {"metadata": {"type": "object"}}
+    return schema
+
+
+def _structural(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    if "$ref" in node:
+        name = node["$ref"].rpartition("/")[2]
+        return {INT_OR_STRING: True} if name.endswith(EITHER) else _structural(definitions[name], definitions)
+    variants = [one for one in (*node.get("anyOf", ()), *node.get("oneOf", ())) if one.get("type") != "null"]
+    if len(variants) == 1:
+        return _structural(variants[0], definitions)
+    if variants:
+        types = {_structural(one, definitions).get("type") for one in variants}
+        return {INT_OR_STRING: True} if types == {"integer", "string"} else {ANYTHING: True}
+    made = {key: node[key] for key in KEPT if key in node}
+    if "properties" in node:
+        made["properties"] = {name: _structural(inner, definitions) for name, inner in node["properties"].items()}
+        made |= {"required": list(node["required"])} if node.get("required") else {}
+    elif made.get("type") == "object":
+        inner = node.get("additionalProperties")
+        made |= {"additionalProperties": _structural(inner, definitions)} if isinstance(inner, dict) else {ANYTHING: True}
+    if "items" in node:
+        made["items"] = _structural(node["items"], definitions)
+    return made or {ANYTHING: True}
+
+
+def _strict(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if node.get(INT_OR_STRING):
+        return {"type": ["string", "integer"]}
+    made = {key: inner for key, inner in node.items() if key != ANYTHING}
+    if "properties" in made:
+        made["properties"] = {name: _strict(inner) for name, inner in made["properties"].items()}
+        made.setdefault("additionalProperties", False)
+    for key in ("items", "additionalProperties"):
+        made |= {key: _strict(made[key])} if key in made else {}
+    return made
+
+
+def _model(module: str, name: str) -> Callable[[], Schema]:
+    @cache
+    def schema() -> Schema:
+        return structural(getattr(import_module(module), name).model_json_schema())
+
+    return schema
+
+
+def _grafana_dashboard() -> Schema:
+    def an_object(*strings: str, **others: Schema) -> Schema:
+        return {"type": "object", "properties": {name: {"type": "string"} for name in strings} | others}
+
+    flag: Schema = {"type": "boolean"}
+    labels: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+    expression = an_object("key", "operator", values={"type": "array", "items": {"type": "string"}})
+    selector = an_object(matchLabels=labels, matchExpressions={"type": "array", "items": expression})
+    source = an_object("name", "key", optional=flag)
+    spec = an_object(
+        *(
+            "contentCacheDuration",
+            "folder",
+            "folderRef",
+            "folderUID",
+            "gzipJson",
+            "json",
+            "jsonnet",
+            "resyncPeriod",
+            "uid",
+            "url",
+        ),
+        allowCrossNamespaceImport=flag,
+        suspend=flag,
+        configMapRef=source,
+        instanceSelector=selector,
+        datasources={"type": "array", "items": an_object("inputName", "datasourceName")},
+        plugins={"type": "array", "items": an_object("name", "version")},
+    )
+    return an_object("apiVersion", "kind", spec=spec | {"required": ["instanceSelector"]}, metadata={"type": "object"})
+
+
+_PROMETHEUS = "cloudcoil.models.prometheus_operator.v1"
+_MONITORING = "monitoring.coreos.com"
+CRDS = (
+    Crd(_MONITORING, "v1", "PodMonitor", "podmonitors", "Namespaced", _model(_PROMETHEUS, "PodMonitor")),
+    Crd(_MONITORING, "v1", "PrometheusRule", "prometheusrules", "Namespaced", _model(_PROMETHEUS, "PrometheusRule")),
+    Crd(_MONITORING, "v1", "Prometheus", "prometheuses", "Namespaced", _model(_PROMETHEUS, "Prometheus")),
+    Crd("grafana.integreatly.org", "v1beta1", "GrafanaDashboard", "grafanadashboards", "Namespaced", _grafana_dashboard),
+    Crd(
+        *("trainer.kubeflow.org", "v1alpha1", "ClusterTrainingRuntime", "clustertrainingruntimes", "Cluster"),
+        _model("kubeflow_trainer_api.models", "TrainerV1alpha1ClusterTrainingRuntime"),
+    ),
+)
+
+
+def strict_schemas() -> Iterator[tuple[str, Schema]]:
+    """Yield a file name, as kubeconform's template for local schemas asks for it, and the schema of each kind."""
+    for crd in CRDS:
+        yield f"{crd.kind.lower()}-{crd.group.partition('.')[0]}-{crd.version}.json", crd.strict_schema()

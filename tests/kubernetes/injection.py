@@ -1,0 +1,139 @@
+"""The chart's injection on a cluster, for chosen namespaces only, and pods for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from tests import support
+from tests.kubernetes.cluster import Namespace
+from tests.kubernetes.jobs import TRAINER
+from tests.support import wait_until
+
+CHART = support.ROOT / "helm" / "torchobs"
+# Which the cluster is, does not matter to what is rendered, and Helm without a cluster takes itself for an old one.
+VERSION = "1.36"
+
+# What else the chart makes.
+OTHERS = ("podMonitor.enabled", "prometheusRule.enabled", "dashboards.enabled", "serviceAccount.create", "test.enabled")
+
+Policy = list[dict[str, Any]]
+
+
+def rendered(release: str = "torchobs", *arguments: str, **settings: str) -> Policy:
+    """The chart's objects for the injection; settings by their path, with `__` for each dot."""
+    settings = {"image__repository": "registry.example.org/torchobs-exporter"} | settings
+    given = [argument for name, text in settings.items() for argument in ("--set", f"{name.replace('__', '.')}={text}")]
+    command = ["helm", "template", release, str(CHART), "--kube-version", VERSION, *given, *arguments]
+    command += ["--set", ",".join(f"{other}=false" for other in OTHERS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [made for made in yaml.safe_load_all(done.stdout) if made]
+
+
+def served_version() -> str:
+    """The newest version of the API that the cluster serves policies by; empty if it serves none."""
+    command = ["kubectl", "api-resources", "--api-group=admissionregistration.k8s.io", "--no-headers"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [word for line in listed if line.startswith("mutatingadmissionpolicies ") for word in line.split()]
+    return next((word.rpartition("/")[2] for word in found if "/" in word), "")
+
+
+RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def pod_template(inject: str, command: list[str], *env: Mapping[str, object], **annotations: str) -> dict[str, Any]:
+    """A pod's template as somebody has it who has never heard of torchobs, but for the label."""
+    security = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    trainer = {
+        "name": "main",
+        "image": TRAINER,
+        "command": command,
+        "env": [*env],
+        "securityContext": RESTRICTED,
+        "resources": {"requests": {"cpu": "100m"}},  # without, a busy machine leaves it next to nothing
+        "volumeMounts": [{"name": "script", "mountPath": "/script"}],
+    }
+    return {
+        "metadata": {
+            "labels": {"torchobs.io/inject": inject},
+            "annotations": {f"torchobs.io/{a}": t for a, t in annotations.items()},
+        },
+        "spec": {
+            "restartPolicy": "Never",
+            "securityContext": security,
+            "containers": [trainer],
+            "volumes": [{"name": "script", "configMap": {"name": "script"}}],
+        },
+    }
+
+
+def job(name: str, template: dict[str, Any], **spec: object) -> dict[str, Any]:
+    """A Job of such pods."""
+    made = {"backoffLimit": 0, "template": template} | spec
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": made}
+
+
+def annotated(inject: str = "true", **annotations: str) -> dict[str, Any]:
+    """A pod with annotations of torchobs."""
+    made = pod(inject)
+    made["metadata"]["annotations"] = {f"torchobs.io/{name}": text for name, text in annotations.items()}
+    return made
+
+
+def pod(inject: str = "true", labels: dict[str, str] | None = None, **owner: str) -> dict[str, Any]:
+    """A pod, as an operator creates it: with labels, and an owner if there is one."""
+    template = pod_template(inject, ["true"])
+    metadata = {"generateName": "pod-", "labels": template["metadata"]["labels"] | (labels or {})}
+    if owner:
+        metadata["ownerReferences"] = [{"controller": True, "blockOwnerDeletion": True} | owner]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def warm_up(policy: Policy) -> None:
+    """Show the API server a policy once: the first with variables after its start is refused by 1.33, where they are alpha.
+
+    It says `unexpected failed resolution of 'kubernetes.variables'`, and takes the same policy from then on.
+    """
+    given = json.dumps({"apiVersion": "v1", "kind": "List", "items": policy})
+    command = ["kubectl", "create", "--dry-run=server", "-f", "-"]
+    subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+
+
+@contextmanager
+def injection(namespace: Namespace, exporter: str, change: Callable[[Policy], None] = lambda _: None) -> Iterator[None]:
+    """The policy with this image of the exporter, bound to this namespace alone, until the end of the block."""
+    image, _, tag = exporter.rpartition(":")
+    policy = rendered(
+        namespace.name,
+        "--set-json",
+        f'injection.namespaceSelector={{"matchLabels":{{"kubernetes.io/metadata.name":"{namespace.name}"}}}}',
+        injection__apiVersion=served_version(),
+        image__repository=image,
+        image__tag=tag,
+    )
+    warm_up(policy)
+    change(policy)
+    namespace.apply(*policy)
+    try:
+        yield
+    finally:
+        for made in policy:
+            namespace.kubectl("delete", made["kind"], made["metadata"]["name"])
+
+
+def admitted(namespace: Namespace, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """What becomes of a pod; it is not made."""
+    said = namespace.kubectl("create", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", given=json.dumps(pod))
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
+def wait_for_injection(namespace: Namespace, pod: Mapping[str, Any]) -> None:
+    """The API server hears of a new policy in its own time."""
+    wait_until(lambda: "initContainers" in admitted(namespace, pod)["spec"], timeout_s=120, interval_s=0.3)
