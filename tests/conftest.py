@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -36,6 +37,11 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(ImportError):  # which tests of an installed wheel do without
+        from hypothesis import settings
+
+        settings.register_profile("torchobs", deadline=None)  # by default 200 ms, which a busy machine exceeds
+        settings.load_profile("torchobs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from torchobs import catalog
 from torchobs.flight.files.create import new_header
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
+from torchobs.flight.format.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold
 from torchobs.flight.metrics.totals import WORDS, Totals, Word, core_series
 from torchobs.flight.reader import reader
@@ -19,6 +19,8 @@ from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
+NATIVE = os.environ.get("TORCHOBS_NATIVE") != "0"
+"""Whether writers use their compiled part, as the setting says for those of a training"""
 ALL_VALUES = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 Values = dict[tuple[str, tuple[tuple[str, Any], ...]], Any]
 
@@ -55,7 +57,7 @@ def recorded(records: int | None = None) -> tuple[FlightWriter, RecordingMemory]
     """A writer whose stores are kept."""
     made = header(records)
     memory = RecordingMemory(made.file_size)
-    return FlightWriter(made, memory), memory
+    return FlightWriter(made, memory, native=NATIVE), memory
 
 
 def fields(of: Header, number: int, **given: float) -> dict[str, Any]:
@@ -83,14 +85,13 @@ def step(writer: FlightWriter, number: int, **given: float) -> int:
     return writer.append(**fields(writer.header, number, **given))
 
 
-def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> int:
+def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> None:
     """Append step ``number`` as nearly every step is written: by its boundaries, each 50 ms after the last."""
     begun_ns = writer.header.monotonic_ns + (number - 1) * 250_000_000
-    fetch, fetched, backward, backward_ends, optimizer = (begun_ns + part * 50_000_000 << 4 | part for part in range(5))
-    return writer.append_plain(
-        number, begun_ns + 250_000_000, ALL_VALUES, 1, fetch if loader else 0, fetched if loader else 0, backward,
-        backward_ends, optimizer, 2.0, 1.0, 0.5, 16, 2, 1.0, begun_ns,
-    )  # fmt: skip
+    stamps = [begun_ns + part * 50_000_000 << 4 | code for part, code in enumerate(PLAIN_CODES)]
+    assert writer.append_plain(
+        stamps if loader else stamps[2:], number, begun_ns + 250_000_000, begun_ns, ALL_VALUES, 1, 2.0, 1.0, 0.5, 16, 2, 1.0
+    )
 
 
 def step_record(of: Header, number: int, **given: float) -> StepRecord:
@@ -156,7 +157,7 @@ class ImageMemory(RecordingMemory):
 def written(image: Image) -> tuple[FlightWriter, ImageMemory]:
     """A writer into that file."""
     memory = ImageMemory(image)
-    return FlightWriter(image.header, memory), memory
+    return FlightWriter(image.header, memory, native=NATIVE), memory
 
 
 def values(view: reader.View, *, folded: bool = False) -> Values:

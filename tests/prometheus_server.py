@@ -13,6 +13,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,21 @@ class PrometheusServer:
 
         wait_until(scraped, timeout_s=timeout_s, interval_s=0.1)
 
+    def wait_for_evaluation(self, timeout_s: float = 30.0) -> None:
+        """Wait until every group of rules that is evaluated as often as `interval` says has been evaluated again.
+
+        Raises:
+            TimeoutError: It was not in time.
+        """
+        since = datetime.now(timezone.utc)
+
+        def again() -> bool:
+            groups = self.get("/api/v1/rules")["groups"]
+            often = min(group["interval"] for group in groups)
+            return all(_time(group["lastEvaluation"]) > since for group in groups if group["interval"] == often)
+
+        wait_until(again, timeout_s=timeout_s, interval_s=0.1)
+
     def get(self, path: str, **parameters: str) -> Any:
         """The `data` of an answer of the HTTP API.
 
@@ -253,6 +269,11 @@ class PrometheusServer:
                 self._process.kill()
                 self._process.wait(timeout=5)
         self._home.cleanup()
+
+
+def _time(text: str) -> datetime:
+    """A time to the second: Python 3.10 does not read Prometheus' fractions."""
+    return datetime.fromisoformat(re.sub(r"\.\d+", "", text).replace("Z", "+00:00"))
 
 
 def _config(scrape: Sequence[str], rules: Sequence[Path], interval: str, more: Mapping[str, object]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a query asks for, read from its syntax tree."""
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import promql_parser
@@ -23,6 +24,15 @@ class Selector:
     name: str
     matchers: Mapping[str, str]
     function: str = ""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """What it must not match"""
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Whether a series with these labels, and this name, is chosen."""
+        wanted = all(
+            re.fullmatch(value, labels.get(name, "")) for name, value in self.matchers.items() if name not in self.excluded
+        )
+        return wanted and not any(re.fullmatch(value, labels.get(name, "")) for name, value in self.excluded.items())
 
 
 def filled(query: str, **given: str) -> str:
@@ -57,10 +67,22 @@ def nodes(tree: Any, function: str = "") -> Iterator[tuple[Any, str]]:
 def selectors(query: str) -> list[Selector]:
     """The query's selectors, in the order in which they stand."""
     return [
-        Selector(node.name or "", {matcher.name: matcher.value for matcher in node.matchers.matchers}, function)
+        Selector(
+            node.name or "",
+            {matcher.name: matcher.value for matcher in node.matchers.matchers},
+            function,
+            {matcher.name: matcher.value for matcher in node.matchers.matchers if "Not" in str(matcher.op)},
+        )
         for node, function in nodes(parse(query))
         if isinstance(node, promql_parser.VectorSelector)
     ]
+
+
+def groupings(query: str) -> Iterator[set[str]]:
+    """The labels of each aggregation that keeps none of its operand's, which `topk` and `bottomk` do."""
+    for node, _ in nodes(parse(query)):
+        if isinstance(node, promql_parser.AggregateExpr) and not str(node).startswith(("topk", "bottomk")):
+            yield set(getattr(node.modifier, "labels", None) or [])
 
 
 def grouped_by(query: str) -> set[str]:

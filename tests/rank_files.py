@@ -95,10 +95,8 @@ class File:
         header, attrs = self.header, {"duration_s": 0.1, "grad_norm": 1.0} if attrs is None else attrs
         own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
         end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
-        identity = {
-            "trace_id": span_ids.trace_id(header),
-            "span_id": span_ids.step_span_id(span_ids.run_span_id(header), number),
-        }
+        ids = span_ids.SpanIds(header).step(number)
+        identity = {"trace_id": ids.trace, "span_id": ids.span}
         frame = {"k": "span", "name": SPAN_STEP.name, **identity, "flags": 1, "t0": end_ns - S, "t1": end_ns, "attrs": own}
         self.writer.events.append({**frame, **given})
 
@@ -148,11 +146,13 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
 def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str, Any]:
     """Write the span of a step of :func:`train` that ended now, as the sampler thread does; return its frame."""
     header, now_ns = writer.header, time.time_ns()
-    run = span_ids.run_span_id(header)
+    ids = span_ids.SpanIds(header)
+    own, run = ids.step(step), ids.run
     frame = {
-        "k": "span", "name": SPAN_STEP.name, "trace_id": span_ids.trace_id(header), "span_id": span_ids.step_span_id(run, step),
-        "parent": run, "flags": 1, "kind": "internal", "t0": now_ns - S // 10, "t1": now_ns, "status": "unset",
+        "k": "span", "name": SPAN_STEP.name, "trace_id": own.trace, "span_id": own.span, "flags": 1, "kind": "internal",
+        "t0": now_ns - S // 10, "t1": now_ns, "status": "unset",
         "attrs": {"step": step, "reason": reason, "duration_s": 0.1, "grad_norm": 1.0},
+        "links": [[run.trace, run.span, 1, "", {"torchobs.link.relation": "run"}, 0]],
         "scope": ["torchobs", "1.2", None, {"s": 1}],
     }  # fmt: skip
     writer.events.append(frame)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 AT_ONCE = 9
 """More would wait for each other's imports, which is no part of what is recorded"""
-SEEN_S = 2.0
+SEEN_S = 5.0
 SCRAPE_S = 15
 """Between two samples in slow motion"""
 HELD_S = 1800

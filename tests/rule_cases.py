@@ -8,6 +8,7 @@ from the labels and the time (`active`: when the alert's expression was last tru
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote_plus
 
@@ -16,7 +17,6 @@ import yaml
 from torchobs.rules import values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 INTERVALS = ("15s", "1m")
@@ -44,24 +44,49 @@ def document(cases: Path, interval: str, *, only: str = "") -> dict[str, Any]:
 
 
 def groups_of(files: list[str], alert: str) -> dict[str, Any]:
-    """A rule file with the group of that alert and those that record what it asks for, in the order of their evaluation.
+    """A rule file with the rule of that alert and those that record what it asks for, in the order of their evaluation.
 
-    Groups are evaluated by themselves, and others cost time only.
+    The other rules of these groups change nothing for it, and cost most of the time.
     """
-    groups = [group for text in files for group in load(text)["groups"]]
-    (wanted,) = (group for group in groups if alert in {rule.get("alert") for rule in group["rules"]})
-    found = list(_needed(groups, wanted, [wanted["name"]]))
-    return {"groups": [*found, wanted]}
+    groups = [group for text in files for group in _groups(text)]
+    (wanted,) = (rule for group in groups for rule in group["rules"] if rule.get("alert") == alert)
+    needed = [wanted]
+    for rule in needed:  # grows meanwhile
+        asked = _records(rule)
+        needed += [one for group in groups for one in group["rules"] if one.get("record") in asked and one not in needed]
+    found = [{**group, "rules": [rule for rule in group["rules"] if rule in needed]} for group in groups]
+    return {"groups": _in_order([group for group in found if group["rules"]])}
 
 
-def _needed(groups: list[dict[str, Any]], of: dict[str, Any], seen: list[str]) -> Iterator[dict[str, Any]]:
-    text = " ".join(str(value) for rule in of["rules"] for value in (rule["expr"], *rule.get("annotations", {}).values()))
-    asked = set(re.findall(r"[a-z_]+:[a-z_0-9]+:[a-z_0-9]+", text))
+@cache
+def _groups(text: str) -> list[dict[str, Any]]:
+    """The groups of a rule file, which nobody changes."""
+    found: list[dict[str, Any]] = load(text)["groups"]
+    return found
+
+
+def _records(rule: dict[str, Any]) -> set[str]:
+    """The recorded series that a rule asks for, in its expression or its texts."""
+    text = " ".join(map(str, (rule["expr"], *rule.get("annotations", {}).values())))
+    return set(re.findall(r"[a-z_]+:[a-z_0-9]+:[a-z_0-9]+", text))
+
+
+def _in_order(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each group after those that record what it asks for; groups that ask for each other keep their order."""
+    found: list[dict[str, Any]] = []
+
+    def add(group: dict[str, Any], above: tuple[str, ...]) -> None:
+        if group in found or group["name"] in above:
+            return
+        asked = {name for rule in group["rules"] for name in _records(rule)}
+        for other in groups:
+            if asked & {rule.get("record") for rule in other["rules"]}:
+                add(other, (*above, group["name"]))
+        found.append(group)
+
     for group in groups:
-        if group["name"] not in seen and asked & {rule.get("record") for rule in group["rules"]}:
-            seen.append(group["name"])
-            yield from _needed(groups, group, seen)
-            yield group
+        add(group, ())
+    return found
 
 
 def _test(case: dict[str, Any], interval_s: int) -> dict[str, Any]:

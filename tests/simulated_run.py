@@ -28,6 +28,7 @@ CRASH, GAP_S = 0.6, 150.0
 SLOW_RANK, SLOW_FROM, SLOW_S = 5, 0.3, 0.16
 LAYERS = tuple(f"transformer.h.{block}.{part}" for block in range(8) for part in ("attn", "mlp"))
 OPEN = {
+    "operation": ("train_step", "evaluate"),
     "group": ("0",),
     "device": ("cuda:0",),
     "layer": (*LAYERS, "other"),
@@ -45,6 +46,9 @@ OPEN = {
     "parallelism": ("ddp",),
     "mesh": ("",),
     "comm_hook": ("none",),
+    "tp": ("",),
+    "cp": ("",),
+    "ep": ("",),
     "hw.model": ("NVIDIA H100 80GB HBM3",),
     "GPU_I_ID": ("",),
 }
@@ -59,6 +63,8 @@ class Run:
     ranks: int = 16
     per_node: int = 8
     sick: bool = True
+    quiet: bool = True
+    """Also the series that a real exporter leaves out as long as they have their usual value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +244,7 @@ _SHOWN: dict[Metric, Shape] = {
     catalog.OPTIMIZER_MOMENTUM: lambda _, __: 0.9,
     catalog.OPTIMIZER_BETA2: lambda _, __: 0.95,
     catalog.STEPS_PLANNED: lambda _, __: 20_000.0,
+    catalog.STEPS_RESUMED_FROM: lambda life, _: 1_000.0 * (life.number > 0),
     catalog.GRAD_NORM: lambda life, _: (
         life.wobble(0.8, 0.1) * (1 + 12 * ((life.age > 1790) & (life.age < 1910) & (life.run.sick and not life.number)))
     ),
@@ -247,6 +254,7 @@ _SHOWN: dict[Metric, Shape] = {
     catalog.UPDATE_LAYER_RATIO: lambda life, of: 1e-3 * layer_norm(life, of["layer"]) ** 0.3,
     catalog.GRAD_CLIP_MAX_VALUE: lambda _, __: np.nan,
     catalog.GRAD_INTERVAL: lambda _, __: 4.0,
+    catalog.GRAD_LAYER_GROWTH: lambda _, __: np.nan,
     catalog.GRAD_LAYERS_FOLDED: lambda _, __: 12.0,
     catalog.GRAD_UNMOVED_LAYERS: lambda _, __: 0.0,
     catalog.GRAD_ZERO: lambda _, __: 0.01,
@@ -289,6 +297,7 @@ _SHOWN: dict[Metric, Shape] = {
     catalog.RUN_LOCAL_RANKS: lambda life, _: float(life.run.per_node),
     catalog.RUN_MISSING_RANKS: lambda _, __: 0.0,
     catalog.RUN_STEP_SPREAD: lambda _, __: 0.0,
+    catalog.RANK_STALL_POSITION: lambda _, __: np.nan,
     catalog.RANK_BEHIND: lambda life, _: np.round(np.clip(life.wobble(0.2, 2.0), 0, 1)),
     catalog.DDP_TIME: lambda life, of: life.wobble(
         {"forward": 0.11, "backward": 0.25, "communication": 0.2, "overlap": 0.18}[of["part"]]
@@ -372,9 +381,9 @@ def _lives(run: Run, rank: int, began_s: float, ended_s: float, interval_s: floa
 
 def _of(metric: Metric, life: Life) -> Iterator[Series]:
     names = [prometheus_label(attribute.name) for attribute in metric.attributes]
-    for values in itertools.product(*(_values(attribute, life) for attribute in metric.attributes)):
-        of = {attribute.name: value for attribute, value in zip(metric.attributes, values, strict=True)}
-        labels = {"instance": life.instance, "job": "torchobs", **dict(zip(names, values, strict=True))}
+    for given in itertools.product(*(_values(attribute, life) for attribute in metric.attributes)):
+        of = {attribute.name: value for attribute, value in zip(metric.attributes, given, strict=True)}
+        labels = {"instance": life.instance, "job": "torchobs", **dict(zip(names, given, strict=True))}
         if not metric.name.startswith(EXPORTER_S):
             labels |= {"job_name": life.run.job, "run_id": life.run.run}
             if not metric.shared and not metric.name.startswith("torchobs.run."):
@@ -385,7 +394,9 @@ def _of(metric: Metric, life: Life) -> Iterator[Series]:
         if metric.kind is Kind.HISTOGRAM:
             yield from _histogram(metric, life, labels)
         else:
-            yield _ended({"__name__": metric.prometheus, **labels}, life, _shape(metric, life, of))
+            values = _shape(metric, life, of)
+            if life.run.quiet or metric.quiet is None or (values != metric.quiet).any():
+                yield _ended({"__name__": metric.prometheus, **labels}, life, values)
 
 
 def _values(attribute: catalog.Attribute, life: Life) -> tuple[str, ...]:
@@ -393,6 +404,8 @@ def _values(attribute: catalog.Attribute, life: Life) -> tuple[str, ...]:
         return (f"GPU-{life.run.job}-{life.rank:04}",)
     if attribute.values and attribute.name in {"scaler", "optimizer", "find_unused_parameters", "static_graph"}:
         return (attribute.values[-1] if "true" in attribute.values else attribute.values[0],)
+    if attribute.name in {"dp", "pp"}:  # two pipeline stages
+        return (str(divmod(life.rank, 2)[attribute.name == "pp"]),)
     if attribute.name == "gradient_as_bucket_view":
         return ("true",)
     return attribute.values or OPEN[attribute.name]

@@ -21,7 +21,7 @@ NEEDS_MEMORY_CGROUP = "needs a memory cgroup it may create"
 NEEDS_MOUNT = "needs a mount namespace it may create"
 NEEDS_CHECKOUT = "needs the source checkout"
 NEEDS_PROGRAM = "needs a program that Debian does not package"
-NEEDS_COMPILER = "needs a C++ compiler"
+NEEDS_COMPILER = "needs a C++ compiler, and Python's headers for what is compiled for Python"
 NEEDS_KUBERNETES = "needs a Kubernetes cluster"
 UNAVOIDABLE = (
     *(NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEEDS_PROGRAM, NEEDS_COMPILER),
@@ -32,9 +32,14 @@ UNAVOIDABLE = (
 FETCHED_BY_MAKE = frozenset({"prometheus", "promtool", "prometheus-alertmanager", "amtool", "prometheus-node-exporter"})
 """Programs that `make test-tools` provides, so that there is no excuse for skipping their tests."""
 
-INSTALLED_BY_HAND = frozenset({"chromium"})
-"""Programs that Debian packages and that depend on too much to be unpacked: without them CI fails."""
+INSTALLED_BY_HAND = {
+    "chromium": "chromium",
+    **dict.fromkeys(("munged", "slurmctld", "slurmd", "srun"), "munge slurmctld slurmd slurm-client"),
+}
+"""Programs that depend on too much to be unpacked, and Debian's packages of them: without them CI fails."""
 
+OF_THE_TESTS = frozenset({"TORCHOBS_NATIVE"})
+"""What the tests run with, not what a job has said: `TORCHOBS_NATIVE=0 make test` is without the compiled part."""
 JOB_PREFIXES = ("TORCHOBS_", "OTEL_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "KUBERNETES_", "ROLE_")
 JOB_VARIABLES = frozenset(
     {
@@ -47,7 +52,7 @@ JOB_VARIABLES = frozenset(
 
 def describes_a_job(variable: str) -> bool:
     """Whether `variable` would tell torchobs something about the job, or send a request to 127.0.0.1 elsewhere."""
-    return variable in JOB_VARIABLES or variable.startswith(JOB_PREFIXES)
+    return variable in JOB_VARIABLES or (variable.startswith(JOB_PREFIXES) and variable not in OF_THE_TESTS)
 
 
 def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -98,5 +103,5 @@ def why_missing(program: str) -> str | None:
     if program in FETCHED_BY_MAKE:
         return f"needs {program} on PATH: `make test` fetches it"
     if program in INSTALLED_BY_HAND:
-        return f"needs {program} on PATH: `apt-get install {program}`"
+        return f"needs {program} on PATH: `apt-get install {INSTALLED_BY_HAND[program]}`"
     return f"{NEEDS_PROGRAM}: {program}, on PATH"

@@ -16,7 +16,7 @@ from itertools import count
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.format.step_record import StepFlag
+from torchobs.flight.format.step_record import PLAIN_CODES, StepFlag
 from torchobs.flight.writer.series_table import USER
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
@@ -46,8 +46,8 @@ def rank(writer: FlightWriter) -> Iterator[int]:
         if number % 2:
             writer.append(number, now_ns, 1, StepFlag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
         else:
-            same = (now_ns << 4,) * 5
-            writer.append_plain(number, now_ns, StepFlag.LOSS, 1, *same, number / 64, 0.0, 0.0, 16, 2, 1.0, now_ns)
+            same = [now_ns << 4 | code for code in PLAIN_CODES]
+            writer.append_plain(same, number, now_ns, now_ns, StepFlag.LOSS, 1, number / 64, 0.0, 0.0, 16, 2, 1.0)
         yield number
 
 

@@ -86,7 +86,7 @@ WORDS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(series=st.lists(hostile_series(), min_size=1, max_size=12), words=WORDS, label=st.text(max_size=30))
 def test_a_page_with_hostile_series_parses(series: list[Series], words: list[int], label: str) -> None:
     """In both formats, with nothing that is not finite, no family twice, and the rank's own series as they were."""
@@ -123,7 +123,7 @@ GIVEN = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     frames=st.lists(st.tuples(st.integers(1, 4), GIVEN | ATTRS.map(lambda attrs: {"attrs": attrs})), max_size=12), head=STEPS
 )

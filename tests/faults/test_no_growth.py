@@ -22,6 +22,8 @@ WARM = 5_000
 """Until rings are full, and the allocator has what it wants."""
 MEMORY = 2 * 1024**2
 """Bytes that are allowed: what the arenas of an allocator come to."""
+BOUNDED = 2_000
+"""Objects in lists of bounded length that fill up slowly: records and spans of the steps that are sampled."""
 BLOCKS = 0.1
 """Objects of Python's for each step that are allowed: one that is forgotten at every step is ten times that."""
 
@@ -72,4 +74,4 @@ def test_a_hundred_thousand_steps_leave_nothing_behind(flight_dir: Path, share_o
         assert session.context.recorder.step == WARM + more
         assert path.stat().st_size == size
     assert grown < MEMORY, f"{grown} bytes more after {more} steps"
-    assert forgotten < BLOCKS * more, f"{forgotten} objects more after {more} steps"
+    assert forgotten < BOUNDED + BLOCKS * more, f"{forgotten} objects more after {more} steps"

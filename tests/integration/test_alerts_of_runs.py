@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler
 
 GOLDEN = Path(__file__).parent / "golden" / "runs.json.gz"
-LONG = ("starvation", "hang", "long-evaluation", "long-compile", "slow-first-step", "idle")
+LONG = ("memory-leak", "starvation", "hang", "long-evaluation", "long-compile", "slow-first-step", "idle")
 """Runs to begin with: the others go on meanwhile."""
 HEALTHY = (
     RecordedRun("long-evaluation", [Life("evaluate")], 15),
@@ -62,6 +62,7 @@ SICK = (
     RecordedRun("scaler-stuck", [Life("scaler_stuck")], 20),
     RecordedRun("straggler", [Life("straggle", rank=rank) for rank in range(3)], ranks=3),
     RecordedRun("slowdown", [Life("slow_down")]),
+    RecordedRun("memory-leak", [Life("leak", 300)], 2),
     RecordedRun("checkpoints", [Life("fail_to_save")]),
 )
 EXPECTED: dict[str, list[tuple[str, str, str]]] = {
@@ -87,6 +88,7 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
     ],
     "straggler": [("tickets", "TorchobsStraggler", "Slowest: rank 2 on node-1: ")],
     "slowdown": [("tickets", "TorchobsSlowdown", "rank 0 on node-0")],
+    "memory-leak": [("tickets", "TorchobsMemoryGrowth", r"First: rank 0 on node-0: .* left \(host\)")],
     "checkpoints": [("pager", "TorchobsCheckpointFailed", "On: rank 0 on node-0: ")],
 }
 """What arrives: receiver, alert, and the culprit in its description. A first symptom is a ticket; the page comes once

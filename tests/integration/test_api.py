@@ -16,11 +16,12 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+import torchobs
 from tests.api import Caller
 from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
-from torchobs import catalog
+from torchobs import catalog, debug
 from torchobs.config.settings import PROBES
 from torchobs.exporter import daemon
 from torchobs.exporter.api import commands, openapi
@@ -165,14 +166,15 @@ def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Ca
     train(writers[0], [1, 2])
     train(writers[1], [1, 2])
     writers[0].append(3, time.monotonic_ns(), RecordKind.STEP, StepFlag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 8)
-    wait_until(lambda: web.get("/debug/training/summary")["steps"] == 5)
+    wait_until(lambda: web.get("/debug/training/summary")["total_steps"] == 5)
     found = web.get("/debug/training/summary")
-    assert found["steps"] == 5
-    assert found["loss_anomalies"] == {"count": 1, "per_step": 0.2}
-    assert found["anomalies"]["nonfinite_loss"]["count"] == 1
-    assert found["anomaly_steps"] == {"least": 1, "most": 1}
-    assert found["explosions"] == found["vanishing"] == {"count": 0, "per_step": 0.0}
-    assert [rank["steps"] for rank in found["ranks"]] == [3, 2]
+    assert (found["total_steps"], found["source"]) == (5, "recorded")
+    assert (found["loss_anomalies"], found["loss_anomaly_rate"], found["anomaly_rate"]) == (1, 0.2, 0.2)
+    assert found["anomalies"]["nonfinite_loss"] == 1
+    assert (found["anomaly_steps"], found["anomaly_steps_most"]) == (1, 1)
+    assert (found["gradient_explosions"], found["gradient_vanishing"]) == (0, 0)
+    assert (found["gradient_explosion_rate"], found["gradient_vanishing_rate"]) == (0.0, 0.0)
+    assert [rank["total_steps"] for rank in found["ranks"]] == [3, 2]
     assert web.get("/debug/summary")["anomalies_active"][0]["kind"] == "nonfinite_loss"
     assert "NaN" in {rank["loss"] for rank in web.get("/ranks")["ranks"]}  # and not the last finite one
     for writer in writers:
@@ -182,7 +184,10 @@ def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Ca
 def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
     """Rates of no steps are null; a command has nobody to go to."""
     assert web.get("/ranks") == {"ranks": []}
-    assert web.get("/debug/training/summary")["explosions"] == {"count": 0, "per_step": None}
+    found = web.get("/debug/training/summary")
+    assert (found["gradient_explosions"], found["gradient_explosion_rate"], found["anomaly_rate"]) == (0, None, None)
+    found = web.get("/debug/summary")
+    assert (found["total_operations"], found["average_time"], found["operations"]) == (0, None, [])
     assert web.get("/events") == {"events": [], "next": None}
     assert web.get("/evidence") == {"evidence": []}
     assert web.post("/stacks", Authorization=f"Bearer {TOKEN}").status == 409
@@ -358,14 +363,48 @@ def test_evidence_is_listed_and_downloaded(flight_dir: Path, writer: FlightWrite
         assert web.ask("GET", f"/evidence/{named(writer.name, STACKS, one).id}").status == 404
 
 
-def test_clear_removes_evidence_and_nothing_else(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
-    """Counters and events are as they were."""
+def test_clear_removes_evidence_and_begins_the_summaries_anew(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
+    """Metrics and events are as they were; later steps count from zero."""
     (flight_dir / named(writer.name, STACKS, 1).name).write_text("x")
-    before = local.get("/debug/training/summary"), local.get("/events")
+    events, ranks = local.get("/events"), local.get("/ranks")["ranks"]
+    assert local.get("/debug/training/summary")["total_steps"] == 3
     assert local.post("/debug/clear").json == {"removed": 1, "hidden": 0}
     assert local.get("/evidence") == {"evidence": []}
-    assert (local.get("/debug/training/summary"), local.get("/events")) == before
+    assert local.get("/debug/training/summary")["total_steps"] == 0
+    assert local.get("/debug/training/summary")["anomaly_rate"] is None
+    assert (local.get("/events"), local.get("/ranks")["ranks"][0]["steps"]) == (events, ranks[0]["steps"])
     assert local.post("/debug/clear").json == {"removed": 0, "hidden": 0}
+
+
+def test_the_summaries_say_what_debug_s_own_say(flight_dir: Path, local: Caller) -> None:
+    """Operations and checked steps of a session in this process, by the same names; cleared, both begin anew."""
+    import torch  # most tests of this file do without it
+
+    debug.clear()
+    torchobs.init(flight_dir=flight_dir)
+    try:
+        model = torch.nn.Linear(2, 1)
+        for loss in (1.0, float("nan"), 1.0):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            with debug.context("step"):
+                debug.monitor_step(model, loss)
+        wait_until(lambda: local.get("/debug/summary")["total_operations"] == 3)
+        own, told = debug.training_summary().to_dict(), local.get("/debug/training/summary")
+        assert own == {name: told[name] for name in own}
+        assert (told["total_steps"], told["loss_anomalies"], told["source"]) == (3, 1, "monitored")
+        own, told = debug.summary().to_dict(), local.get("/debug/summary")
+        for name in ("total_operations", "average_time", "longest_time", "memory_peak", "anomalies"):
+            assert told[name] == pytest.approx(own[name])
+        (row,) = told["operations"]
+        assert (row["operation"], row["count"]) == ("step", 3)
+        local.post("/debug/clear")
+        cleared = local.get("/debug/summary")
+        assert (cleared["total_operations"], cleared["longest_time"], cleared["operations"]) == (0, None, [])
+        assert local.get("/debug/training/summary")["source"] == "recorded"
+    finally:
+        torchobs.shutdown()
+        debug.clear()
 
 
 def test_a_rank_that_has_ended_is_told_nothing(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests import draw_dashboards, support
-from tests.dashboards import shipped, targets
+from tests.dashboards import shipped, targets, variables
 from tests.prometheus_server import PrometheusServer, Series
 from tests.promql import filled
 from tests.remote_write import FLAG, write
@@ -99,6 +99,24 @@ def test_shares_add_up(hour: Panels) -> None:
     assert sum(uses.values()) == pytest.approx(1.0, rel=1e-3)
     (goodput,) = hour.ask(HEALTHY, "torchobs-run", "Goodput over time")
     assert goodput.value == pytest.approx(uses["productive"])
+
+
+def test_one_run_id_in_two_clusters_is_two_runs(program: Callable[[str], str]) -> None:
+    """With all clusters chosen each panel's answers say of which one they are, and are not added up over both."""
+    ended_s, ranks = time.time(), {"east": 4, "west": 2}
+    with PrometheusServer(program("prometheus"), arguments=[FLAG]) as server:
+        for cluster, number in ranks.items():
+            of = series(Run(ranks=number, per_node=2, sick=False), ended_s - 300, ended_s, 30.0)
+            write(server.address, (({**labels, "cluster": cluster}, times, values) for labels, times, values in of))
+        mixed = []
+        for uid, dashboard in shipped().items():
+            for panel, target in targets(dashboard):
+                if "run_id" in variables(dashboard) and target.get("format") != "heatmap":
+                    found = server.query(filled(target["expr"], rate_interval="2m", range="5m", interval="30s"), ended_s - 1)
+                    mixed += [(uid, panel["title"]) for one in found if "cluster" not in one.labels]
+        assert mixed == []
+        up = Panels(server, ended_s).ask(Run(), "torchobs-run", "Ranks up")
+        assert {one.labels["cluster"]: one.value for one in up} == ranks
 
 
 def test_a_picture_is_drawn(tmp_path: Path, program: Callable[[str], str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tests import support
 from tests.training import Recording, recording
 from torchobs.flight.reader import reader
+from torchobs.probes.lifecycle.coordinates import AXES, Place, by_axis, of_frameworks, root_dimensions
 from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 
 if TYPE_CHECKING:
@@ -105,14 +107,36 @@ def test_a_short_run_tells_ddp_s_choices(start: Any, flight_dir: Path) -> None:
         assert errors(ended) == []
 
 
-@pytest.mark.parametrize(("way", "mesh"), [("fsdp2", "dp=2"), ("tensor", "tp=2")])
-def test_sharded_models_are_recognised(start: Any, flight_dir: Path, way: str, mesh: str) -> None:
+def _place(**indices: int) -> tuple[str, ...]:
+    return ("torchobs.distributed.coordinates", *(f"{axis}={indices.get(axis, '')}" for axis in sorted(AXES)))
+
+
+@pytest.mark.parametrize(("way", "axis", "copies"), [("fsdp2", "dp", 1), ("tensor", "tp", 2)])
+def test_sharded_models_are_recognised(start: Any, flight_dir: Path, way: str, axis: str, copies: int) -> None:
     """``fully_shard`` and tensor parallelism by their device mesh, without DDP's series or a collective."""
-    for ended in train(start, flight_dir, way, "after"):
-        assert ended.values[("torchobs.distributed.info", "backend=gloo", f"mesh={mesh}", f"parallelism={way}")] == 1
+    for rank, ended in enumerate(train(start, flight_dir, way, "after")):
+        assert ended.values[("torchobs.distributed.info", "backend=gloo", f"mesh={axis}=2", f"parallelism={way}")] == 1
+        assert ended.values[_place(**{axis: rank})] == 1
+        assert ended.values[("torchobs.distributed.copies",)] == copies, "tokens are divided by it"
         assert [key for key in ended.values if key[0].startswith("torchobs.ddp")] == []
         assert ended.said["watched"] == ended.said["plain"] > 0
         assert errors(ended) == []
+
+
+def test_axes_without_parameters_are_known_by_their_process_groups() -> None:
+    """A pipeline stage's parameters are plain tensors. Rank 5 of eight, which is in a group of no mesh, too."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        distributed.new_group([4, 5], group_desc="cp")
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        assert recognise([], ddp=True) == Parallelism(("ddp",), (), 4, (("dp", 0), ("tp", 1), ("pp", 1)))
+        assert root_dimensions(mesh["tp"]) == {"pp": (1, 2), "dp": (0, 2), "tp": (1, 2)}
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_without_a_process_group_there_are_no_such_series(flight_dir: Path) -> None:
@@ -130,6 +154,9 @@ class Mesh:
 
     def size(self, index: int) -> int:
         return (4, 2)[index]
+
+    def get_coordinate(self) -> tuple[int, int]:
+        return (3, 1)
 
 
 class Placed:
@@ -158,8 +185,62 @@ def test_kinds_are_told_apart_by_mesh_and_placement() -> None:
     """A dimension on which nothing is sharded is no tensor parallelism; plain parameters are none of all this."""
     assert recognise([], ddp=True) == Parallelism(("ddp",), ())
     assert recognise([Optimizer(torch.nn.Parameter(torch.ones(1)))], ddp=False) == Parallelism()
-    assert recognise([Optimizer(Spread(), Spread())], ddp=True) == Parallelism(("ddp", "tensor"), (("dp", 4), ("tp", 2)), 2)
+    assert recognise([Optimizer(Spread(), Spread())], ddp=True) == Parallelism(
+        ("ddp", "tensor"), (("dp", 4), ("tp", 2)), 2, (("dp", 3), ("tp", 1))
+    )
     assert recognise([Optimizer(FlatParameter())], ddp=False) == Parallelism(("fsdp1",), ())
+
+
+@pytest.mark.parametrize(
+    ("named", "axes"),
+    [
+        ({"dp": (1, 2), "tp": (3, 4), "world": (7, 8)}, {"dp": (1, 2), "tp": (3, 4)}),
+        ({"dp_replicate": (1, 2), "dp_shard": (2, 4), "cp": (0, 2)}, {"dp": (6, 8), "cp": (0, 2)}),
+        ({"dp_shard": (2, 4), "fsdp": (5, 8), "cp": (1, 2)}, {"dp": (2, 4), "cp": (1, 2)}),  # fsdp: dp_shard and cp in one
+        ({"replicate": (1, 2), "shard": (0, 2)}, {"dp": (2, 4)}),
+        ({"dp": (1, 2), "dp_shard": (0, 2), "pipeline": (1, 2), "ep": (2, 4)}, {"dp": (1, 2), "pp": (1, 2), "ep": (2, 4)}),
+        ({"dim0": (1, 2)}, {}),
+    ],
+)
+def test_axes_by_the_names_of_dimensions(named: dict[str, tuple[int, int]], axes: dict[str, tuple[int, int]]) -> None:
+    """As torchtitan, Lightning, Accelerate and PyTorch's documentation name them."""
+    assert by_axis({name: Place(*place) for name, place in named.items()}) == axes
+
+
+class Grid:
+    """The getters of DeepSpeed's pipeline grid: its "model" is tensor and pipeline parallelism in one."""
+
+    def __getattr__(self, name: str) -> Any:
+        values = {"data_parallel": (1, 2), "slice_parallel": (1, 2), "model_parallel": (5, 6), "pipe_parallel": (2, 3)}
+        for axis, (rank, size) in values.items():
+            if name in {f"get_{axis}_rank", f"get_{axis}_world_size"}:
+                return lambda: rank if name.endswith("_rank") else size
+        raise AttributeError(name)
+
+
+def test_a_framework_that_is_loaded_says_where_a_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By attribute: Megatron's module before its groups exist, and after; DeepSpeed's with and without a grid."""
+    assert of_frameworks() == {}
+    deepspeed = ModuleType("deepspeed.utils.groups")
+    deepspeed.mpu = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, deepspeed.__name__, deepspeed)
+    assert of_frameworks() == {}
+    deepspeed.mpu = Grid()  # type: ignore[attr-defined]
+    assert of_frameworks() == {"dp": (1, 2), "tp": (1, 2), "pp": (2, 3)}
+    spread = recognise([Optimizer(torch.nn.Parameter(torch.ones(1)))], ddp=False)
+    assert (spread.copies, spread.coordinates) == (6, (("dp", 1), ("tp", 1), ("pp", 2)))
+
+    megatron = ModuleType("megatron.core.parallel_state")
+    ready = False
+    values = {"tensor_model": (1, 4), "pipeline_model": (0, 1), "data": (3, 8), "context": (1, 2), "expert_model": (0, 1)}
+    vars(megatron)["model_parallel_is_initialized"] = lambda: ready
+    for axis, (rank, size) in values.items():
+        vars(megatron)[f"get_{axis}_parallel_rank"] = lambda rank=rank: rank
+        vars(megatron)[f"get_{axis}_parallel_world_size"] = lambda size=size: size
+    monkeypatch.setitem(sys.modules, megatron.__name__, megatron)
+    assert of_frameworks()["pp"] == (2, 3), "DeepSpeed's, until Megatron has made its groups"
+    ready = True
+    assert of_frameworks() == {"dp": (3, 8), "tp": (1, 4), "cp": (1, 2)}
 
 
 def test_ddp_is_left_as_it_was_found(flight_dir: Path) -> None:

@@ -43,13 +43,9 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     assert shown(exporter) == {"0.125": 2, "1.0": 3}
     assert shown(exporter, NORM) == {"4.0": 1, "16.0": 3}
     (slow,) = [one.exemplar for one in exporter.samples(DURATION) if one.labels["le"] == "1.0"]
-    header = file.header
+    ids = span_ids.SpanIds(file.header).step(3)
     assert slow is not None
-    assert slow.labels == {
-        "trace_id": span_ids.trace_id(header),
-        "span_id": span_ids.step_span_id(span_ids.run_span_id(header), 3),
-        "step": "3",
-    }
+    assert slow.labels == {"trace_id": ids.trace, "span_id": ids.span, "step": "3"}
     assert (slow.value, slow.timestamp) == (0.6, Timestamp(BORN_WALL_NS // S, 750_000_000))
     assert " # {" not in exporter.text()
 
@@ -111,15 +107,19 @@ def test_a_norm_that_a_device_delivers_late_finds_its_span(exporter: Exporter, f
     assert shown(exporter, NORM) == {"4.0": 2}
 
 
-def test_the_trace_is_the_launcher_s(exporter: Exporter, flight_dir: Path) -> None:
-    """Where it gave one."""
-    file = File(flight_dir, trace_id="0af7651916cd43dd8448eb211c80319c")
-    file.step(1, 0.1)
-    file.span(1, 0.1)
-    file.save()
+@pytest.mark.parametrize("given", [{}, {"trace_id": "0af7651916cd43dd8448eb211c80319c"}], ids=["run id", "launcher"])
+def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, flight_dir: Path, given: dict[str, Any]) -> None:
+    """Derived from the run's id, or from the trace that the launcher gave; in it each rank has a span of its own."""
+    for rank in range(2):
+        file = File(flight_dir, seed=1 + rank, rank=rank, **given)
+        file.step(1, 0.1)
+        file.span(1, 0.1)
+        file.save()
     exporter.scan()
-    (found,) = [one.exemplar for one in exporter.samples(DURATION) if one.exemplar]
-    assert found.labels["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+    found = [one.exemplar.labels for one in exporter.samples(DURATION) if one.exemplar]
+    assert len(found) == 2
+    assert len({labels["trace_id"] for labels in found}) == 1
+    assert len({labels["span_id"] for labels in found}) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import dispatch
 from torchobs.flight.files.artifacts import named
-from torchobs.flight.format.layout import Exit, Live
+from torchobs.flight.format.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
@@ -198,7 +198,9 @@ def finished(directory: Path) -> File:
     return file
 
 
-LIVE_END, SERIES_END, CORE_END, STEPS_AT = 4352, 197_760, 205_000, 330_880
+REGIONS = plan(DEFAULT_SIZE)
+LIVE_END, SERIES_END, STEPS_AT = (REGIONS[one].offset for one in (Region.SERIES, Region.BLOCKS, Region.STEPS))
+CORE_END = SERIES_END + 2 * SLOT_SIZE
 FALSE = ("without a step", "recovered.", "before its first step", "vanished")
 
 

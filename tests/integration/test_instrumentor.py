@@ -10,7 +10,8 @@ import pytest
 
 from tests.support import ROOT, clean_environment
 from torchobs.flight.reader import reader
-from torchobs.integrations.instrumentor import TorchInstrumentor, starts_others
+from torchobs.integrations.instrumentor import TorchInstrumentor
+from torchobs.support.command_line import starts_others
 
 COMMAND = Path(sys.executable).parent / "opentelemetry-instrument"
 

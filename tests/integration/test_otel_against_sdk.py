@@ -144,7 +144,7 @@ def approximately(value: float) -> Any:
     return pytest.approx(value, rel=1e-9, abs=1e-2)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUND, min_size=1, max_size=3))
 def test_metrics_are_the_sdk_s(rounds: list[Any], flight_dir: Path) -> None:
     """Names, kinds, units, scopes, attribute sets, ints and floats, sums, buckets, bounds, least and greatest: all the same."""
@@ -317,7 +317,7 @@ class Both:
         return ours, [sdk_frame(span, numbers[1]) for span in self.exporter.get_finished_spans()]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS)
 def test_spans_are_the_sdk_s(plan: list[Planned], flight_dir: Path) -> None:
     """Names, kinds, times, parents, flags, trace states, statuses, attributes in their order, events, links: all the same."""

@@ -274,7 +274,10 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
         identity = frame["trace_id"], frame.get("parent"), frame["name"]
         assert (span["traceId"], span.get("parentSpanId"), span["name"]) == identity
         assert (int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])) == (frame["t0"], frame["t1"])
-        assert pairs_of_json(span.get("attributes", [])) == frame["attrs"]
+        expected = (
+            {in_otlp(name): value for name, value in frame["attrs"].items()} if "step" in frame["attrs"] else frame["attrs"]
+        )
+        assert pairs_of_json(span.get("attributes", [])) == expected
         assert span.get("status", {}).get("message") == frame.get("description")
         assert bool(span["flags"] & 0x200) == frame.get("remote", False)
         assert [*map(event_of, span.get("events", []))] == [event[:3] for event in frame.get("events", [])]
@@ -283,8 +286,14 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
     assert (run["spanId"], run["traceId"]) == (identifiers.run_span_id(header), identifiers.trace_id(header))
     (event,) = run["events"]
     assert event["name"] == catalog.EVENT_ANOMALY.name
-    assert pairs_of_json(event["attributes"]) == {"kind": "loss_spike", "value": 3.5, "step": 2}
+    own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5}
+    assert pairs_of_json(event["attributes"]) == {**own, "torchobs.step.number": 2}
     assert of_json({"stringValue": run["status"]["message"]}) == "the rank ended before it: exception"
+
+
+def in_otlp(name: str) -> str:
+    """The name that an attribute of a step's span has in OTLP."""
+    return "torchobs.step.number" if name == "step" else f"torchobs.step.{name}"
 
 
 def check_logs(collector: Collector, file: FlightFile) -> None:
@@ -300,9 +309,8 @@ def check_logs(collector: Collector, file: FlightFile) -> None:
     attributes = pairs_of_json(record["attributes"])
     del attributes["log.record.uid"]
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5}
-    assert attributes == {**own, "torchobs.step": 2}
-    step = identifiers.step_span_id(identifiers.run_span_id(header), 2)
-    assert (record["traceId"], record["spanId"], record["flags"]) == (identifiers.trace_id(header), step, 1)
+    assert attributes == {**own, "torchobs.step.number": 2}
+    assert (record["traceId"], record["spanId"], record["flags"]) == (*identifiers.SpanIds(header).step(2), 1)
     assert record["spanId"] in {span["spanId"] for _, span in sent_spans(collector)}
 
 

@@ -50,10 +50,8 @@ def test_an_event_is_a_record_of_its_step(flight_dir: Path, receiver: Receiver, 
     found = attributes(record.attributes)
     assert len(found.pop("log.record.uid")) == 36
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5, "torchobs.anomaly.baseline": 1.0}
-    assert found == {**own, "torchobs.step": 7}
-    run = span_ids.run_span_id(file.header)
-    assert record.trace_id.hex() == span_ids.trace_id(file.header)
-    assert (record.span_id.hex(), record.flags) == (span_ids.step_span_id(run, 7), 1)
+    assert found == {**own, "torchobs.step.number": 7}
+    assert (record.trace_id.hex(), record.span_id.hex(), record.flags) == (*span_ids.SpanIds(file.header).step(7), 1)
     (of_resource,) = receiver.taken[0].logs.resource_logs
     resource = attributes(of_resource.resource.attributes)
     assert (resource["service.name"], resource["torchobs.rank"], resource["torchobs.restart"]) == ("gpt", 0, 0)
@@ -84,8 +82,23 @@ def test_severity_and_names_are_opentelemetry_s(
     assert (record.event_name, record.severity_text) == (name, severity)
     assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
     assert attributes(record.attributes).items() >= dict(expected).items()  # type: ignore[call-overload]  # a case's mapping
-    assert record.span_id.hex() == span_ids.run_span_id(file.header)
+    assert (record.trace_id.hex(), record.span_id.hex()) == span_ids.SpanIds(file.header).run
     assert record.body.string_value
+
+
+def test_an_event_without_a_step_is_of_the_segment_under_way(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Of the run before there is one; sampled as that is."""
+    ids = span_ids.SpanIds(file.header)
+    event(file, "my.event")
+    for number, part in enumerate((ids.segment(1, 0), ids.segment(1, 1)), start=2):
+        own = {"trace_id": part.trace, "span_id": part.span, "flags": number % 2, "scope": ["torchobs", None, None, {}]}
+        file.writer.events.append({"k": "span_start", "name": catalog.SPAN_SEGMENT.name, "t0": BORN_WALL_NS, **own})
+        event(file, "my.event", second=number)
+    file.save()
+    with Pushing(flight_dir, only_logs(receiver)) as pushing:
+        pushing.look(3.5)
+    found = [(record.trace_id.hex(), record.span_id.hex(), record.flags) for record in records(receiver.of(LOGS))]
+    assert found == [(*ids.run, 1), (*ids.segment(1, 0), 0), (*ids.segment(1, 1), 1)]
 
 
 def test_a_checkpoint_is_a_record_when_it_is_saved(flight_dir: Path, receiver: Receiver, file: File) -> None:

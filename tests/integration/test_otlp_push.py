@@ -184,8 +184,7 @@ def test_exemplars_are_those_of_the_time_that_a_point_is_of(
     of_steps = [one.point for one in points(receiver.taken) if one.metric.name == "torchobs.step.duration"]
     assert [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps] == expected
     header, newest = file.header, of_steps[-1].exemplars[-1]
-    assert newest.trace_id.hex() == identifiers.trace_id(header)
-    assert newest.span_id.hex() == identifiers.step_span_id(identifiers.run_span_id(header), 3)
+    assert (newest.trace_id.hex(), newest.span_id.hex()) == identifiers.SpanIds(header).step(3)
     assert newest.as_double == 0.6
     assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
 

@@ -73,7 +73,7 @@ def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, recei
 
 
 def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """When the rank has ended: as it says itself, with all that happened in it as events."""
+    """As the rank says itself, with all that happened in it as events."""
     file.writer.events.append(run_span(file, parent="e" * 16))
     event = {"k": "event", "t": file.header.monotonic_ns + S, "name": "torchobs.anomaly", "attrs": {"kind": "x"}, "step": 3}
     file.writer.events.append(event)
@@ -83,8 +83,8 @@ def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiv
         ended = {"k": "span", "t1": BORN_WALL_NS + 2 * S, "status": "ok", "attrs": {}, "parent": "e" * 16}
         file.writer.events.append(run_span(file, **ended))
         file.writer.exit(Exit.FINISHED, 0)
-        file.save().release()
         assert not receiver.taken
+        file.save().release()
         pushing.look(4.0)
         pushing.look(5.0)
     (run,) = spans(receiver.taken)
@@ -92,7 +92,7 @@ def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiv
     assert run.end_time_unix_nano == BORN_WALL_NS + 2 * S
     (seen,) = run.events
     assert (seen.name, seen.time_unix_nano) == ("torchobs.anomaly", BORN_WALL_NS + S)
-    assert attributes(seen.attributes) == {"kind": "x", "step": 3}
+    assert attributes(seen.attributes) == {"torchobs.anomaly.kind": "x", "torchobs.step.number": 3}
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -201,3 +201,68 @@ def test_a_ring_that_is_read_in_time_loses_nothing(flight_dir: Path, receiver: R
             pushing.look(look)
         assert pushing.push.counts["traces"].unread_bytes == 0
     assert [span.name for span in spans(receiver.taken)] == [f"work {one}" for one in range(1, next(numbers))]
+
+
+def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, object]:
+    """An hour of the first epoch, as the sampler thread announces it."""
+    ids = identifiers.SpanIds(file.header).segment(1, part)
+    own = {"k": "span_start", "name": "torchobs.segment", "trace_id": ids.trace, "span_id": ids.span, "flags": 1}
+    times = {"t0": BORN_WALL_NS + round(begun_s * S), "attrs": {"epoch": 1, "part": part}}
+    return {**own, **times, "kind": "internal", "scope": ["torchobs", None, None, {}]} | more
+
+
+def happened(file: File, name: str, second: float) -> None:
+    """Write an event of that moment."""
+    file.writer.events.append({"k": "event", "t": file.header.monotonic_ns + round(second * S), "name": name, "attrs": {}})
+
+
+@pytest.mark.parametrize("with_events", [True, False])
+def test_segments_are_sent_as_they_end_and_the_last_is_completed(
+    flight_dir: Path, receiver: Receiver, file: File, *, with_events: bool
+) -> None:
+    """Each with its own events, if those are wanted; that of a rank that was killed ends with it, as an error."""
+    config = PushConfig(traces=to(receiver, path="/v1/traces"), span_events=with_events)
+    done = {"k": "span", "status": "unset"}
+    with Pushing(flight_dir, config) as pushing:
+        file.writer.events.append(run_span(file))
+        happened(file, "starts", 0.1)
+        file.writer.events.append(run_span(file, t1=BORN_WALL_NS + S, **done))
+        file.writer.events.append(segment(file, 0, 1.0))
+        happened(file, "in the first", 1.2)
+        file.beat(1.5)
+        file.save()
+        pushing.look(1.6)
+        assert [span.name for span in spans(receiver.taken)] == ["torchobs.run"]
+        file.writer.events.append(segment(file, 0, 1.0, t1=BORN_WALL_NS + 2 * S, **done))
+        happened(file, "in the second", 2.2)
+        file.writer.events.append(segment(file, 1, 2.0))
+        file.writer.events.append(segment(file, 1, 2.0))  # again, before the ring writes over it
+        happened(file, "at last", 2.9)
+        file.beat(2.5)
+        file.save()
+        pushing.look(2.6)
+        file.release()
+        pushing.look(6.0)
+    run, first, last = spans(receiver.taken)
+    assert [[event.name for event in span.events] for span in (run, first, last)] == (
+        [["starts"], ["in the first"], ["in the second", "at last"]] if with_events else [[], [], []]
+    )
+    assert [span.status.code for span in (run, first, last)] == [0, 0, 2]
+    assert last.end_time_unix_nano == BORN_WALL_NS + round(2.5 * S)
+    assert attributes(last.attributes) == {
+        "torchobs.segment.epoch": 1, "torchobs.segment.part": 1, "torchobs.segment.reason": "lost",
+    }  # fmt: skip
+    assert last.trace_id.hex() != first.trace_id.hex() != run.trace_id.hex()
+
+
+def test_a_segment_whose_start_is_lost_is_left_out(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Nobody knows when it began: no span of weeks is made up for a rank that was killed after weeks."""
+    file.beat(3 * 3600.0)
+    file.save()
+    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+        pushing.look(3 * 3600.0 + 0.1)
+        file.writer.events.append(frame(1, 3 * 3600.0, 3 * 3600.0 + 0.2))
+        file.save()
+        file.release()
+        pushing.look(3 * 3600.0 + 4.0)
+    assert [span.name for span in spans(receiver.taken)] == ["work 1"]

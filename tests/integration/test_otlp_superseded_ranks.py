@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.otlp import NO_VALUE, Pushing, Receiver, balanced, points, spans, to
+from tests.otlp import NO_VALUE, Pushing, Receiver, attributes, balanced, points, to
 from tests.rank_files import File
 from tests.support import wait_until
 from torchobs.exporter.otlp.options import PushConfig
@@ -47,10 +47,11 @@ def both(receiver: Receiver, *, delta: bool = False) -> PushConfig:
 
 
 def named(receiver: Receiver) -> dict[str, list[str]]:
-    """The names of the spans that came, by incarnation's trace."""
+    """The names of the spans that came, by incarnation."""
     found: dict[str, list[str]] = {}
-    for span in spans(receiver.of("/v1/traces")):
-        found.setdefault(span.trace_id.hex(), []).append(span.name)
+    for of in (of for request in receiver.of("/v1/traces") for of in request.traces.resource_spans):
+        names = [span.name for scope in of.scope_spans for span in scope.spans]
+        found.setdefault(str(attributes(of.resource.attributes)["service.instance.id"]), []).extend(names)
     return found
 
 
@@ -81,7 +82,7 @@ def test_what_a_replaced_incarnation_counted_last_arrives(
         pushing.scanner.scan()
         assert balanced(pushing.push.counts["metrics"])
     assert [value for value in steps(receiver, first) if value != 0 or not delta] == expected
-    assert named(receiver)[identifiers.trace_id(first.header)] == ["epoch", "torchobs.run"]
+    assert named(receiver)[first.header.incarnation.hex()] == ["epoch", "torchobs.run"]
     last = [one for one in points(receiver.of("/v1/metrics")) if one.metric.name == "torchobs.rank.exit"]
     ways = {one.attributes["reason"] for one in last if one.point.as_double == 1.0}
     assert ways == {"finished"}
@@ -101,7 +102,7 @@ def test_one_that_lived_between_two_looks_arrives(
         pushing.look(1.5)
         pushing.look(2.5)
     assert steps(receiver, short) == [5, None]
-    assert named(receiver)[identifiers.trace_id(short.header)] == ["epoch", "torchobs.run"]
+    assert named(receiver)[short.header.incarnation.hex()] == ["epoch", "torchobs.run"]
 
 
 def test_what_waits_is_taken_though_the_push_comes_late(

@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_made_is_named_with_what_to_do(
 ) -> None:
     """By path; and by every rank, for another one's may have been made."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise problem
 
     monkeypatch.setattr(session, "open_writer", refuse)

@@ -149,10 +149,12 @@ LATE = [
 def test_every_part_of_the_alert_is_needed(
     program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, part: str, instead: str, case: str
 ) -> None:
-    """The cases are able to fail: each part of the rule, made wrong, is noticed by the case that stands for it."""
+    """The cases are able to fail: each part of the rule, made wrong, is noticed by the case that stands for it.
+
+    With the rule as it is they pass: the test above.
+    """
     cases = written(tmp_path, checkout, alert, "15s", only=case)
     assert len(yaml.safe_load(cases.read_text())["tests"]) == 1
-    check(program("promtool"), "test", "rules", cases)
     before = (tmp_path / "rules.yml").read_text()
     written(tmp_path, checkout, alert, "15s", only=case, change=(part, instead))
     assert (tmp_path / "rules.yml").read_text() != before, "the part is not there"

@@ -20,6 +20,7 @@ from tests.remote_write import FLAG as RECEIVER
 from tests.support import free_port, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.otlp.attributes import namespaced
 from torchobs.flight.format.layout import Exit
 
 SHARDS = 2
@@ -155,7 +156,7 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
 def gateway(checkout: Path, program: str, out: Path) -> tuple[dict[str, Any], bool]:
     """Return gateway.yml with ports of its own, a file as its backend, and waits of a second; and whether it samples.
 
-    What a build of the Collector lacks of the processors is left out: without the filters one pipeline of spans is enough.
+    What a build of the Collector lacks of the processors is left out.
     """
     listed = subprocess.run([program, "components"], capture_output=True, text=True, check=True)
     there = {one["name"] for one in yaml.safe_load(listed.stdout)["processors"]}
@@ -167,7 +168,7 @@ def gateway(checkout: Path, program: str, out: Path) -> tuple[dict[str, Any], bo
         name: given for name, given in config["processors"].items() if name.partition("/")[0] in there
     }
     processors["batch"]["timeout"] = "200ms"
-    samples = {"filter", "tail_sampling"} <= there
+    samples = "tail_sampling" in there
     pipelines = config["service"]["pipelines"]
     for pipeline in pipelines.values():
         pipeline["processors"] = [name for name in pipeline["processors"] if name in processors]
@@ -175,8 +176,6 @@ def gateway(checkout: Path, program: str, out: Path) -> tuple[dict[str, Any], bo
     if samples:
         processors["tail_sampling"]["decision_wait"] = "1s"
         processors["tail_sampling"]["policies"] = processors["tail_sampling"]["policies"][:1]  # without the one of chance
-    else:
-        del pipelines["traces/routine"]
     config["service"]["telemetry"] = {"metrics": {"level": "none"}}
     return config, samples
 
@@ -190,7 +189,7 @@ def test_the_gateway_passes_on_what_exporters_push(
     flight_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """Each span once, the routine ones of the first rank only where the Collector can sample; the metrics of all ranks."""
+    """Each span once, where the Collector can sample no routine step, unless it was slow on another rank; and all metrics."""
     found, out = program(name), tmp_path / "collected.json"
     config, samples = gateway(checkout, found, out)
     file = tmp_path / "gateway.yml"
@@ -202,7 +201,8 @@ def test_the_gateway_passes_on_what_exporters_push(
     for writer in writers:
         train(writer, range(1, 4))
         live_span(writer, 2, "sampled")
-        live_span(writer, 3, "slow")
+    live_span(writers[0], 3, "sampled")
+    live_span(writers[1], 3, "slow")
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
     start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
 
@@ -211,43 +211,44 @@ def test_the_gateway_passes_on_what_exporters_push(
         whole = [json.loads(line) for line in lines if line.endswith("\n")]
         return [resource for line in whole for resource in line.get(f"resource{signal}", [])]
 
-    def spans() -> Counter[tuple[int, str]]:
+    def spans() -> Counter[tuple[int, int, str]]:
         return Counter(
-            (pairs_of_json(of["resource"]["attributes"])["torchobs.rank"], reason_of(span))
+            (pairs_of_json(of["resource"]["attributes"])["torchobs.rank"], *step_and_reason(span))
             for of in collected("Spans")
             for scope in of["scopeSpans"]
             for span in scope["spans"]
         )
 
-    routine = {(0, "sampled")} | (set() if samples else {(1, "sampled")})
-    expected = {*routine, (0, "slow"), (1, "slow")}
+    routine = set() if samples else {(0, 2, "sampled"), (1, 2, "sampled")}
+    expected = {*routine, (0, 3, "sampled"), (1, 3, "slow")}
     wait_until(lambda: spans().keys() >= expected, timeout_s=30)
     for writer in writers:
         writer.exit(Exit.FINISHED, 0)
         writer.close()
-    expected |= {(0, "finished"), (1, "finished")}
+    expected |= {(0, 0, "finished"), (1, 0, "finished")}
     wait_until(lambda: spans().keys() >= expected, timeout_s=30)
     assert spans() == Counter(expected), "each of them once"
     ranks = {pairs_of_json(of["resource"]["attributes"]).get("torchobs.rank") for of in collected("Metrics")}
     assert {0, 1} <= ranks
 
 
-def reason_of(span: dict[str, Any]) -> str:
-    """Return why a step was recorded, or how a run ended."""
-    reason: str = pairs_of_json(span["attributes"])["reason"]
-    return reason
+def step_and_reason(span: dict[str, Any]) -> tuple[int, str]:
+    """Return a step's number and why it was recorded, or 0 and how a run ended."""
+    given = pairs_of_json(span["attributes"])
+    return given.get("torchobs.step.number", 0), next(value for name, value in given.items() if name.endswith(".reason"))
 
 
-def test_the_gateway_s_filters_ask_for_spans_that_there_are(checkout: Path) -> None:
-    """What one filter drops the other keeps, by names of the catalog."""
+def test_the_gateway_s_policy_asks_for_spans_that_there_are(checkout: Path) -> None:
+    """What is routine, by names of the catalog as they are sent."""
     config = shipped(checkout, "collector/gateway.yml")
-    (rest,) = config["processors"]["filter/rest"]["traces"]["span"]
-    (routine,) = config["processors"]["filter/routine"]["traces"]["span"]
-    assert routine == f"not ({rest})"
+    rare, share = config["processors"]["tail_sampling"]["policies"]
+    assert (share["type"], share["probabilistic"]) == ("probabilistic", {"sampling_percentage": 2})
+    (condition,) = rare["ottl_condition"]["span"]
     (reason,) = (attribute for attribute in catalog.SPAN_STEP.attributes if attribute.name == "reason")
     assert "sampled" in reason.values
     step, phase = catalog.SPAN_STEP.name, catalog.SPAN_STEP_PHASE.name
-    assert rest == f'name == "{phase}" or (name == "{step}" and attributes["reason"] == "sampled")'
+    (key,) = namespaced(step, {reason.name: "sampled"})
+    assert condition == f'not (name == "{phase}" or (name == "{step}" and attributes["{key}"] == "sampled"))'
     for pipeline in config["service"]["pipelines"].values():
         assert pipeline["processors"][0] == "memory_limiter"
         assert pipeline["processors"][-1] == "batch"

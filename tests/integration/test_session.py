@@ -17,6 +17,7 @@ import torchobs
 from tests import support
 from tests.surface import surface
 from tests.training import Recording, loss_of, mlp, recording, train
+from torchobs import catalog
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
 
@@ -171,6 +172,18 @@ def test_public_calls_do_not_break_a_full_graph(run: Recording) -> None:
     expected = forward(torch.ones(2, 8))
     assert torch.equal(compiled(torch.ones(2, 8)), expected)
     assert run.errors() == []
+
+
+def test_watching_again_and_again_takes_no_more(run: Recording) -> None:
+    """One event for a model however often it is given; of very many models the last ones are kept."""
+    context, models = run.session.context, [torch.nn.Linear(1, 1) for _ in range(70)]
+    assert context is not None
+    for _ in range(100):
+        torchobs.watch(models[0])
+    assert len(run.frames(catalog.EVENT_MODEL.name)) == 1
+    for model in models:
+        torchobs.watch(model)
+    assert [known() for known in context.watched] == models[-64:]
 
 
 def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:

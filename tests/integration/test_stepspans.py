@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests import support
 from tests.training import Recording, loss_of, mlp, recording
+from torchobs import catalog
 from torchobs.flight.format import span_ids
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.reader import reader
@@ -47,17 +48,24 @@ def awaited(run: Recording, reason: str, count: int = 1) -> list[dict[str, Any]]
     return support.wait_until(lambda: found if len(found := written(run, reason)) >= count else [])
 
 
-def test_a_sampled_step_is_beneath_the_run(run: Recording) -> None:
-    """One in ten seconds, with its loss, and with identifiers that whoever reads the file can work out."""
+def links(span: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The spans it links to, by their relation."""
+    return {attributes["torchobs.link.relation"]: (trace, span) for trace, span, _, _, attributes, _ in span["links"]}
+
+
+def test_sampled_steps_link_to_run_and_segment(run: Recording) -> None:
+    """The same numbers everywhere, each a trace of its own, with its loss, and with identifiers that anybody can work out."""
     train(8)
-    (step,) = awaited(run, "sampled")
-    assert step["attrs"]["loss"] == pytest.approx(run.steps()[step["attrs"]["step"] - 1].loss)
-    (begun,) = run.frames("torchobs.run")
-    assert (step["trace_id"], step["parent"]) == (begun["trace_id"], begun["span_id"])
+    steps = awaited(run, "sampled", 3)
+    assert [step["attrs"]["step"] for step in steps] == [2, 4, 8]
     assert run.session.writer is not None
-    header = run.session.writer.header
-    assert step["span_id"] == span_ids.step_span_id(span_ids.run_span_id(header), step["attrs"]["step"])
-    assert step["trace_id"] == span_ids.trace_id(header)
+    ids, losses = span_ids.SpanIds(run.session.writer.header), [record.loss for record in run.steps()]
+    for step in steps:
+        number = step["attrs"]["step"]
+        assert step["attrs"]["loss"] == pytest.approx(losses[number - 1])
+        assert (step["trace_id"], step["span_id"]) == ids.step(number)
+        assert "parent" not in step
+        assert links(step) == {"run": ids.run, "segment": ids.segment(1, 0)}
 
 
 def test_a_step_s_span_says_what_the_histograms_count(run: Recording) -> None:
@@ -80,9 +88,8 @@ def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
         assert context is not None
         train(8)
         run.look()
-        run.look()
-        (sampled,) = run.frames("torchobs.step")
-        early, later, other = sampled["attrs"]["step"], 7, 8
+        assert [span["attrs"]["step"] for span in run.frames("torchobs.step")] == [2, 4, 8]
+        early, later, other = 4, 7, 6
         for step, norm in ((early, 2.5), (later, 3.5), (other, 4.5), (early, math.inf)):
             context.recorder.late(step, StepFlag.GRAD_NORM, 0.0, norm)
         run.look()
@@ -134,6 +141,32 @@ def test_an_anomalous_step_is_there(run: Recording) -> None:
     assert "loss" not in step["attrs"]
 
 
+def test_a_step_with_an_event_is_there(run: Recording) -> None:
+    """So that the log record of the event leads to a span; not for points of curves, nor for more than the ring has room."""
+    assert run.session.context is not None
+    writer = run.session.context.writer
+    train(40, lambda _: time.sleep(0.001))
+    run.look()
+    for step in (11, 13, 11, 99, *range(20, 40)):
+        writer.event("my.event", {}, step)
+    writer.event(catalog.EVENT_SCALARS.name, {"names": []}, 15)
+    run.look()
+    steps = [span["attrs"]["step"] for span in written(run, "event")]
+    assert steps[:2] == [11, 13]
+    assert 3 <= len(steps) == len(set(steps)) <= 6
+    assert 15 not in {span["attrs"]["step"] for span in run.frames("torchobs.step")}
+
+
+def test_an_epoch_longer_than_a_segment_is_not_sent(run: Recording) -> None:
+    """It is in the file, for the live page; a tracing backend has its segments."""
+    assert run.session.run is not None
+    now_ns = time.monotonic_ns()
+    for hours in (0.9, 1.1):
+        begun_ns = now_ns - round(hours * 3600e9)
+        run.session.run.write(catalog.SPAN_EPOCH.name, begun_ns, now_ns, {"epoch": 1}, failed=False)
+    assert [span["flags"] for span in run.frames("torchobs.epoch")] == [1, 0]
+
+
 def test_spans_of_the_application_are_beneath_the_step_they_were_made_in(run: Recording) -> None:
     """The step is written for it, sampled or not; what is made before the first step is beneath the run."""
     tracer = trace.get_tracer("application")
@@ -151,9 +184,10 @@ def test_spans_of_the_application_are_beneath_the_step_they_were_made_in(run: Re
     assert [span["parent"] for span in works] == [step["span_id"] for step in steps]
     assert [span["parent"] for span in run.frames("inner")] == [span["span_id"] for span in works]
     assert all(step["t0"] <= span["t0"] <= span["t1"] <= step["t1"] for step, span in zip(steps, works, strict=True))
-    (begun,) = run.frames("torchobs.run")
+    begun = run.frames("torchobs.run")[0]
     (setup,) = run.frames("setup")
-    assert setup["parent"] == begun["span_id"]
+    assert (setup["trace_id"], setup["parent"]) == (begun["trace_id"], begun["span_id"])
+    assert [span["trace_id"] for span in works] == [step["trace_id"] for step in steps]
 
 
 def test_what_the_application_does_after_the_last_step_has_its_parent(flight_dir: Path) -> None:
@@ -174,16 +208,20 @@ def test_what_the_application_does_after_the_last_step_has_its_parent(flight_dir
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: bool) -> None:
-    """Its trace is the run's, and where it is not sampled no step is."""
+    """Its trace is the run's, from which those of the steps come, and where it is not sampled no step is."""
     for run in recording(flight_dir, traceparent=f"{PARENT}-0{int(sampled)}", trace_steps=1):
         train(30, lambda _: time.sleep(0.01))
         run.look()
         run.look()
         found = run.frames("torchobs.step")
         assert bool(found) == sampled
-        assert {span["trace_id"] for span in found} <= {PARENT.split("-")[1]}
         assert run.session.writer is not None
-        assert span_ids.trace_id(run.session.writer.header) == PARENT.split("-")[1]
+        ids = span_ids.SpanIds(run.session.writer.header)
+        assert ids.run.trace == PARENT.split("-")[1]
+        assert all((span["trace_id"], span["span_id"]) == ids.step(span["attrs"]["step"]) for span in found)
+        assert all(links(span)["run"] == ids.run for span in found)
+        assert {span["parent"] for span in run.frames("torchobs.run")} == {PARENT.split("-")[2]}
+        assert {span["flags"] for span in run.frames("torchobs.segment")} <= {int(sampled)}
 
 
 def test_every_nth_step_if_that_was_asked_for(flight_dir: Path) -> None:
@@ -216,6 +254,6 @@ def test_accumulated_steps_have_their_sums(run: Recording) -> None:
         for micro in range(2):
             loss_of(model, micro).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    (step,) = awaited(run, "sampled")
-    assert step["attrs"]["backward_s"] > 0
+    for step in awaited(run, "sampled", 2):
+        assert step["attrs"]["backward_s"] > 0
     assert run.frames("torchobs.step_phase") == []

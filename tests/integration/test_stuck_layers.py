@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, recording
+from tests.training import Recording, has, recording
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.flight.format.step_record import StepFlag
+from torchobs.probes.core.sampling_interval import SamplingInterval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,6 +113,97 @@ def test_what_lies_before_a_long_recurrence(run: Recording) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (told,) = train(run, (model, optimizer), lambda: torch.randn(8, 60, WIDTH))
     assert (told["cause"], told["layers"]) == ("vanishing", ["encoder"])
+
+
+def saturated() -> Any:
+    """Units of tanh at 30, whose slope is exactly zero in float32."""
+    model = chain(nn.Tanh, 4)
+    with torch.no_grad():
+        for layer in model[:-1:2]:
+            layer.bias.fill_(30.0)
+    return model
+
+
+class CutOff(nn.Module):
+    """A backbone whose output the script multiplies by zero from step 60 on, and a head with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.calls = chain(nn.Tanh, 2), nn.Linear(WIDTH + 1, 1), 0
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        self.calls += 1
+        features = self.backbone(inputs) * (self.calls < 60)
+        return self.head(torch.cat([inputs, features], 1))
+
+
+class Detached(CutOff):
+    """The same with a backbone that is detached: its gradients are absent, not zero."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        self.calls += 1
+        features = self.backbone(inputs)
+        return self.head(torch.cat([inputs, features if self.calls < 60 else features.detach()], 1))
+
+
+@pytest.mark.parametrize(
+    ("made", "layers"),
+    [
+        (saturated, ["0", "2", "4", "6"]),
+        (CutOff, ["backbone.0", "backbone.2", "backbone.4"]),
+        (Detached, ["backbone.0", "backbone.2", "backbone.4"]),
+    ],
+    ids=["saturated", "cut off later", "detached later"],
+)
+def test_layers_that_no_gradient_comes_to(run: Recording, made: Callable[[], nn.Module], layers: list[str]) -> None:
+    """Within 200 steps of a run that is over in less than a second: nobody waits for a clock."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _ in range(190):
+        optimizer.zero_grad()
+        torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
+        optimizer.step()
+    run.look()
+    (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name))
+    assert (told["cause"], told["layers"], told["at"]) == ("cut_off", layers, layers[-1])
+
+
+def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured every 80th step it would have no three samples within 200 steps; in doubt it is every 25th, for 200 steps."""
+    monkeypatch.setattr(SamplingInterval, "_set_interval", lambda pace, _: setattr(pace, "interval", 80))
+    with contextlib.contextmanager(recording)(flight_dir, grad_interval="auto") as run:
+        model: Any = CutOff()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        for number in range(500):
+            optimizer.zero_grad()
+            torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
+            optimizer.step()
+            if number % 10 == 0:
+                run.look()
+        (told,) = run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
+        assert told["attrs"]["at"] == "backbone.4"
+        assert told["step"] <= 60 + 80 + 80 + LASTING_STEPS
+        measured = [record.step for record in run.steps() if has(record, StepFlag.GRAD_NORM)]
+        apart = [later - earlier for earlier, later in itertools.pairwise(measured)]
+        assert set(apart) == {25, 80}
+        assert apart[-1] == 80
+        assert apart.count(25) <= 2 * LASTING_STEPS / 25
+
+
+def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:
+    """Its gradients stay what ``zero_grad(set_to_none=False)`` made of them."""
+    model = chain(nn.Tanh, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(LASTING_STEPS + 100):
+        if step == 40:
+            model[:-1].requires_grad_(requires_grad=False)
+        optimizer.zero_grad(set_to_none=False)
+        torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
+        optimizer.step()
+    run.look()
+    assert not run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
 
 
 # --- what is healthy ----------------------------------------------------------------------------------------------------------

@@ -48,7 +48,12 @@ LACKING: dict[str, set[str]] = {
 LATER = frozenset({"_recompile_re"})
 """Used at the very end only, to undo what ``trace_rules.add`` did"""
 
-CUDA = frozenset({"_cuda_attach_out_of_memory_observer", "_cuda_isHistoryEnabled", "_lazy_call", "_queued_calls", "_snapshot"})
+CUDA = frozenset(
+    {
+        *("_cuda_attach_out_of_memory_observer", "_cuda_isHistoryEnabled", "_lazy_call", "_queued_calls", "_snapshot"),
+        "_record_memory_history",
+    }
+)
 """On a CPU there is nothing to ask them for"""
 
 NEEDED_BY_TORCH = frozenset(
@@ -59,6 +64,9 @@ NEEDED_BY_TORCH = frozenset(
         *("_active_ddp_module", "_version"),  # on DDP while it runs, of every tensor
         "_execution_engine",  # of every backward
         "_metadata",  # of a module's state
+        *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
+        *("_autograd", "_get_sequence_nr"),  # asked for by debug.trace_nan() alone, which a person calls
+        *("_world", "_get_root_mesh", "_get_default_store"),  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }
 )

@@ -25,7 +25,7 @@ HOSTILE = "</bdi><img src=x onerror=document.title='owned'><script>document.titl
 MANY = 1000
 TAB = 9
 
-_CONTRASTS = """(() => {
+CONTRASTS = """(() => {
   const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((c) => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
     .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
@@ -195,7 +195,7 @@ def test_all_text_stands_out_from_its_ground(
     ranks.pop().close()  # for a state that is no good
     tab = browser.tab(f"http://{exporter.address}/", dark=scheme == "dark")
     wait_until(lambda: is_live(tab))
-    found = tab.run(_CONTRASTS)
+    found = tab.run(CONTRASTS)
     assert len(found) > 50
     assert found[0][0] >= 4.5, found[:5]
 

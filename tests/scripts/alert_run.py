@@ -160,6 +160,15 @@ def slow_down() -> None:
     train(14)
 
 
+def leak() -> None:
+    """Each step keeps a quarter of a MiB, some 6 MB a second: four minutes are needed to tell that from a warm-up."""
+    kept = []
+    for _ in during(FOREVER_S):
+        kept.append(torch.ones(65536))
+        backward(loss_of())
+        OPTIMIZER.step()
+
+
 def fail_to_save() -> None:
     """A checkpoint is saved once; then its folder is gone for some time."""
     train(2)
@@ -257,6 +266,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "straggle": straggle,
     "starve": starve,
     "slow_down": slow_down,
+    "leak": leak,
     "fail_to_save": fail_to_save,
     "evaluate": evaluate,
     "compile_long": compile_long,

@@ -1,4 +1,4 @@
-"""A training that dies: `python dying.py raise` diverges first and raises then, `python dying.py wait` waits to be killed."""
+"""A training that dies: `python dying.py raise` diverges first and raises then, `wait` waits to be killed, `finish` ends."""
 
 import sys
 import time
@@ -23,4 +23,5 @@ for step in range(60):
 if sys.argv[1] == "raise":
     raise RuntimeError("the loss is gone")
 print("trained", flush=True)
-time.sleep(60)
+if sys.argv[1] == "wait":
+    time.sleep(60)

@@ -100,6 +100,7 @@ def v1_group(where: str, *, limit: int = 9223372036854771712, usage: int = 3 * G
         "cpu.cfs_quota_us": f"{quota}\n",
         "cpu.cfs_period_us": "100000\n",
         "cpu.stat": "nr_periods 100\nnr_throttled 40\nthrottled_time 2500000000\n",
+        "cpuacct.usage": "7000000000\n",
     }
     return {
         **{f"sys/fs/cgroup/memory{where}/{name}": text for name, text in memory.items()},
@@ -120,7 +121,7 @@ def test_v2_in_a_container_with_its_own_namespace(tmp_path: Path) -> None:
     assert memory.pinned == GIB + GIB // 4  # no file pages, no reclaimable slabs
     assert memory.left == 4 * GIB - memory.pinned
     assert (memory.swap, memory.swap_limit, memory.peak, memory.oom_kills) == (4096, None, 3 * GIB + 5, 2)
-    assert cpu_of(groups, root) == Cpu(2.5, 100, 40, 2.5)
+    assert cpu_of(groups, root) == Cpu(2.5, 100, 40, 2.5, 5.0)
     assert pressure(read(f"{root}/sys/fs/cgroup/memory.pressure")) == {"some": 1.5, "full": 0.5}
 
 
@@ -172,7 +173,7 @@ def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
     assert (memory.swap, memory.swap_limit, memory.oom_kills) == (8192, GIB, 3)
     cpu = hierarchy(membership, V1_MOUNTS.format(root=path), "cpu", root)
     assert cpu is not None
-    assert cpu_of(cpu, root) == Cpu(1.5, 100, 40, 2.5)
+    assert cpu_of(cpu, root) == Cpu(1.5, 100, 40, 2.5, 7.0)
 
 
 def test_v1_where_the_whole_hierarchy_is_mounted_but_the_path_is_not_there(tmp_path: Path) -> None:

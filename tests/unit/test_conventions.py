@@ -49,12 +49,12 @@ def test_the_installed_version_is_the_one_in_the_source() -> None:
 
 
 def test_the_extra_all_holds_what_is_ours_to_choose() -> None:
-    """`torchobs[all]` means all, but for tools of ours, and training frameworks, which would bring a torch."""
+    """`torchobs[all]` means all, but for tools of ours, frameworks, which would bring a torch, and torchao, which fits few."""
 
     def brought_by(extra: str) -> set[str]:
         return {r.name for r in REQUIREMENTS if r.marker and r.marker.evaluate({"extra": extra})}
 
-    left_out = {"all", "dev", "bench", "lightning", "transformers", "accelerate"}
+    left_out = {"all", "dev", "bench", "lightning", "transformers", "accelerate", "torchao"}
     extras = set(METADATA.get_all("Provides-Extra") or ()) - left_out
     assert brought_by("all") == set().union(*map(brought_by, extras))
 
@@ -128,12 +128,21 @@ def test_names_are_the_field_s_own() -> None:
 def test_only_the_guard_catches_everything() -> None:
     """A blanket handler anywhere else would hide what the guard disables, counts and logs."""
     blanket = re.compile(r"except\s*:|(except\b|suppress\()[^:\n]*\b(Base)?Exception\b")
-    assert [name for name, path in sources() if blanket.search(path.read_text())] == ["support/error_guard.py"]
+    reasons = {
+        "guard/inference.py": "the exception is returned to a caller who asked for that",
+        "guard/pickles.py": "a damaged file raises anything in what reads it, which the verdict says",
+        "injection/sitecustomize.py": "the guard is not to be imported: torchobs itself may be what does not fit",
+        "probes/step/loss.py": "the guard's own decision, inline: in every step its frame would cost more than what it guards",
+        "probes/step/steps.py": "the same",
+        "support/error_guard.py": "it is the guard",
+        "tune/inference.py": "what cannot be recorded raises anything in torch.export; it runs eagerly, and the plan says why",
+    }
+    assert sorted(name for name, path in sources() if blanket.search(path.read_text())) == sorted(reasons)
 
 
 def test_only_the_settings_read_the_environment() -> None:
-    """Every variable is documented, validated and named in one place."""
-    reading = re.compile(r"\bos\.(environb?|getenv)\b|from os import .*\b(environ|getenv)\b")
+    """Every variable is documented, validated and named in one place; Python's own path is none of ours."""
+    reading = re.compile(r"\bos\.(environb?|getenv)\b(?!(\.get\(|\[)\"PYTHONPATH\")|from os import .*\b(environ|getenv)\b")
     assert {name for name, path in sources() if reading.search(path.read_text())} == {"config/settings.py"}
 
 

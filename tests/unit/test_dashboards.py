@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards import grafana
 from dashboards.__main__ import main
 from dashboards.grafana.layout import WIDTH
-from tests import promql
+from tests import promql, simulated_run
 from tests.dashboards import panels, targets, variables
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.detect.starvation import BEGINS
+from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
 from torchobs.rules.labels import RUN
 from torchobs.rules.values import DEFAULT, RUNBOOKS
 
@@ -49,6 +51,8 @@ FOREIGN_LABELS = {"alertname", "alertstate", "severity", "UUID", "GPU_I_ID"}
 RANK_LABELS = {*RUN, "rank", "instance"}
 INFO_LABELS = {"host", "script", "launcher", "torch_version", "python_version"}
 """Labels of `torchobs_rank_info`, which the catalog does not name."""
+SAMPLES = 800_000
+"""Of a query over an hour; `python -m tests.bench.dashboards` measures what they take."""
 OWN_COUNTS = (catalog.STEPS, catalog.EPOCHS, catalog.RANK_RESTARTS)
 """Counters whose value is asked for, too: how far the run is since it was last started."""
 
@@ -144,9 +148,17 @@ def test_ranges_suit_the_graph(uid: str, query: str) -> None:
 def test_joins_name_the_labels_that_identify(uid: str, query: str) -> None:
     """A rank is unique only within a target and a run only within a cluster: whatever is joined is so by all of them."""
     run = ", ".join(RUN)
-    allowed = {run, f"{run}, rank, instance", "UUID, GPU_I_ID", "rank", "", ", ".join(grafana.alerts.OF)}
+    allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID, GPU_I_ID", "", ", ".join(grafana.alerts.OF)}
     assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
     assert "ignoring" not in query
+
+
+@each_query
+def test_what_is_aggregated_of_a_run_is_so_by_run(uid: str, query: str) -> None:
+    """Two clusters may have the same run id: with all of them chosen nothing is added up over both."""
+    if "run_id" in variables(DASHBOARDS[uid]) and "@ 0" not in query and not re.match(r"sum by \(le\)", query):
+        for labels in promql.groupings(query):
+            assert {*RUN} <= labels or "UUID" in labels, query
 
 
 def test_restarts_of_replaced_pods_are_seen() -> None:
@@ -191,8 +203,9 @@ def test_units_are_those_of_the_metrics(uid: str, panel: dict[str, Any]) -> None
     """Bytes are shown as bytes, seconds as seconds, and a rate of seconds is a share."""
     unit = panel["fieldConfig"]["defaults"]["unit"]
     for target in () if panel["type"] == "table" else panel["targets"]:
-        selectors = [one for one in promql.selectors(target["expr"]) if one.name in BY_NAME]
-        if not selectors or re.search(r" / |@ 0|changes\(|count\(|100 \*|UUID", target["expr"]):
+        expr = target["expr"].partition(" or 0 * ")[0]  # where there is nothing it is 0
+        selectors = [one for one in promql.selectors(expr) if one.name in BY_NAME]
+        if not selectors or re.search(r" / |@ 0|changes\(|\bcount\b|100 \*|UUID", expr):
             continue
         units = {BY_NAME[one.name].unit for one in selectors}
         rates = {one.function for one in selectors} <= {"rate"}
@@ -225,6 +238,32 @@ def test_a_thousand_ranks_are_not_a_thousand_lines(uid: str, panel: dict[str, An
             assert re.match(r"(topk|bottomk)\(", target["expr"]), uid
 
 
+@pytest.fixture(scope="module")
+def of_a_rank() -> dict[str, list[Mapping[str, str]]]:
+    """The labels of what an exporter shows of a rank of a sick run, by the name of the series."""
+    found: dict[str, list[Mapping[str, str]]] = {}
+    for labels, _, _ in simulated_run.series(simulated_run.Run(ranks=1, per_node=1, quiet=False), 0.0, 3300.0, 300.0):
+        if labels.get("rank") == "0" and labels not in found.setdefault(labels["__name__"], []):
+            found[labels["__name__"]].append(labels)
+    return found
+
+
+@each_panel
+def test_a_thousand_ranks_are_not_a_million_samples(
+    uid: str, panel: dict[str, Any], of_a_rank: dict[str, list[Mapping[str, str]]]
+) -> None:
+    """What a panel reads of each rank for an hour that is scraped every 30 s: a second's worth of an old Prometheus' time."""
+    ranks = 8 if uid == "torchobs-gradients" else 1000  # there it is rank 0 unless others are chosen
+    points = min(120, panel.get("maxDataPoints") or 120)
+    read = 0
+    for target in panel["targets"]:
+        for selector in promql.selectors(target["expr"]):
+            every = of_a_rank.get(selector.name, [])
+            number = sum(selector.matches(labels) for labels in every)
+            read += number * ranks * (1 if target["instant"] or "@ 0" in target["expr"] else points)
+    assert read <= SAMPLES, (uid, panel["title"], read)
+
+
 @each_panel
 def test_thresholds_that_colour_are_in_order(uid: str, panel: dict[str, Any]) -> None:
     """From the least value up, the first without a bound."""
@@ -239,6 +278,7 @@ def test_thresholds_are_the_alerts() -> None:
     red = {
         ("torchobs-amp", "Skipped in a row"): limits.skipped,
         ("torchobs-ranks", "Stragglers across nodes"): limits.straggler,
+        ("torchobs-ranks", "Oldest heartbeat"): UNRESPONSIVE_S,
         ("torchobs-compile", "Recompilations"): limits.recompiles,
         ("torchobs-gpu", "Throttling"): limits.gpu_throttled,
         ("torchobs-data", "Waiting for data over time"): BEGINS,

@@ -1,10 +1,11 @@
 """Layers that learn nothing are told from those that wake up, are not used, or are slow with all the others."""
 
+import random
 from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 
 
 def moving(part: float) -> LayerSample:
@@ -74,3 +75,43 @@ def test_only_what_is_in_doubt_is_worth_a_look_every_second() -> None:
         doubts.append(judge.doubts)
     assert doubts == [False, True, False, True, False]
     assert judge.samples == len(doubts)
+
+
+CUT = LayerSample(0.0, unfed=False, zero=True, leading=True)
+
+
+def test_first_layers_without_any_gradient_are_cut_off() -> None:
+    """Saturated from the first step on, or from some step on; with another cause behind them they are ``before`` it."""
+    assert judged(lambda _: {"a": CUT, "b": CUT, "c": USUAL}).cut == ("a", "b")
+    assert judged(lambda look: {"a": CUT if look > 2 else USUAL, "b": USUAL}).cut == ("a",)
+    assert judged(lambda _: {"a": CUT, "b": CUT, "c": UNFED, "d": USUAL}) == StuckLayers((), ("c",), ("a", "b"))
+
+
+def test_what_is_no_cut() -> None:
+    """An input that was never used, a part behind others, what wakes up in time, and what has hardly begun."""
+    assert judged(lambda _: {"a": CUT, "b": USUAL}) == NOTHING
+    assert judged(lambda look: {"a": USUAL, "b": ZERO if look > 2 else USUAL}) == NOTHING
+    assert judged(lambda look: dict.fromkeys("ab", USUAL if look in {3, 5} else CUT) | {"c": USUAL}) == NOTHING
+    assert judged(lambda look: dict.fromkeys("ab", CUT if look > 4 else USUAL) | {"c": USUAL}) == NOTHING
+
+
+def test_the_first_zeros_of_an_optimizer() -> None:
+    """None where all are zero: nothing that would have to come through."""
+    assert [leading(zeros) for zeros in ([True, True, False, True], [False, True], [True, True], [])] == [2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
+def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
+    """Experts that no token comes to: 10 layers in 75,000 measured steps, of which every 25th is judged."""
+    chance, judge = random.Random(7), StuckLayerDetector()
+    names, whole = [f"expert{number}" for number in range(10)], 0
+    for step in range(75_000):
+        zeros = [chance.random() < share for _ in names]
+        first = leading(zeros)
+        whole = whole if first else step
+        if step % 25 == 0:
+            layers = {
+                name: LayerSample(0.0 if zero else 1e-3, unfed=False, zero=zero, leading=index < first)
+                for index, (name, zero) in enumerate(zip(names, zeros, strict=True))
+            }
+            assert judge.judge(step, layers, whole) == NOTHING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.diagnosis.compare import compare, first_failed
@@ -132,3 +134,25 @@ def test_nobody_failed_first_where_nobody_failed() -> None:
         None,
         "",
     )
+
+
+def averaged(number: int, factor: float = 1.0, shards: float = 1.0) -> RankReport:
+    """One of three ranks of DDP, with a gradient so many times that of the others."""
+    history = [step(n, norm=factor * (1.0 + n)) for n in range(1, 31)]
+    values: dict[Any, float] = {(catalog.DDP_INFO, "none"): 1.0, catalog.GRAD_NORM_RANKS: shards}
+    return facts(history, resource={"rank": number, "local_world_size": 3, "world_size": 3}, values=values)
+
+
+def test_the_rank_whose_averaged_gradient_differs_is_named() -> None:
+    """Its norm and that of the others in the last step."""
+    assert told(averaged(0), averaged(1), averaged(2, 1.5))["ranks_disagree"] == (
+        "Ranks do not agree: DDP averages the gradient, and its norm in step 30 is not the same (rank 2: 46.5, and 31 on the "
+        "others). They do not train one model."
+    )
+
+
+def test_ranks_whose_gradients_need_not_be_the_same_do_not_disagree() -> None:
+    """They agree, hold shards, or have no DDP that averages."""
+    assert "ranks_disagree" not in told(averaged(0), averaged(1))
+    assert "ranks_disagree" not in told(averaged(0, shards=2.0), averaged(1, 1.5, shards=2.0))
+    assert "ranks_disagree" not in told(rank(0), averaged(1, 1.5))

@@ -33,11 +33,14 @@ class Pages:
 class Asked:
     """What came of a request."""
 
-    def __init__(self, method: str = "GET", *headers: tuple[bytes, bytes]) -> None:
+    def __init__(
+        self, method: str = "GET", *headers: tuple[bytes, bytes], query: bytes = b"", pod_uid: str | None = None
+    ) -> None:
         self.pages, self.scrapers, self.deadlines_s = Pages(), ScrapeTracker(), list[float]()
         self.sent: list[Any] = []
-        page = MetricsPage(self._fresh, self.pages, self.scrapers)  # type: ignore[arg-type]  # as far as it is used
+        page = MetricsPage(self._fresh, self.pages, self.scrapers, pod_uid)  # type: ignore[arg-type]  # as far as it is used
         scope = {"type": "http", "method": method, "path": "/metrics", "client": ("10.0.0.1", 1), "headers": [*headers]}
+        scope["query_string"] = query
         asyncio.run(page(scope, self._receive, self._send))
         self.status, self.headers = self.sent[0]["status"], dict(self.sent[0]["headers"])
 
@@ -75,6 +78,26 @@ def test_nothing_else_can_be_done_with_it(method: str) -> None:
     asked = Asked(method)
     assert (asked.status, asked.headers[b"allow"]) == (405, b"GET, HEAD")
     assert (asked.deadlines_s, asked.pages.asked) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("query", "pod_uid", "status"),
+    [
+        (b"pod=b", "a", 421),
+        (b"pod=%ff&&=", "a", 421),
+        (b"pod=\xff", "a", 421),
+        (b"pod=a", "a", 200),
+        (b"pod=a&pod=b", "a", 200),
+        (b"pod=", "a", 200),
+        (b"x=1", "a", 200),
+        (b"", "a", 200),
+        (b"pod=b", None, 200),
+    ],
+)
+def test_who_asks_for_another_pod_gets_no_page(query: bytes, pod_uid: str | None, status: int) -> None:
+    """Two pods with the node's network have one address: the page of one is not that of the other, and nobody is noted."""
+    asked = Asked("GET", (TIMEOUT, b"10"), query=query, pod_uid=pod_uid)
+    assert (asked.status, asked.scrapers.got(7)) == (status, status == 200)
 
 
 def test_the_first_of_two_headers_counts() -> None:

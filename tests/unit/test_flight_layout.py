@@ -113,8 +113,8 @@ def test_a_header_that_lies_is_refused_by_name(offset: int, form: str, value: in
 def test_a_later_minor_version_may_add_regions() -> None:
     """What this reader does not know, it does not read; the rest stands where it stood."""
     raw = bytearray(encode_header(HEADER))
-    raw[96 + 24 * 5 : 96 + 24 * 6] = struct.pack("<IIQQ", 99, 8, HEADER_SIZE, 1 << 40)
-    raw[10:12], raw[80:84] = b"\x07\x00", struct.pack("<I", 6)
+    raw[96 + 24 * 7 : 96 + 24 * 8] = struct.pack("<IIQQ", 99, 8, HEADER_SIZE, 1 << 40)
+    raw[10:12], raw[80:84] = b"\x07\x00", struct.pack("<I", 8)
     raw[HEADER_SIZE - 4 :] = struct.pack("<I", zlib.crc32(raw[: HEADER_SIZE - 4]))
     assert decode_header(bytes(raw), HEADER.file_size) == replace(HEADER, minor=7)
 
@@ -151,3 +151,12 @@ def test_wall_time_is_counted_from_birth() -> None:
     """By the pair of clocks taken then."""
     assert HEADER.wall_s(HEADER.monotonic_ns) == pytest.approx(HEADER.wall_ns / 1e9)
     assert HEADER.wall_s(HEADER.monotonic_ns + 5_000_000_000) == pytest.approx(HEADER.wall_ns / 1e9 + 5)
+
+
+def test_a_file_of_version_1_0_has_neither_details_nor_history() -> None:
+    """It is read as ever."""
+    regions: dict[Region, Extent] = {
+        kind: span for kind, span in HEADER.regions.items() if kind not in {Region.DETAILS, Region.HISTORY}
+    }
+    older = replace(HEADER, minor=0, regions=regions)
+    assert decode_header(encode_header(older), older.file_size) == older

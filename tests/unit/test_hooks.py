@@ -13,6 +13,7 @@ from tests.training import recording
 from torchobs.config import settings
 from torchobs.probes import factories
 from torchobs.probes.core.hooks import HookList, Hooks
+from torchobs.probes.precision.loss_scale import LossScaling
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
@@ -94,14 +95,14 @@ def test_nothing_is_assigned_to_a_session_s_context(flight_dir: Path) -> None:
 
 def test_every_probe_of_the_settings_is_made_under_its_name() -> None:
     """All but the exit probe, which needs no torch and which the session makes."""
-    made = factories()
+    made = factories(LossScaling())
     assert {*made, "exits"} == set(settings.PROBES)
     assert [make().name for make in made.values()] == list(made)
 
 
 def test_probes_that_depend_on_each_other_share_an_object_of_one_session_only() -> None:
     """Steps and clipping read what the AMP probe writes, also after one of them was made anew."""
-    one, other = factories(), factories()
+    one, other = factories(LossScaling()), factories(LossScaling())
     scalings = {id(vars(made[name]())["_scaling"]) for made in (one, other) for name in ("step", "amp", "gradients", "amp")}
     assert len(scalings) == 2
     assert vars(one["step"]())["_rates"] is vars(one["optimizer"]())["_rates"]

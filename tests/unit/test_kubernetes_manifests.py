@@ -75,12 +75,3 @@ def test_the_pod_is_restricted(pod: dict[str, Any]) -> None:
         own = container["securityContext"]
         assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
         assert own["capabilities"] == {"drop": ["ALL"]}
-
-
-def test_the_image_belongs_to_a_number_and_has_no_torch(checkout: Path) -> None:
-    """Kubelet refuses `runAsNonRoot` for a name; the extra that is installed is the exporter's."""
-    lines = (checkout / "deploy" / "image" / "Containerfile").read_text().splitlines()
-    (user,) = (line.removeprefix("USER ") for line in lines if line.startswith("USER "))
-    assert all(part.isdecimal() and int(part) > 0 for part in user.split(":"))
-    assert any("[exporter]" in line for line in lines)
-    assert 'ENTRYPOINT ["torchobs", "exporter"]' in lines

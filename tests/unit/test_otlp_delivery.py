@@ -20,7 +20,7 @@ PUT = st.tuples(st.just("put"), st.integers(0, 150), st.integers(1, 9))
 TAKE = st.tuples(st.sampled_from(["sent", "retry", "refused", "partial", "close"]), st.integers(0, 12), st.just(0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps=st.lists(PUT | TAKE, max_size=40))
 def test_recorded_is_sent_dropped_and_queued(steps: list[tuple[str, int, int]]) -> None:
     """After every step; no more than the limit waits, and what is sent was never dropped."""

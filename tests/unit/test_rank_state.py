@@ -109,6 +109,15 @@ def test_one_slow_step_among_a_hundred_is_not_the_usual() -> None:
     assert rank_state.hang_timeout_s(durations(**{f"b{usual}": 98, f"b{slow}": 2}), SECONDS_BOUNDS) == 20 * 1024.0
 
 
+def test_a_slow_first_step_does_not_hide_a_hang_soon_after_it() -> None:
+    """Of few steps the percentile is the longest. A single one is all that is known; a second long one is no exception."""
+    slow, usual = SECONDS_BOUNDS.index(32.0), SECONDS_BOUNDS.index(0.125)
+    assert rank_state.hang_timeout_s(durations(**{f"b{usual}": 2, f"b{slow}": 1}), SECONDS_BOUNDS) == 64.0
+    assert rank_state.hang_timeout_s(durations(**{f"b{usual}": 98, f"b{slow}": 1}), SECONDS_BOUNDS) == 64.0
+    assert rank_state.hang_timeout_s(durations(**{f"b{slow}": 1}), SECONDS_BOUNDS) == 20 * 32.0
+    assert rank_state.hang_timeout_s(durations(**{f"b{usual}": 9, f"b{slow}": 2}), SECONDS_BOUNDS) == 20 * 32.0
+
+
 def test_a_step_that_takes_long_again_and_again_is_no_hang() -> None:
     """One rollout to hundreds of minibatches is beyond the percentile; twice the longest but one is time enough."""
     long, usual = SECONDS_BOUNDS.index(128.0), SECONDS_BOUNDS.index(0.125)

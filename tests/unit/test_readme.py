@@ -2,8 +2,11 @@
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from torchobs import debug, guard, tune
 
 
 def section(checkout: Path, heading: str) -> str:
@@ -29,8 +32,18 @@ def test_the_figures_of_overhead_are_those_that_were_measured(checkout: Path) ->
         assert re.search(rf"^\| {re.escape(training)} \| basic \| {step} \|.*\| {share} \|$", measured, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["restartPolicy: Always", "mountPath: /var/run/torchobs/flight", "containerPort: 10960"])
-def test_the_lines_for_kubernetes_are_those_of_the_manifest(checkout: Path, name: str) -> None:
-    """What the README shows is a part of the Job that is tested."""
-    assert name in section(checkout, "In Kubernetes")
-    assert name in (checkout / "deploy" / "kubernetes" / "job-with-sidecar.yaml").read_text()
+def test_the_label_for_kubernetes_is_the_one_that_the_policy_matches(checkout: Path) -> None:
+    """What the README shows is what the chart's policy, which is tested on a cluster, goes by."""
+    shown = section(checkout, "In Kubernetes")
+    policy = (checkout / "deploy" / "kubernetes" / "injection-policy.yaml").read_text()
+    assert "torchobs.io/inject:" in shown
+    assert "torchobs.io/inject" in policy
+    assert "helm install torchobs helm/torchobs" in shown
+
+
+@pytest.mark.parametrize("toolbox", [debug, guard, tune], ids=lambda toolbox: toolbox.__name__)
+def test_the_functions_that_are_shown_exist(checkout: Path, toolbox: ModuleType) -> None:
+    """A reader can call what the README names."""
+    named = re.findall(rf"\b{toolbox.__name__.rpartition('.')[2]}\.(\w+)\(", section(checkout, "By hand"))
+    assert named
+    assert set(named) <= set(dir(toolbox))

@@ -15,6 +15,7 @@ from torchobs.rules import alerts, labels, percentiles, rule_file, values
 from torchobs.rules.files import alert_groups, recording_groups, rendered
 from torchobs.rules.promql import ONE_RANK, ONE_RUN
 from torchobs.rules.recent import RECENT
+from torchobs.rules.recordings import POSITION
 from torchobs.rules.rule_file import WINDOW, WINDOW_S
 
 CHOSEN = values.Values(runbooks="https://example.org/runbooks", grafana_url="https://grafana.example.org")
@@ -48,10 +49,17 @@ def test_rules_are_about_metrics_that_are_recorded(rule: dict[str, Any]) -> None
 
 @each_rule
 def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
-    """But for a counter that is as young as the rank, or new, which the rules of what is recent look for."""
+    """But for a counter that is as young as the rank, or new, which the rules of what is recent look for.
+
+    And for the step that a run has come to, which is counted on from where its ranks resumed.
+    """
     for selector in promql.selectors(rule["expr"]):
         metric = BY_NAME.get(selector.name)
-        if metric is not None and metric.kind in {Kind.COUNTER, Kind.HISTOGRAM} and not rule.get("record", "").endswith(RECENT):
+        if (
+            metric is not None
+            and metric.kind in {Kind.COUNTER, Kind.HISTOGRAM}
+            and not rule.get("record", "").endswith((RECENT, POSITION))
+        ):
             assert selector.function in {"rate", "increase", "max_over_time"}
 
 

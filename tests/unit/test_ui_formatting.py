@@ -6,14 +6,14 @@ import pytest
 
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
-from torchobs.exporter.ui.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
 from torchobs.exporter.ui.data import KEPT, RecentValues
 from torchobs.exporter.ui.events import KEPT as KEPT_EVENTS
 from torchobs.exporter.ui.events import EventRow, RankEvents, log_of, merged_ranks, of_ring
-from torchobs.exporter.ui.html import Html, exact, joined, named, tag, text
 from torchobs.exporter.ui.urls import choice_of, query_of
 from torchobs.exporter.ui.view_model import Choice
 from torchobs.flight.format.layout import Header
+from torchobs.report.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
+from torchobs.report.html import Html, exact, joined, named, tag, text
 
 NAN, INF = math.nan, math.inf
 

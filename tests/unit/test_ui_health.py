@@ -1,6 +1,7 @@
 """The run's health in a sentence, case by case."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from tests.ui import Values, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.stragglers import SLOW, Slowness
+from torchobs.diagnosis.health import health
+from torchobs.diagnosis.status import RunStatus, alike_norms
 from torchobs.exporter.ui.view_model import NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -254,3 +257,22 @@ def test_an_interrupted_run_was_not_lost() -> None:
     """Somebody pressed Ctrl-C."""
     health = run(row(0, "failed", reason="interrupted", age_s=3), row(1, "failed", reason="interrupted", age_s=3)).health
     assert health.text.endswith("Ranks 0 and 1 were interrupted 3 s ago.")
+
+
+def test_ranks_whose_averaged_gradient_differs_are_told_at_once() -> None:
+    """By the judgement of `torchobs inspect`; a screen reader is not told of every step."""
+    found = [row(rank) for rank in range(3)]
+    norms = [{step: (1.5 if rank == 2 else 1.0) * step for step in (28, 29, 30)} for rank in range(3)]
+    alike = [replace(one.status, alike_norms=own) for one, own in zip(found, norms, strict=True)]
+    told = health(RunStatus(alike, 3, 3))
+    assert told.level is Severity.ERROR
+    assert "its norm in step 30 is not the same (rank 2: 45, and 30 on the others)" in told.text
+    assert "its norm is not the same on rank 2." in told.gist
+    assert "not the same" not in health(RunStatus([alike[0], alike[1], found[2].status], 3, 3)).text
+
+
+def test_norms_are_compared_only_where_ddp_averages_whole_gradients() -> None:
+    """A shard's norm is a rank's own."""
+    norms = {3: 1.0}
+    assert alike_norms(norms, is_ddp=True, norm_ranks=None) == alike_norms(norms, is_ddp=True, norm_ranks=1.0) == norms
+    assert alike_norms(norms, is_ddp=False, norm_ranks=1.0) == alike_norms(norms, is_ddp=True, norm_ranks=2.0) == {}

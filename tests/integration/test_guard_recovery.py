@@ -1,0 +1,289 @@
+"""Recovery around a training step: what is done about each kind of error, and that a training that needs none is the same."""
+
+from __future__ import annotations
+
+import copy
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.guard_trainings import Batch, Trained, batches, model, same, weights, with_buffers
+from torchobs import guard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.training import Recording
+
+
+def test_a_healthy_training_is_the_same_to_the_bit() -> None:
+    """Promise: where nothing happens, the weights are those of a hand-written loop."""
+    plain, guarded = with_buffers(), Trained(with_buffers())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    for batch in batches(30):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(plain(batch["x"]), batch["y"]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert guarded.step(batch).stepped
+    assert same(weights(plain), weights(guarded.network))
+    assert not guarded.recovery.counts
+
+
+def test_a_bad_batch_is_skipped_and_kept() -> None:
+    """Promise: weights, buffers and the optimizer's state are as if the batch had not been; it is kept to look at."""
+    trained, spared = Trained(with_buffers()), Trained(with_buffers())
+    for index, batch in enumerate(batches(20)):
+        if index == 7:
+            bad = {**batch, "x": batch["x"].clone()}
+            bad["x"][3, 2] = nan
+            outcome = trained.step(bad)
+            assert (outcome.stepped, outcome.action) == (False, "skip")
+            assert outcome.reason == "the loss is nan"
+        assert trained.step(batch).stepped
+        assert spared.step(batch).stepped
+    assert same(weights(trained.network), weights(spared.network))
+    (kept,) = trained.recovery.evidence
+    assert (kept.step, bool(torch.isnan(kept.batch["x"][3, 2]))) == (8, True)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too() -> None:
+    """Promise: a loss may be finite where its gradient is not: a root at 0."""
+    trained = Trained(model())
+    before = weights(trained.network)
+    zeros = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 1)}
+    outcome = trained.recovery.step(zeros, lambda batch: (trained.network(batch["x"]) * 0).abs().sqrt().mean())
+    assert (outcome.action, outcome.reason) == ("skip", "a gradient is not finite")
+    assert same(before, weights(trained.network))
+
+
+def test_a_budget_ends_in_the_original_error() -> None:
+    """Promise: what goes on for ever is an error in the end."""
+    trained = Trained(model(), nonfinite=2)
+    bad = {"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}
+    assert [trained.step(bad).action for _ in range(2)] == ["skip", "skip"]
+    with pytest.raises(guard.NonFiniteLossError, match="the loss is nan"):
+        trained.step(bad)
+
+
+@pytest.mark.parametrize("largest", [1, 3, 4, 7])
+def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
+    """Promise: the gradients are those of the whole batch, whatever part of it fits; the next batch is split at once."""
+    trained, whole = Trained(model()), Trained(model())
+    trained.largest = largest
+    calls: list[int] = []
+
+    def compute(part: Batch) -> torch.Tensor:
+        calls.append(len(part["x"]))
+        return trained.loss(part)
+
+    for batch in batches(5):
+        outcome = trained.recovery.step(batch, compute)
+        assert (outcome.stepped, outcome.action) == (True, "split")
+        assert outcome.loss == pytest.approx(whole.step(batch).loss, rel=1e-5)
+    for ours, theirs in zip(weights(trained.network), weights(whole.network), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert sum(size > largest for size in calls) == trained.recovery.counts["memory.split"] <= 3
+
+
+def test_a_failed_attempt_leaves_no_statistics() -> None:
+    """Promise: batch norm has seen the parts of the batch that were trained, and not the attempt that did not fit."""
+    trained = Trained(with_buffers())
+    attempts = iter([True, False, False])
+
+    def compute(part: Batch) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(trained.network(part["x"]), part["y"])
+        if next(attempts):
+            raise torch.OutOfMemoryError("in the backward, say")
+        return loss
+
+    assert trained.recovery.step(batches(1)[0], compute).parts == 2
+    assert int(trained.network[1].num_batches_tracked) == 2  # type: ignore[index]
+
+
+class Cached(torch.nn.Module):
+    """A module whose buffers are replaced, as caches and some running statistics are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+        self.seen: torch.Tensor
+        self.last: Any
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen, self.last = self.seen + len(x), x.detach()
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def test_buffers_that_are_replaced_are_put_back() -> None:
+    """Promise: of a skipped step nothing is left, whether a forward pass changed a buffer in place or made another one."""
+    trained = Trained(Cached())
+    assert trained.step({"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}).action == "skip"
+    assert float(trained.network.seen) == 0.0  # type: ignore[arg-type]
+    assert "last" not in trained.network.state_dict()  # a buffer that is None is in none
+    trained.step(batches(1)[0])
+    assert float(trained.network.seen) == 8.0  # type: ignore[arg-type]
+
+
+class Counted:
+    """State that is no tensor: lists and dictionaries that go on changing."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"history": [], "best": {"loss": 9.0}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state itself, as careless code returns it."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state itself."""
+        self.state = state
+
+
+def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
+    """Promise: lists and dictionaries of the extra objects are those of the snapshot's time, at every restoration."""
+    counted, network = Counted(), model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(snapshot_every=1000), extra=[counted])
+
+    def compute(batch: Batch) -> torch.Tensor:
+        counted.state["history"].append(1)
+        counted.state["best"]["loss"] -= 1.0
+        return torch.nn.functional.mse_loss(network(batch["x"]), batch["y"])
+
+    for batch in batches(30):
+        recovery.step(batch, compute)
+    for _ in range(2):
+        assert recovery.step({"x": batches(1)[0]["x"], "y": torch.full((8, 1), 1e4)}, compute).action == "restore"
+        assert counted.state == {"history": [], "best": {"loss": 9.0}}
+
+
+def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:
+    """Promise: tensors of different lengths are no reason for another error; and what fits is not split for it."""
+    trained = Trained(model())
+    trained.largest = 4
+    odd = {"x": torch.randn(8, 8), "y": torch.randn(8, 1), "mask": torch.ones(3)}
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.step(odd)
+    trained.step(batches(1)[0])
+    assert trained.step({"x": torch.randn(2, 8), "y": torch.randn(2, 1), "mask": torch.ones(3)}).stepped
+
+
+def test_an_iterable_data_set_has_no_length() -> None:
+    """Promise: a loader without a length is gone through to its end."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from (1, 2)
+
+    assert [int(each) for each in Trained(model()).recovery.batches(DataLoader(Stream(), batch_size=None))] == [1, 2]
+
+
+def test_a_sample_that_does_not_fit_is_an_error() -> None:
+    """Promise: what cannot be split is raised, as it was."""
+    trained = Trained(model())
+    trained.largest = 0
+    with pytest.raises(torch.OutOfMemoryError, match="too many samples"):
+        trained.step(batches(1)[0])
+
+
+def test_other_errors_are_the_user_s() -> None:
+    """Promise: an error that is none of these is raised at once, a RuntimeError with fitting words too."""
+    trained = Trained(model())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trained.recovery.step(batches(1)[0], lambda _: (_ for _ in ()).throw(RuntimeError("CUDA out of memory, it says")))
+
+
+def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
+    """Promise: weights and momentum are those of the last snapshot; training then goes on and learns."""
+    trained = Trained(model(), snapshot_every=10)
+    good = batches(60)
+    for batch in good[:40]:
+        trained.step(batch)
+    at_snapshot = None
+    for batch in good[40:45]:
+        if trained.recovery.steps == 40:
+            at_snapshot = weights(trained.network), copy.deepcopy(trained.optimizer.state_dict())
+        trained.step(batch)
+    outcome = trained.step({"x": good[0]["x"], "y": good[0]["y"] + 1e4})
+    assert outcome.action == "restore"
+    assert "back to step 41" in outcome.reason
+    assert at_snapshot is not None
+    assert same(at_snapshot[0], weights(trained.network))
+    assert str(trained.optimizer.state_dict()) == str(at_snapshot[1])
+    assert all(trained.step(batch).stepped for batch in good[45:])
+
+
+class Readable(Dataset[int]):
+    """Samples, of which some cannot be read."""
+
+    def __init__(self, size: int, bad: dict[int, Exception]) -> None:
+        self._size, self._bad = size, bad
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> int:
+        if index in self._bad:
+            raise self._bad[index]
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_cannot_be_read_is_skipped(workers: int) -> None:
+    """Promise: the other batches come, with workers and without; the last one may be a bad one."""
+    recovery = Trained(model()).recovery
+    data = Readable(6, {1: ValueError("truncated"), 3: ConnectionError("reset"), 5: KeyError("label")})
+    assert [int(batch) for batch in recovery.batches(DataLoader(data, batch_size=1, num_workers=workers))] == [0, 2, 4]
+    assert recovery.counts == {"data.skip": 3}
+
+
+def test_a_lasting_error_of_data_is_raised() -> None:
+    """Promise: a missing disk is no bad sample, and a generator that ended early is no end of the data."""
+    recovery = Trained(model()).recovery
+    with pytest.raises(FileNotFoundError):
+        list(recovery.batches(DataLoader(Readable(3, {1: FileNotFoundError(2, "gone")}), batch_size=None)))
+
+    def ends_early() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        list(recovery.batches(ends_early()))
+    with pytest.raises(ValueError, match="all bad"):
+        list(Trained(model(), data=2).recovery.batches(DataLoader(Readable(9, dict.fromkeys(range(9), ValueError("all bad"))))))
+
+
+def test_transient_errors_are_repeated() -> None:
+    """Promise: what fails for a moment works in the end; what lasts is raised."""
+    recovery = Trained(model(), backoff_s=0.0, io=3).recovery
+    failures = [OSError(5, "I/O error"), TimeoutError()]
+
+    def save() -> str:
+        if failures:
+            raise failures.pop()
+        return "saved"
+
+    assert recovery.retry(save) == "saved"
+    assert recovery.counts == {"io.retry": 2}
+    with pytest.raises(PermissionError):
+        recovery.retry(lambda: (_ for _ in ()).throw(PermissionError(13, "denied")))
+
+
+def test_what_was_done_is_recorded(run: Recording) -> None:
+    """Promise: counts by category and action, and events with a severity."""
+    trained = Trained(model(), nonfinite=1)
+    bad = {"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}
+    trained.step(bad)
+    with pytest.raises(guard.NonFiniteLossError):
+        trained.step(bad)
+    run.whole_round()
+    values = run.values()
+    assert values["torchobs.guard.recoveries", "skip", "numerics", "warning"] == 1
+    assert values["torchobs.guard.recoveries", "raise", "numerics", "error"] == 1
+    assert [frame["attrs"]["severity"] for frame in run.frames("torchobs.guard.recovery")] == ["warning", "error"]

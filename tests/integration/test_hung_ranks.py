@@ -1,0 +1,122 @@
+"""A hung run of two real gloo ranks: who waits, and for whom, on the page, for Prometheus, and in `inspect`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import support
+from torchobs import catalog
+from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.load import load_reports
+from torchobs.exporter import exporter_metrics
+from torchobs.exporter.api.artifacts import ArtifactStore
+from torchobs.exporter.api.commands import CommandService
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.ui.view_model import Modeller
+from torchobs.ranks import state
+from torchobs.ranks.scanner import Scanner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torchobs.ranks.snapshot import Snapshot
+
+QUIET_S = 1.5
+
+
+def train(start: Any, flight_dir: Path, place: str) -> None:
+    """Start both ranks."""
+    port = support.free_port()
+    for rank in range(2):
+        given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = {**support.clean_environment(), **{name: str(value) for name, value in given.items()}}
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHOBS_RUN_ID": "hung",
+            "TORCHOBS_GRAD_INTERVAL": "1",
+        }
+        command = (sys.executable, "-m", "tests.hanging_rank", str(flight_dir), place)
+        start(*command, torch=True, env=environment, cwd=support.ROOT)
+
+
+def positions(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
+    """What Prometheus is told of where each rank is."""
+    samples = {rank.rank: list(exporter_metrics.of_rank(rank)) for rank in snapshot.ranks}
+    return {
+        rank: (one.attributes["phase"], round(one.value, 3))
+        for rank, found in samples.items()
+        for one in found
+        if one.metric is catalog.RANK_STALL_POSITION
+    }
+
+
+@pytest.mark.parametrize(
+    ("place", "culprit", "told"),
+    [
+        ("forward", ("forward", 5.4), "Rank 1 stays in forward of step 6, and the other rank waits in backward of step 6."),
+        ("data", ("data", 5.2), "Rank 1 fetches data of step 6, and the other rank waits in backward of step 6."),
+        ("skip", ("idle", 20.0), "Rank 1 has left its training loop, and the other rank waits in backward of step 20."),
+    ],
+)
+def test_the_rank_that_sleeps_is_named(
+    start: Any, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str, culprit: tuple[str, float], told: str
+) -> None:
+    """Not rank 0, which waits in backward's all-reduce."""
+    monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
+    monkeypatch.setattr(state, "PATIENT_PHASES", frozenset({"idle"}))  # who left the loop is waited for half an hour else
+    monkeypatch.setattr(state, "FIRST_STEP_S", QUIET_S)
+    train(start, flight_dir, place)
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S))) as scanner:
+
+        def hung() -> list[Snapshot]:
+            snapshot = scanner.scan()
+            at = positions(snapshot)
+            return [snapshot] if at.get("0", ("", 0.0))[0] == "backward" and at.get("1") == culprit else []
+
+        (snapshot,) = support.wait_until(hung, 60.0, 0.2)
+        assert positions(snapshot)["0"] == ("backward", culprit[1] - 1 + 0.6 if place == "skip" else 5.6)
+        (run,) = Modeller().runs(snapshot, {})
+        assert told in run.health.text
+    support.wait_until(lambda: told in findings(flight_dir), 30.0, 0.5)
+    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    assert reports[diagnose_run(reports).principal].rank == "1"
+
+
+def findings(flight_dir: Path) -> list[str]:
+    """What `torchobs inspect` finds of the ranks together."""
+    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    return [one.text for one in diagnose_run(reports).together]
+
+
+def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
+    start: Any, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are in backward of step 6; the exporter asks all ranks of a hung run for stacks, and inspect reads them."""
+    monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
+    train(start, flight_dir, "hook")
+    support.wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
+    config = ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S)
+    with closing(Scanner(config)) as scanner:
+        places = {"0": ("backward", 5.6), "1": ("backward", 5.6)}
+        support.wait_until(lambda: positions(scanner.scan()) == places, 60.0, 0.2)
+        assert not any("Rank 1 " in text for text in findings(flight_dir))
+        CommandService(config, ArtifactStore(config)).look(scanner.scan())
+    (text,) = support.wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
+    assert "hanging_rank.py:" in text
+    assert text.endswith("in backward of step 6, and the other rank waits in backward of step 6.")
+
+
+def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: Path) -> None:
+    """Each trains on its own data from step 6 on, by `model.module`: of two neither is the odd one."""
+    train(start, flight_dir, "bypass")
+    support.wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
+    (text,) = support.wait_until(
+        lambda: [one for one in findings(flight_dir) if one.startswith("Ranks do not agree")], 60.0, 0.5
+    )
+    assert "(rank 0: " in text
+    assert " 1: " in text

@@ -1,0 +1,261 @@
+"""What is told of a leak by itself: the lines, the types and the tensors that grew; and what is left as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.training import Recording, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.diagnosis.load import load_reports
+from torchobs.diagnosis.performance import pace
+from torchobs.flight.files import artifacts
+from torchobs.probes.memory import leak
+from torchobs.probes.memory.device_leak import DeviceLeak
+from torchobs.probes.memory.leak import LeakProbe, Suspicion
+from torchobs.probes.memory.live_objects import count_objects, grown_kinds, grown_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Marked:
+    """An object of a type of its own."""
+
+    def __init__(self) -> None:
+        self.text = "x" * 2000 + str(id(self))
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording without the probe, and without the sampler's thread in its way."""
+    yield from recording(flight_dir, disable_probes="leak")
+
+
+class Leaking:
+    """A leak probe on a clock of its own, and a training that it watches."""
+
+    def __init__(self, run: Recording) -> None:
+        self.run, self.seconds, self.suspicion = run, 0.0, Suspicion()
+        self.probe = LeakProbe(self.suspicion, lambda: self.seconds)
+        assert run.session.context is not None
+        self.probe.install(run.session.context)
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, rounds: int, leaked: Callable[[], object] = lambda: None) -> None:
+        """Two seconds a round, with two steps and a look of the probe."""
+        for _ in range(rounds):
+            for _ in range(2):
+                leaked()
+                self.optimizer.zero_grad()
+                loss_of(self.model).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+            self.seconds += 2.0
+            self.probe.sample()
+
+    def told(self) -> list[dict[str, Any]]:
+        """The events' attributes."""
+        return [frame["attrs"] for frame in self.run.frames(catalog.EVENT_MEMORY_LEAK.name)]
+
+
+def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run: Recording, flight_dir: Path) -> None:
+    """As an event, as evidence beside the flight file, and in words; the tracing ends, and is not begun again at once."""
+    leaking, kept = Leaking(run), list[Any]()
+
+    def leaked() -> None:
+        kept.append((Marked(), torch.ones(7, 333) * 2))
+
+    leaking.train(2, leaked)
+    assert not tracemalloc.is_tracing()
+    leaking.suspicion.host = True
+    leaking.train(12, leaked)
+    assert not tracemalloc.is_tracing()
+    (told,) = leaking.told()
+    assert (told["space"], told["ended"]) == ("host", "complete")
+    assert told["steps"] >= leak.LEAST_STEPS
+    assert any(line.startswith(f"{__file__}:") for line in told["lines"])
+    assert any(row.startswith(f"{__name__}.Marked ") for row in told["objects"])
+    assert any(row.startswith("float32[7, 333] on cpu ") for row in told["tensors"])
+    assert told["tensor_bytes"] >= told["steps"] * 7 * 333 * 4
+    place = run.session.context.writer.place if run.session.context is not None else None
+    assert place is not None
+    (written,) = (one for one in artifacts.names(place.fd) if one.kind == artifacts.LEAK)
+    assert written.id == told["evidence"]
+    assert "float32[7, 333] on cpu" in (flight_dir / written.name).read_text()
+    leaking.suspicion.host = True
+    leaking.train(3, leaked)
+    assert not tracemalloc.is_tracing()
+    assert len(leaking.told()) == 1
+
+
+def test_inspect_says_what_leaked(run: Recording) -> None:
+    """The finding names the line and the tensors."""
+    leaking, kept = Leaking(run), list[Any]()
+    leaking.suspicion.host = True
+    leaking.train(12, lambda: kept.extend(torch.ones(5, 77) for _ in range(500)))
+    writer = run.session.writer
+    assert writer is not None
+    (report,), _ = load_reports([Path(writer.path)])
+    found = {one.kind: one.text for one in pace(report)}
+    assert f"made at {__file__}:" in found["memory_leak"]
+    assert "tensors float32[5, 77] on cpu" in found["memory_leak"]
+
+
+def test_a_user_s_own_tracing_is_left_alone(run: Recording) -> None:
+    """It goes on with what it has, and nothing is counted meanwhile."""
+    leaking = Leaking(run)
+    tracemalloc.start(2)
+    try:
+        leaking.suspicion.host = True
+        leaking.train(2)
+        assert tracemalloc.is_tracing()
+        assert tracemalloc.get_traceback_limit() == 2
+    finally:
+        tracemalloc.stop()
+    assert leaking.probe._host is None
+    assert leaking.told() == []
+
+
+def test_tracing_ends_with_the_session_and_in_a_forked_child(run: Recording) -> None:
+    """A child would trace for the rest of its life."""
+    leaking = Leaking(run)
+    leaking.suspicion.host = True
+    leaking.train(2)
+    assert tracemalloc.is_tracing()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(tracemalloc.is_tracing()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert tracemalloc.is_tracing()
+    leaking.probe.remove()
+    assert not tracemalloc.is_tracing()
+
+
+def test_tracing_that_takes_too_much_memory_ends_early(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a leak of very many small objects a part is enough."""
+    monkeypatch.setattr(leak, "MOST_TRACED", 1000)
+    leaking, kept = Leaking(run), list[Any]()
+    leaking.suspicion.host = True
+    leaking.train(5, lambda: kept.extend([object() for _ in range(50)]))
+    assert not tracemalloc.is_tracing()
+    leaking.train(2)
+    (told,) = leaking.told()
+    assert told["ended"] == "memory"
+    assert told["seconds"] < leak.TRACED_S
+
+
+def test_without_a_backward_pass_lines_alone_are_told(run: Recording) -> None:
+    """Objects are counted where nothing else runs in the training thread; evaluation has no such place."""
+    leaking, kept = Leaking(run), list[Any]()
+    leaking.suspicion.host = True
+    for _ in range(50):
+        leaking.seconds += 2.0
+        kept.append("y" * 5000 + str(len(kept)))
+        leaking.probe.sample()
+    (told,) = leaking.told()
+    assert told["lines"]
+    assert "objects" not in told
+
+
+def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -> None:
+    """Sparse, nested, meta and functorch's: none raises. Memory that two share counts once."""
+    strange = [
+        torch.ones(3).to_sparse(), torch.ones(3, device="meta"), torch.empty(0),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ]  # fmt: skip
+    before = count_objects(torch)
+    base = torch.ones(11, 1013)
+    views = [base[1:], base.T]
+    torch.func.vmap(lambda row: (count_objects(torch), row)[1])(torch.ones(3, 2))
+    after = count_objects(torch)
+    assert (after.tensors - before.tensors).size == pytest.approx(11 * 1013 * 4, abs=4096)
+    assert {str(kind) for kind, _ in grown_kinds(before, after)} >= {"float32[11, 1013] on cpu", "float32[1013, 11] on cpu"}
+    references = len(gc.get_referrers(base))
+    count_objects(torch)
+    assert len(gc.get_referrers(base)) == references
+    assert len(strange + views) == 6
+
+
+def test_types_with_a_hash_of_their_own_are_counted_by_identity() -> None:
+    """No code of the user's runs: such a hash may be slow, or raise."""
+
+    class Meta(type):
+        def __hash__(cls) -> int:
+            raise AssertionError
+
+    kind = Meta("Odd", (), {"__slots__": ("held",)})
+    before = count_objects(torch)
+    odd = [kind() for _ in range(5)]
+    after = count_objects(torch)
+    assert any(name.endswith(".Odd") and more == len(odd) for name, more in grown_types(before, after))
+
+
+class Allocator:
+    """A torch whose caching allocator leaks a block of 4 MiB between two snapshots."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[object, ...]] = []
+        self.snapshots = 0
+        self.__file__ = "/site-packages/torch/__init__.py"
+        self._C = SimpleNamespace(_cuda_isHistoryEnabled=lambda: False)
+        memory = SimpleNamespace(_record_memory_history=self._record, _snapshot=self._snapshot)
+        self.cuda = SimpleNamespace(
+            memory=memory, is_initialized=lambda: True, device_count=lambda: 1,
+            memory_stats_as_nested_dict=lambda _: {"allocation": {"all": {"current": 9}}},
+        )  # fmt: skip
+
+    def _record(self, *args: object, **more: object) -> None:
+        self.recorded.append((*args, *more.values()))
+
+    def _snapshot(self) -> dict[str, Any]:
+        self.snapshots += 1
+        frames = [
+            {"filename": "/site-packages/torch/nn/functional.py", "line": 1, "name": "linear"},
+            {"filename": "/home/me/train.py", "line": 12, "name": "main"},
+        ]
+        block = {"size": 4 << 20, "state": "active_allocated", "frames": frames}
+        return {"segments": [{"device": 0, "blocks": [{"size": 5, "state": "active_allocated"}, *[block] * self.snapshots]}]}
+
+
+def test_a_leak_on_a_device_is_told_by_two_snapshots_of_its_allocator(run: Recording) -> None:
+    """Recording stops; blocks from before it have no line and are not told."""
+    torch_, context = Allocator(), run.session.context
+    assert context is not None
+    found = DeviceLeak.begin(context, 0.0, torch_)
+    assert found is not None
+    assert [found.proceed(at) for at in (1.0, 2.5, 9.0, 13.0)] == [False, False, False, True]
+    assert torch_.recorded == [("state", "state", "python"), (None,)]
+    (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_MEMORY_LEAK.name))
+    assert told["space"] == "device"
+    assert told["lines"] == [f"/home/me/train.py:12 1 more, {4 << 20} B"]
+    assert told["grown"] == 4 << 20
+
+
+@pytest.mark.parametrize("lacks", ["_record_memory_history", "_snapshot"])
+def test_a_torch_without_the_allocator_s_history_is_asked_nothing(run: Recording, lacks: str) -> None:
+    """Both functions are private; where the user records a history of their own, it is theirs."""
+    torch_, context = Allocator(), run.session.context
+    assert context is not None
+    delattr(torch_.cuda.memory, lacks)
+    assert DeviceLeak.begin(context, 0.0, torch_) is None
+    recording_one = Allocator()
+    recording_one._C._cuda_isHistoryEnabled = lambda: True
+    assert DeviceLeak.begin(context, 0.0, recording_one) is None
+    assert recording_one.recorded == []
+
+
+def test_growth_that_is_told_starts_the_trace(flight_dir: Path) -> None:
+    """The probes of a session share the suspicion."""
+    for run in recording(flight_dir):
+        manager = run.session._probe_manager
+        assert manager is not None
+        probes: dict[str, Any] = dict(manager._probes)
+        assert probes["memory"]._suspicion is probes["leak"]._suspicion is probes["device_memory"]._suspicion

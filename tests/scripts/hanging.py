@@ -1,0 +1,87 @@
+"""One rank that hangs after some steps: `hanging.py KIND STEP`; what it does is in `KINDS`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+KIND, STEP = sys.argv[1], int(sys.argv[2])
+FOREVER_S = 100_000.0
+
+
+def spin() -> None:
+    """Python code without an end: other threads get the GIL."""
+    while True:
+        pass
+
+
+def backtrack() -> None:
+    """A regular expression without an end, in C: no other thread gets the GIL."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def deadlock() -> None:
+    """A lock that nobody gives back."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def wait_for_peer() -> None:
+    """Rank 1 sleeps, rank 0 waits for it in a collective."""
+    if distributed.get_rank() == 1:
+        time.sleep(FOREVER_S)
+    distributed.all_reduce(torch.ones(1))
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "sleep": lambda: time.sleep(FOREVER_S),
+    "spin": spin,
+    "backtrack": backtrack,
+    "loader": deadlock,
+    "worker": deadlock,
+    "collective": wait_for_peer,
+}
+
+
+class Rows(Dataset[Any]):
+    """Random samples, one for each step; the one after the last step is never read."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= STEP and KIND in {"loader", "worker"}:
+            KINDS[KIND]()
+        return torch.randn(8)
+
+
+def main() -> None:
+    """Train, the first step for long, as behind cold caches."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if KIND == "collective":
+        distributed.init_process_group("gloo")
+    for number, row in enumerate(DataLoader(Rows(), batch_size=1, num_workers=KIND == "worker")):
+        if number == STEP and KIND not in {"loader", "worker"}:
+            KINDS[KIND]()
+        optimizer.zero_grad()
+        model(row).sum().backward()
+        time.sleep(8.0 if number == 1 else 0.02)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Record a step and read it back: ``python - COMPILED``, in an environment that has torchobs and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+
+from torchobs.flight.files.location import open_place
+from torchobs.flight.format.step_record import PLAIN_CODES
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.native import compiled
+from torchobs.flight.writer.writer import open_writer
+
+with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+    writer = open_writer(open_place(folder, None), {"rank": 0})
+    begun_ns = writer.header.monotonic_ns
+    stamps = [begun_ns + 1000 * place << 4 | code for place, code in enumerate(PLAIN_CODES)]
+    writer.append_plain(stamps, 1, begun_ns + 9000, begun_ns, 1, 1, 2.5, 0.0, 0.0, 0, 0, 1.0)
+    file = reader.open_path(writer.path)
+    (record,) = file.steps()
+    file.close()
+    writer.close()
+print("bare install, compiled:", compiled() is not None)
+sys.exit((record.step, record.loss, str(compiled() is not None)) != (1, 2.5, sys.argv[1]))

@@ -1,0 +1,205 @@
+"""Contracts of tensors: what they refuse, in which words, and that they refuse nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from math import inf, nan
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchobs import guard
+from torchobs.guard.shapes import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IMAGES = guard.Contract(shape="batch 3 height width", dtype="floating", min=0.0, max=1.0)
+
+
+def problems(contract: guard.Contract, x: Any) -> list[str]:
+    """What is wrong, in words."""
+    return [violation.what for violation in contract.violations(x)]
+
+
+def test_what_is_right_passes() -> None:
+    """Promise: nothing is said of a tensor that keeps its contract, and it is not changed."""
+    x = torch.rand(2, 3, 4, 5, requires_grad=True)
+    before = x.detach().clone()
+    IMAGES.check(x, "images")
+    assert torch.equal(x, before)
+    assert x.grad_fn is None
+
+
+def test_the_message_says_what_was_found_and_where() -> None:
+    """Promise: number, place and expectation are in the error, for all that is wrong."""
+    x = torch.rand(4, 3, 2, 2)
+    x[2, 1, 0, 1], x[3, 0, 0, 0], x[1, 0, 1, 1] = nan, inf, -7.0
+    with pytest.raises(guard.ContractError) as caught:
+        IMAGES.check(x, "images")
+    assert str(caught.value).splitlines() == [
+        "images: finite: 1 NaN and 1 Inf among 48 values, the first at [2, 1, 0, 1]; expected finite values",
+        "images: min: -7, and 1 of 48 values are beyond, the first at [1, 0, 1, 1]; expected 0 or more",
+        "images: max: inf, and 1 of 48 values are beyond, the first at [3, 0, 0, 0]; expected 1 or less",
+    ]
+    assert caught.value.violations[0].where == (2, 1, 0, 1)
+    assert pickle.loads(pickle.dumps(caught.value)).violations == caught.value.violations  # noqa: S301  # our own
+
+
+@pytest.mark.parametrize(
+    ("contract", "x", "what"),
+    [
+        (guard.Contract(shape="b 3"), torch.zeros(2, 4), ["shape"]),
+        (guard.Contract(shape="b 3"), torch.zeros(3), ["shape"]),
+        (guard.Contract(shape=(None, 4)), torch.zeros(2, 4), []),
+        (guard.Contract(shape="n n"), torch.zeros(2, 3), ["shape"]),
+        (guard.Contract(shape="b ... c", dtype=torch.float32), torch.zeros(2, 9, 9, 4), []),
+        (guard.Contract(dtype="integer"), torch.zeros(2), ["dtype"]),
+        (guard.Contract(dtype=(torch.float16, "integer")), torch.zeros(2, dtype=torch.int8), []),
+        (guard.Contract(device="cuda"), torch.zeros(2), ["device"]),
+        (guard.Contract(device="cpu"), torch.zeros(2), []),
+        (guard.Contract(), [1.0], ["type"]),
+        (guard.Contract(), torch.tensor([nan]), ["finite"]),
+        (guard.Contract(finite=False), torch.tensor([nan]), []),
+        (guard.Contract(finite=False, max=1.0), torch.tensor([nan, 0.5]), []),
+        (guard.Contract(max_norm=5.0), torch.tensor([3.0, 4.0]), []),
+        (guard.Contract(max_norm=5.0), torch.tensor([3.0, 4.1]), ["norm"]),
+        (guard.Contract(max_norm=5.0), torch.tensor([3, 5]), ["norm"]),
+        (guard.Contract(max_norm=2e5), torch.full((10_000,), 1000.0, dtype=torch.float16), []),
+        (guard.Contract(min=0.1, max=0.1), torch.full((2,), 0.1), []),
+        (guard.Contract(max=0.1), torch.full((2,), 0.1, dtype=torch.bfloat16), []),
+        (guard.Contract(min=0), torch.tensor([0, 3]), []),
+        (guard.Contract(max=2), torch.tensor([0, 3]), ["max"]),
+    ],
+)
+def test_each_condition(contract: guard.Contract, x: Any, what: list[str]) -> None:
+    """Promise: each condition refuses what breaks it, and only that."""
+    assert problems(contract, x) == what
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "made",
+    {
+        "token ids": lambda: torch.tensor([5, 120_000]),
+        "logits": lambda: torch.tensor([-3.0, 11.5]),
+        "images": lambda: torch.zeros(1, 3, 8, 8),
+        "bool": lambda: torch.tensor([True]),
+        "empty": lambda: torch.empty(0, 4),
+        "scalar": lambda: torch.tensor(3.0),
+        "float8": lambda: torch.zeros(2, dtype=torch.float8_e4m3fn),
+        "complex": lambda: torch.tensor([1 + 2j]),
+        "coo": lambda: torch.tensor([1.0, 0.0, 2.0]).to_sparse(),
+        "csr": lambda: torch.eye(3).to_sparse_csr(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8),
+        "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        "meta": lambda: torch.empty(3, device="meta"),
+    }.items(),
+    ids=lambda made: made[0],
+)
+def test_the_default_has_no_prejudice(made: tuple[str, Callable[[], torch.Tensor]]) -> None:
+    """Promise: ids are integers, logits exceed 1, tensors are of every kind."""
+    guard.Contract().check(made[1]())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "made",
+    {
+        "double": lambda: torch.tensor([1.0, nan], dtype=torch.float64),
+        "bfloat16": lambda: torch.tensor([inf], dtype=torch.bfloat16),
+        "float8": lambda: torch.tensor([nan]).to(torch.float8_e5m2),
+        "complex": lambda: torch.tensor([complex(0, nan)]),
+        "coo": lambda: torch.tensor([0.0, inf]).to_sparse(),
+        "csr": lambda: torch.tensor([[nan]]).to_sparse_csr(),
+    }.items(),
+    ids=lambda made: made[0],
+)
+def test_non_finite_values_of_every_kind_are_found(made: tuple[str, Callable[[], torch.Tensor]]) -> None:
+    """Promise: a NaN is found in every dtype and layout that can hold one."""
+    assert problems(guard.Contract(), made[1]()) == ["finite"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": "b ... c ..."}, "only one of its words"),
+        ({"shape": "b 3x"}, "'3x' is no size, name"),
+        ({"dtype": "float"}, "floating, integer, complex, bool"),
+        ({"min": 2.0, "max": 1.0}, "nothing is between"),
+        ({"max_norm": -1.0}, "a norm is 0 or more"),
+        ({"max_norm": nan}, "max_norm is nan: a number"),
+        ({"min": nan}, "min is nan: a number"),
+        ({"max": "1"}, "max is '1': a number"),
+        ({"dtype": [torch.float32]}, "or a tuple of these"),
+        ({"device": "gpu"}, "as torch.device takes it"),
+        ({"shape": 3}, "a pattern such as"),
+        ({"shape": (-1, 3)}, "'-1' is no size"),
+    ],
+)
+def test_nonsense_is_refused_when_it_is_written(arguments: dict[str, Any], message: str) -> None:
+    """Promise: a contract that makes no sense is an error where it is made."""
+    with pytest.raises(ValueError, match=message):
+        guard.Contract(**arguments)
+
+
+def test_complex_numbers_are_in_no_order() -> None:
+    """Promise: a range of complex numbers is refused with what to use instead."""
+    with pytest.raises(ValueError, match="max_norm"):
+        guard.Contract(min=0.0).check(torch.tensor([1j]))
+
+
+def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
+    """Promise: inputs and targets of different batches are refused together with everything else."""
+    inputs = {"x": torch.zeros(4, 7), "y": torch.zeros(5), "z": torch.tensor([nan])}
+    contracts = {"x": guard.Contract("batch features"), "y": guard.Contract("batch")}
+    with pytest.raises(guard.ContractError) as caught:
+        guard.validate_inputs(inputs, contracts)
+    assert [(found.tensor, found.what) for found in caught.value.violations] == [("y", "shape"), ("z", "finite")]
+    guard.validate_inputs({"x": (inputs["x"], contracts["x"]), "y": (torch.zeros(4), contracts["y"])})
+    with pytest.raises(TypeError, match="a dictionary of tensors by name"):
+        guard.validate_inputs([inputs["x"]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x has str for a contract: guard\.Contract"):
+        guard.validate_inputs({"x": inputs["x"]}, {"x": "batch"})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="no input w; there is x"):
+        guard.validate_inputs({"x": inputs["x"]}, {"w": guard.Contract()})
+
+
+def test_an_awaited_answer() -> None:
+    """Promise: the forms that do not wait find the same."""
+    bad = torch.tensor([nan])
+    with pytest.raises(guard.ContractError):
+        asyncio.run(guard.Contract().acheck(bad))
+    pending = guard.Contract().check_later(bad)
+    assert pending.done()
+    with pytest.raises(guard.ContractError):
+        pending.result()
+    pending.result()  # it was raised
+
+
+def test_no_graph_break() -> None:
+    """Promise: a checked function compiles as a whole; nothing is checked in the graph."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        IMAGES.check(x)
+        return x * 2
+
+    compiled = torch.compile(forward, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@given(st.lists(st.integers(0, 4), max_size=5), st.data())
+def test_a_shape_matches_its_own_pattern(shape: list[int], data: st.DataObject) -> None:
+    """Promise: sizes, names, ``_`` and a part of any length match the shape that they were made from, and no longer one."""
+    words = [data.draw(st.sampled_from([str(size), f"n{size}", "_"])) for size in shape]
+    assert parse(" ".join(words)).mismatch(shape, {}) is None
+    assert parse(" ".join(words)).mismatch([*shape, 1], {}) is not None
+    cut = data.draw(st.integers(0, len(words)))
+    rest = parse(" ".join([*words[:cut], "*rest", *words[cut:]]))
+    sizes: dict[str, object] = {}
+    assert rest.mismatch([*shape[:cut], 7, 8, *shape[cut:]], sizes) is None
+    assert sizes["*rest"] == (7, 8)

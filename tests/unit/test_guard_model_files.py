@@ -1,0 +1,271 @@
+"""Model files: what would run code is said and refused, and none of it runs. The malicious files are made here."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import struct
+import subprocess
+import tarfile
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from torchobs import guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MARK = "loaded.txt"
+"""The file that a malicious one makes in the current directory when its code runs"""
+
+
+class Attack:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"echo > {MARK}",)
+
+
+class Evaluated:
+    """Another way to run code, without a command."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"open({MARK!r}, 'w')",)
+
+
+def checkpoint() -> dict[str, Any]:
+    """What trainings save."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "lr": [1e-3], "best": None}
+
+
+def old(value: Any, path: Path) -> None:
+    """Torch's format before 1.6."""
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
+def pickled(value: Any, path: Path, protocol: int = 4) -> None:
+    """A bare pickle."""
+    path.write_bytes(pickle.dumps(value, protocol))
+
+
+def zipped(path: Path, *names: str, content: bytes = b"x") -> None:
+    """A zip file with these entries."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, content)
+
+
+def tarred(path: Path, name: str, kind: bytes = tarfile.REGTYPE) -> None:
+    """A tar file with one entry."""
+    with tarfile.open(path, "w") as archive:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname = kind, "../../etc/passwd" if kind == tarfile.SYMTYPE else ""
+        archive.addfile(entry, io.BytesIO())
+
+
+def cut(make: Callable[[Path], Any], path: Path, length: int) -> None:
+    """A file of which the end is missing."""
+    make(path)
+    path.write_bytes(path.read_bytes()[:length])
+
+
+FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "state.pt": ("clean", lambda path: torch.save(checkpoint(), path)),
+    "old.pt": ("clean", lambda path: old(checkpoint()["model"], path)),
+    "weights.safetensors": ("clean", lambda path: save_file({"a": torch.ones(3)}, path)),
+    "array.npy": ("clean", lambda path: np.save(path, np.ones(3))),
+    "arrays.npz": ("clean", lambda path: np.savez(path, a=np.ones(3), b=np.zeros(2))),
+    "weights.tar": ("unreadable", lambda path: tarred(path, "model/weights.bin")),
+    "namespace.pt": ("suspicious", lambda path: torch.save({"args": argparse.Namespace(lr=1)}, path)),
+    "whole.pt": ("suspicious", lambda path: torch.save(torch.nn.Linear(2, 2), path)),
+    "attack.pt": ("dangerous", lambda path: torch.save({"w": torch.ones(2), "x": Attack()}, path)),
+    "attack-old.pt": ("dangerous", lambda path: old({"w": torch.ones(2), "x": Attack()}, path)),
+    "attack.pkl": ("dangerous", lambda path: pickled(Attack(), path)),
+    "attack-0.pkl": ("dangerous", lambda path: pickled(Attack(), path, 0)),
+    "eval.pkl": ("dangerous", lambda path: pickled([Evaluated()], path)),
+    "objects.npy": ("dangerous", lambda path: np.save(path, np.array([Attack()], dtype=object), allow_pickle=True)),
+    "objects.npz": ("dangerous", lambda path: np.savez(path, a=np.array([Attack()], dtype=object))),
+    "out.zip": ("dangerous", lambda path: zipped(path, "../../evil.py")),
+    "absolute.zip": ("dangerous", lambda path: zipped(path, "/etc/cron.d/evil")),
+    "bomb.zip": ("dangerous", lambda path: zipped(path, "zeros", content=bytes(80 << 20))),
+    "out.tar": ("dangerous", lambda path: tarred(path, "../evil.py")),
+    "link.tar": ("dangerous", lambda path: tarred(path, "link", tarfile.SYMTYPE)),
+    "cut.pt": ("unreadable", lambda path: cut(partial(torch.save, checkpoint()), path, 300)),
+    "cut.safetensors": ("unreadable", lambda path: cut(partial(save_file, {"a": torch.ones(300)}), path, 200)),
+    "empty.pt": ("unreadable", lambda path: path.write_bytes(b"")),
+    "noise.dat": ("unreadable", lambda path: path.write_bytes(bytes(range(7, 250)) * 9)),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each test is in a directory of its own, in which no malicious file may leave its mark."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not Path(MARK).exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:Duplicate name")
+@pytest.mark.parametrize("name", FILES)
+def test_verdict_and_loading(tmp_path: Path, name: str) -> None:
+    """Promise: the verdict is right; what is not clean is not loaded, and no code runs at either."""
+    verdict, make = FILES[name]
+    path = tmp_path / name
+    make(path)
+    found = guard.scan_file(path)
+    assert found.verdict == verdict, found
+    assert bool(found.reasons) == (verdict != "clean")
+    if name in {"state.pt", "old.pt", "weights.safetensors"}:
+        assert guard.load(path)
+        return
+    with pytest.raises(ValueError, match=name):
+        guard.load(path)
+
+
+def test_loading_gives_what_was_saved(tmp_path: Path) -> None:
+    """Promise: loading is torch's own, and what it would run is named in the error."""
+    saved = checkpoint()
+    torch.save(saved, tmp_path / "a.pt")
+    loaded = guard.load(tmp_path / "a.pt")
+    assert torch.equal(loaded["model"]["0.weight"], saved["model"]["0.weight"])
+    torch.save({"args": argparse.Namespace()}, tmp_path / "b.pt")
+    with pytest.raises(guard.UnsafeFileError, match=r"argparse\.Namespace"):
+        guard.load(tmp_path / "b.pt")
+    with pytest.raises(FileNotFoundError):
+        guard.load(tmp_path / "c.pt")
+    with pytest.raises(FileNotFoundError):
+        guard.scan_file(tmp_path / "c.pt")
+
+
+def test_overlapping_entries_are_a_bomb(tmp_path: Path) -> None:
+    """Promise: entries that share their bytes are found, though each is small."""
+    path = tmp_path / "overlap.zip"
+    zipped(path, "a", "b", content=b"y" * 100)
+    content = bytearray(path.read_bytes())
+    second = content.rindex(b"PK\x01\x02")
+    struct.pack_into("<I", content, second + 42, 0)  # the second entry's offset is the first's
+    path.write_bytes(content)
+    assert guard.scan_file(path).verdict == "dangerous"
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_are_told_and_do_nothing(tmp_path: Path, data: st.DataObject) -> None:
+    """Promise: whatever bytes are changed or cut off, the answer is a verdict, and no code runs."""
+    name = data.draw(st.sampled_from(["attack.pt", "attack.pkl", "state.pt", "weights.safetensors", "objects.npy", "out.tar"]))
+    path = tmp_path / name
+    FILES[name][1](path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    assert guard.scan_file(path).verdict in {"clean", "suspicious", "dangerous", "unreadable"}
+
+
+def test_hashes(tmp_path: Path) -> None:
+    """Promise: one byte's difference is refused, alone and in a directory with a list of hashes."""
+    path = tmp_path / "model" / "weights.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"weights")
+    listed = subprocess.run(["sha256sum", "weights.bin"], cwd=path.parent, capture_output=True, text=True, check=True).stdout
+    manifest = tmp_path / "SHA256SUMS"
+    manifest.write_text(listed)
+    guard.verify(path, sha256=listed.split()[0].upper())
+    guard.verify(path.parent, manifest=manifest)
+    path.write_bytes(b"Weights")
+    with pytest.raises(guard.WrongFileError, match="was published"):
+        guard.verify(path, sha256=listed.split()[0])
+    with pytest.raises(guard.WrongFileError):
+        guard.verify(path.parent, manifest=manifest)
+    manifest.write_text(listed.replace("weights.bin", "../weights.bin"))
+    with pytest.raises(ValueError, match="line 1"):
+        guard.verify(path.parent, manifest=manifest)
+
+
+@pytest.mark.parametrize("ways", [{}, {"sha256": "a" * 64, "manifest": "b"}, {"signature": "c"}, {"sha256": "short"}])
+def test_a_way_to_know_it_is_needed(tmp_path: Path, ways: dict[str, str]) -> None:
+    """Promise: nothing, two ways, half a way and a hash that is none are errors."""
+    (tmp_path / "x").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"one of|go together|64 hexadecimal"):
+        guard.verify(tmp_path / "x", **ways)
+
+
+@pytest.mark.filterwarnings("ignore")  # of model-signing's dependencies
+def test_signatures(tmp_path: Path) -> None:
+    """Promise: a signature of model-signing holds for the model that was signed, and for no other."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from model_signing import signing
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public, signature = tmp_path / "key.pem", tmp_path / "key.pub", tmp_path / "model.sig"
+    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(key.public_key().public_bytes(encoding, serialization.PublicFormat.SubjectPublicKeyInfo))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights.bin").write_bytes(b"weights")
+    signing.Config().use_elliptic_key_signer(private_key=private).sign(model, signature)  # type: ignore[no-untyped-call]
+    guard.verify(model, signature=signature, public_key=public)
+    (model / "weights.bin").write_bytes(b"others")
+    with pytest.raises(guard.WrongFileError, match="does not have this signature"):
+        guard.verify(model, signature=signature, public_key=public)
+
+
+SYSTEM = b"cos\nsystem\n(S'echo > " + MARK.encode() + b"'\ntR."
+CROOKED = {
+    "attribute chain": b"\x80\x04\x8c\x0dtorch.storage\x8c\x0ftorch.os.system\x93\x8c\x06touch M\x85R.".replace(
+        b"touch M", b"echo> M"
+    ),
+    "an integer that only C reads": b"\x80\x02I0x10\n0" + SYSTEM,
+    "more than fickling reads": b"\x80\x02" + b"N" * 11_000 + SYSTEM,
+    "before a zip file": b"\x80\x02" + SYSTEM + b"PK\x05\x06" + bytes(18),
+}
+
+
+@pytest.mark.parametrize("name", CROOKED)
+@pytest.mark.parametrize("suffix", ["pkl", "pt"])
+def test_what_hides_from_a_scanner_is_not_clean(tmp_path: Path, name: str, suffix: str) -> None:
+    """Promise: no pickle that Python's unpickler would run is clean, whatever a scanner's own parser makes of it."""
+    path = tmp_path / f"crooked.{suffix}"
+    path.write_bytes(CROOKED[name])
+    assert guard.scan_file(path).verdict in {"suspicious", "dangerous"}
+    torch_file = tmp_path / "crooked-torch.pt"
+    with zipfile.ZipFile(torch_file, "w") as archive:
+        archive.writestr("a/data.pkl", CROOKED[name])
+        archive.writestr("a/version", "3")
+    assert guard.scan_file(torch_file).verdict in {"suspicious", "dangerous"}
+
+
+def test_a_tar_of_pickles_and_what_is_not_listed_are_not_clean(tmp_path: Path) -> None:
+    """Promise: what was not looked at is not clean; a manifest that does not name a file does not vouch for it."""
+    with tarfile.open(tmp_path / "old.pt", "w") as archive:
+        entry = tarfile.TarInfo("storages")
+        entry.size = len(SYSTEM)
+        archive.addfile(entry, io.BytesIO(SYSTEM))
+    assert guard.scan_file(tmp_path / "old.pt").verdict != "clean"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "listed").write_bytes(b"")
+    (folder / "more.bin").write_bytes(b"")
+    manifest = tmp_path / "sums"
+    manifest.write_text("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  listed\n")
+    guard.verify(folder / "listed", manifest=manifest)
+    for path in (folder, folder / "more.bin"):
+        with pytest.raises(guard.WrongFileError, match=r"does not name more\.bin"):
+            guard.verify(path, manifest=manifest)

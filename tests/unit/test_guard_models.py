@@ -1,0 +1,112 @@
+"""A model's weights: sound ones have no problem, and each kind of damage is named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from torchobs import guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Damage = Callable[[torch.nn.Module], object]
+
+
+def zeros(layer: torch.nn.Linear) -> torch.nn.Linear:
+    """A layer as adapters and diffusion models begin some."""
+    torch.nn.init.zeros_(layer.weight)
+    return layer
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "mlp": lambda: torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 2)),
+    "cnn": lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.Conv2d(32, 8, 3)),
+    "embedding": lambda: torch.nn.Embedding(500, 256, padding_idx=0),
+    "adapter": lambda: zeros(torch.nn.Linear(32, 64)),
+    "rnn": lambda: torch.nn.LSTM(32, 64, 2),
+    "transformer": lambda: torch.nn.TransformerEncoderLayer(64, 4, 128),
+}
+
+
+def test_zeros_are_remarked_as_what_is_common() -> None:
+    """Promise: a zero convolution or LoRA's B is no problem, and is said; a bias of zeros is not worth a word."""
+    report = guard.check_model(MODELS["adapter"]())
+    assert report.ok
+    assert [(each.name, each.problem[:27]) for each in report.remarks] == [("weight", "every value is 0: common be")]
+    assert not guard.check_model(torch.nn.LayerNorm(8)).remarks
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor", "ignore:torch.ao.quantization")
+def test_tensors_of_every_kind_are_looked_at() -> None:
+    """Promise: complex, sparse, quantized, float8, float64 beyond float32, empty, scalar and meta tensors."""
+    bad = torch.tensor([[1.0, float("nan")]])
+    kinds = {
+        "complex": bad.to(torch.complex64), "coo": bad.to_sparse(), "csr": bad.to_sparse_csr(),
+        "float8": bad.to(torch.float8_e5m2),
+    }  # fmt: skip
+    assert {layer.name for layer in guard.check_model(kinds).problems} == kinds.keys()
+    sound = {
+        "empty": torch.empty(0, 3), "scalar": torch.tensor(2.0), "meta": torch.empty(3, 3, device="meta"),
+        "bool": torch.tensor([[True, True]]), "quantized": torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8),
+        "text": "not a tensor",
+    }  # fmt: skip
+    assert guard.check_model(sound).ok  # type: ignore[arg-type]
+    (layer,) = guard.check_model({"wide": torch.tensor([1e39, 0.0], dtype=torch.float64)}).problems
+    assert layer.problem == "a magnitude of 1e+39"
+    with pytest.raises(ValueError, match=r"weight has no values before the first forward pass"):
+        guard.check_model(torch.nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", range(5))
+def test_fresh_models_are_sound(name: str, seed: int) -> None:
+    """Promise: no initialisation of torch's layers is a finding: norms of ones, zero biases, padding."""
+    torch.manual_seed(seed)
+    assert guard.check_model(MODELS[name]()).ok
+
+
+def test_a_trained_model_is_sound() -> None:
+    """Promise: what training does to weights is no finding."""
+    torch.manual_seed(0)
+    model = MODELS["mlp"]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(200):
+        x = torch.randn(64, 32)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert guard.check_model(model).ok
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda weight: weight[3, 1].fill_(float("nan")), "1 of 2,048 values are not finite"),
+        (lambda weight: weight[0, 0].fill_(-1e5), "a magnitude of 100000"),
+        (lambda weight: weight.fill_(0.5), "every value is 0.5"),
+        (lambda weight: weight[7].mul_(50), "the norm of neuron 7 is "),
+    ],
+)
+def test_damage_is_named(damage: Damage, problem: str) -> None:
+    """Promise: layer and problem are in the report."""
+    torch.manual_seed(0)
+    model = MODELS["mlp"]()
+    with torch.no_grad():
+        damage(model.get_parameter("0.weight"))  # type: ignore[arg-type]
+    report = guard.check_model(model)
+    assert not report.ok
+    assert [(layer.name, layer.problem[: len(problem)]) for layer in report.problems] == [("0.weight", problem)]
+
+
+def test_differences_from_a_reference() -> None:
+    """Promise: layers that were added, lost or reshaped are named."""
+    reference = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}
+    report = guard.check_model({"a": torch.ones(2), "b": torch.ones(5), "d": torch.ones(1)}, reference)
+    assert (report.missing, report.added, report.ok) == (("c",), ("d",), False)
+    assert [layer.problem for layer in report.problems] == ["the reference has the shape (3,)"]
+    assert guard.check_model(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).ok
+    with pytest.raises(TypeError, match="state_dict"):
+        guard.check_model([1])  # type: ignore[arg-type]

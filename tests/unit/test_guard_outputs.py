@@ -1,0 +1,142 @@
+"""Outputs of models: refused or replaced where they are not finite, and told where they say nothing or have drifted."""
+
+from __future__ import annotations
+
+from collections import UserDict, defaultdict
+from math import inf, nan
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchobs import guard
+
+
+class Pair(NamedTuple):
+    """Outputs as some models return them."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
+
+
+def test_refuse_is_the_default() -> None:
+    """Promise: a NaN is never hidden unless somebody asks for it; the message names the part."""
+    with pytest.raises(guard.NonFiniteOutputError, match=r"answer\.a\[1\]: 1 NaN and 1 Inf among 3 values"):
+        guard.sanitize_outputs({"a": [torch.ones(1), torch.tensor([nan, inf, 0.0])]}, name="answer")
+
+
+@pytest.mark.parametrize("policy", ["refuse", "clamp", "nan_to_num"])
+def test_finite_outputs_are_the_same_objects(policy: Any) -> None:
+    """Promise: nothing is copied where nothing is wrong."""
+    outputs = {"logits": torch.randn(3), "ids": torch.tensor([1]), "more": (Pair(torch.zeros(2), None), "text")}
+    assert guard.sanitize_outputs(outputs, policy) is outputs
+
+
+def test_clamp_and_nan_to_num() -> None:
+    """Promise: values become what was said; the structure stays; clamp does not hide a NaN."""
+    found = guard.sanitize_outputs(Pair(torch.tensor([inf, -inf, 5.0, 0.5]), None), "clamp", low=-1.0, high=1.0)
+    assert found == Pair(logits=found.logits, hidden=None)
+    assert found.logits.tolist() == [1.0, -1.0, 1.0, 0.5]
+    with pytest.raises(guard.NonFiniteOutputError, match="use nan_to_num"):
+        guard.sanitize_outputs(torch.tensor([nan]), "clamp")
+    assert guard.sanitize_outputs(torch.tensor([nan, inf]), "nan_to_num", nan=0.25, high=9.0).tolist() == [0.25, 9.0]
+    assert guard.sanitize_outputs(torch.tensor([inf], dtype=torch.float16), "nan_to_num").item() == 65504.0
+
+
+def test_gradients_pass_through_what_was_kept() -> None:
+    """Promise: a replaced value has no gradient, the others keep theirs."""
+    x = torch.tensor([1.0, inf], requires_grad=True)
+    guard.sanitize_outputs(x * 2, "clamp", low=-10.0, high=10.0).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad[0].item() == 2.0
+
+
+def test_structures_of_every_class() -> None:
+    """Promise: a mapping keeps its class, a NaN becomes what was said whatever the limits, and float8 is looked at."""
+    outputs: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(1), logits=torch.tensor([nan, 3.0]))
+    found = guard.sanitize_outputs(outputs, "nan_to_num", low=0.0, high=1.0, nan=-1.0)
+    assert type(found) is defaultdict
+    assert found["logits"].tolist() == [-1.0, 1.0]
+    assert outputs["logits"].isnan().any()
+    with pytest.raises(guard.NonFiniteOutputError, match=r"output\.logits"):
+        guard.sanitize_outputs(UserDict(logits=torch.tensor([inf])))
+    with pytest.raises(guard.NonFiniteOutputError):
+        guard.sanitize_outputs(torch.tensor([nan]).to(torch.float8_e5m2))
+
+
+def test_double_precision_is_not_narrowed() -> None:
+    """Promise: a finite float64 beyond float32 is finite; a reference that is not is refused."""
+    assert guard.check_outputs(torch.tensor([[1e39], [2e39]], dtype=torch.float64)).ok
+    with pytest.raises(ValueError, match="reference is not finite"):
+        guard.check_outputs(torch.randn(300), reference=torch.full((300,), nan))
+
+
+def test_wrong_arguments() -> None:
+    """Promise: a misspelt policy and an empty range are errors."""
+    with pytest.raises(ValueError, match="refuse, clamp, nan_to_num"):
+        guard.sanitize_outputs(torch.ones(1), "fix")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing is between"):
+        guard.sanitize_outputs(torch.ones(1), "clamp", low=2.0, high=1.0)
+    with pytest.raises(TypeError, match="floating-point"):
+        guard.check_outputs(torch.tensor([1]))
+
+
+def test_healthy_outputs_pass() -> None:
+    """Promise: a model that answers differently for each sample, as before, has no problem."""
+    torch.manual_seed(0)
+    report = guard.check_outputs(torch.randn(64, 10), classes=1, reference=torch.randn(64, 10))
+    assert report.ok, report
+    assert report.drift is not None
+    assert not report.drift.drifted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_distribution_has_not_drifted(seed: int) -> None:
+    """Promise: no drift is seen in twenty samples of the reference's own distribution."""
+    source = torch.Generator().manual_seed(seed)
+    reference, sample = torch.rand(300, generator=source).log(), torch.rand(300, generator=source).log()
+    drift = guard.check_outputs(sample, reference=reference).drift
+    assert drift is not None
+    assert not drift.drifted
+
+
+@pytest.mark.parametrize(
+    ("outputs", "problem"),
+    [
+        (torch.tensor([[nan, 1.0]]), "1 of 2 values are not finite"),
+        (torch.zeros(8, 5), "predictions prefer no class"),
+        (torch.full((8, 5), 0.2), "predictions prefer no class"),
+        (torch.tensor([[1.0, 2.0]]).repeat(8, 1), "the same output for every sample"),
+        (torch.randn(64, 10, generator=torch.Generator().manual_seed(1)) + 1.0, "drifted from the reference"),
+    ],
+)
+def test_each_sickness_is_told(outputs: torch.Tensor, problem: str) -> None:
+    """Promise: what is wrong is said in words."""
+    reference = torch.randn(64, 10, generator=torch.Generator().manual_seed(0)) if outputs.numel() > 100 else None
+    report = guard.check_outputs(outputs, classes=1, reference=reference)
+    assert not report.ok
+    assert any(text.startswith(problem) for text in report.problems), report
+
+
+def test_a_contract_s_range_is_part_of_the_report() -> None:
+    """Promise: a violation is listed, not raised."""
+    report = guard.check_outputs(torch.tensor([[0.5, 3.0]]), contract=guard.Contract(max=1.0))
+    assert report.problems == ("max: 3, and 1 of 2 values are beyond; expected 1 or less",)
+
+
+def test_a_small_reference_is_refused() -> None:
+    """Promise: drift is not judged from a handful of values."""
+    with pytest.raises(ValueError, match="drift needs 200 values"):
+        guard.check_outputs(torch.randn(5), reference=torch.randn(5))
+
+
+def test_psi_and_ks_by_hand() -> None:
+    """Promise: both figures are those of their definitions: two uniform samples, one shifted by half."""
+    reference = torch.arange(1000) / 1000
+    drift = guard.check_outputs(reference + 0.5, reference=reference).drift
+    assert drift is not None
+    assert drift.ks == pytest.approx(0.5, abs=2e-3)
+    # five bins are empty (half a value stands for none), the last one holds 0.6, the four before it 0.1 each
+    shares = [0.0005] * 5 + [0.1] * 4 + [0.6]
+    expected = sum((share - 0.1) * torch.log(torch.tensor(share / 0.1)).item() for share in shares)
+    assert drift.psi == pytest.approx(expected, rel=0.02)

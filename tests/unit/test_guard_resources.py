@@ -1,0 +1,153 @@
+"""Resources against thresholds: percent of what this container may have, and one call for each time that it is too much."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.unit.test_cgroup import GIB, plant, v2_group
+from torchobs import catalog, guard
+from torchobs.guard.resource_usage import LEAST_CPU_S, ResourceGuard
+from torchobs.rules import alerts_resources
+from torchobs.rules.rule_file import Alert
+
+PROC = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"}
+
+
+def container(root: Path, *, used_s: float, memory_limit: int = 2 * GIB) -> str:
+    """A container with half a core, which has used that much of it, and 1.25 GiB that cannot be reclaimed."""
+    files = v2_group("", limit=str(memory_limit), cpu="50000 100000")
+    stat = files["sys/fs/cgroup/cpu.stat"].replace("5000000", str(int(used_s * 1e6)))
+    return plant(root, {**files, **PROC, "sys/fs/cgroup/cpu.stat": stat})
+
+
+def by_name(report: guard.ResourceReport) -> dict[str, guard.Usage]:
+    """Usages by resource."""
+    return {usage.resource: usage for usage in report.usages}
+
+
+def test_percent_is_of_the_container_s_limits(tmp_path: Path) -> None:
+    """Promise: half a core and 2 GiB are what counts, not the machine."""
+    root = container(tmp_path, used_s=1.0)
+    watched = ResourceGuard({"cpu": 90.0, "memory": 60.0}, None, ".", 10.0, root)
+    container(tmp_path, used_s=1e9)
+    time.sleep(LEAST_CPU_S)
+    usages = by_name(watched.check())
+    assert (usages["cpu"].where, usages["cpu"].limit, usages["cpu"].exceeded) == ("container", 0.5, True)
+    memory = usages["memory"]
+    assert (memory.where, memory.percent, memory.exceeded) == ("container", 62.5, True)
+
+
+def test_without_a_container_it_is_the_machine() -> None:
+    """Promise: on a laptop the figures are psutil's."""
+    usages = by_name(guard.resources(cpu=None).check())
+    assert usages.keys() == {"memory", "disk"}
+    disk = psutil.disk_usage(".")
+    assert usages["disk"].percent == pytest.approx(100 * disk.used / (disk.used + disk.free), abs=1)
+    machine = psutil.virtual_memory()
+    assert usages["memory"].limit <= machine.total
+
+
+def test_a_first_look_measures_the_processor() -> None:
+    """Promise: the first look takes the time that a figure needs, and the next at once repeats it."""
+    watched = guard.resources()
+    cpu = by_name(watched.check())["cpu"]
+    assert cpu.limit == len(os.sched_getaffinity(0)) or cpu.where == "container"
+    assert by_name(watched.check())["cpu"] == cpu
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    """Promise: without a quota a process that is held to one core has one."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        cpu = by_name(guard.resources().check())["cpu"]
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert cpu.limit <= 1.0
+
+
+def test_the_alerts_that_are_named_exist() -> None:
+    """Promise: each resource has an alert at 90 percent by default, of a metric that does not need this function."""
+    described = guard.resources.__doc__ or ""
+    metrics = {
+        "TorchobsCpuSaturated": catalog.SYSTEM_CPU_TIME,
+        "TorchobsOutOfMemoryNear": catalog.MEMORY_HOST_UTILIZATION,
+        "TorchobsGpuMemoryNearLimit": catalog.MEMORY_DEVICE_ALLOCATED,
+        "TorchobsFilesystemFull": catalog.SYSTEM_FILESYSTEM_USAGE,
+    }
+    rules = [*alerts_resources.memory().rules, *alerts_resources.resources().rules]
+    expressions = {rule.alert: rule.expr for rule in rules if isinstance(rule, Alert)}
+    for alert, metric in metrics.items():
+        assert alert in described
+        assert metric.prometheus in expressions[alert]
+        assert "> 0.9" in expressions[alert]
+
+
+def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:
+    """Promise: while it stays above nothing is repeated; after it was below it counts again."""
+    calls: list[guard.ResourceReport] = []
+    watched = ResourceGuard({"memory": 60.0}, calls.append, ".", 10.0, container(tmp_path, used_s=1.0))
+    assert watched.check().exceeded
+    assert watched.check().exceeded
+    assert len(calls) == 1
+    container(tmp_path, used_s=1.0, memory_limit=4 * GIB)
+    assert not watched.check().exceeded
+    container(tmp_path, used_s=1.0)
+    assert watched.check().exceeded
+    assert len(calls) == 2
+
+
+def test_it_watches_in_a_thread_that_ends() -> None:
+    """Promise: the callback comes while the training goes on, and no thread is left behind."""
+    called = threading.Event()
+    threads = threading.active_count()
+    with guard.resources(disk=0, on_exceed=lambda _: called.set(), interval_s=0.01):
+        assert called.wait(30)
+    assert threading.active_count() == threads
+
+
+def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: an error of the callback is logged and goes no further."""
+    raised = threading.Event()
+
+    def fail(_: object) -> None:
+        raised.set()
+        raise KeyError("mine")
+
+    watched = guard.resources(disk=0, on_exceed=fail, interval_s=0.01)
+    with watched:
+        assert raised.wait(30)
+        assert watched._thread is not None
+        watched._thread.join(30)
+    assert "resources are watched no more: KeyError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cpu": 900}, "from 0 to 100"),
+        ({"memory": -1}, "from 0 to 100"),
+        ({"disk": float("nan")}, "from 0 to 100"),
+        ({"gpu_memory": "90"}, "from 0 to 100"),
+        ({"interval_s": 0}, "a time in seconds"),
+        ({"interval_s": float("inf")}, "a time in seconds"),
+        ({"interval_s": "soon"}, "a time in seconds"),
+    ],
+)
+def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """Promise: a threshold that is no percentage is an error where it is written."""
+    with pytest.raises(ValueError, match=message):
+        guard.resources(**arguments)
+
+
+def test_a_path_that_is_not_there_is_refused() -> None:
+    """Promise: a misspelt directory is an error at once, not in a thread."""
+    with pytest.raises(FileNotFoundError):
+        guard.resources(path=os.path.join("not", "there"))  # noqa: PTH118  # as users give it

@@ -1,0 +1,272 @@
+"""What the chart makes of values, and what it refuses, without a cluster: `tests/e2e/test_helm.py` installs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm import CHART, IMAGE, NEWEST, OLDEST, VALUE_SETS, helm, objects, of_kind, rendered, values_of
+from tests.kubernetes import schemas
+from torchobs._version import __version__
+from torchobs.config.option_types import duration_s
+
+GOLDEN = Path(__file__).parent / "golden" / "helm"
+MARGIN_S = 5
+ALERT = "TorchobsCheckpointNever"
+GROUPS = """
+groups: [{name: mine, rules: [{alert: Mine, expr: vector(1), labels: {severity: page}, annotations: {dashboard_url: /d/x}}]}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _helm_is_there(program: Callable[[str], str], checkout: Path) -> None:
+    assert (checkout / "helm").is_dir()
+    program("helm")
+
+
+def deployed(checkout: Path, *names: str) -> list[dict[str, Any]]:
+    """Return the groups of the shipped rule files."""
+    folder = checkout / "deploy" / "prometheus"
+    return [group for name in names for group in objects((folder / name).read_text())[0]["groups"]]
+
+
+def groups_of(text: str) -> list[dict[str, Any]]:
+    """Return the groups of all rendered PrometheusRules."""
+    return [group for rule in of_kind(objects(text), "PrometheusRule") for group in rule["spec"]["groups"]]
+
+
+def alerts_of(text: str) -> dict[str, dict[str, Any]]:
+    """Return the rendered alerts by name."""
+    return {rule["alert"]: rule for group in groups_of(text) for rule in group["rules"] if "alert" in rule}
+
+
+def by_name(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups in the order of their names."""
+    return sorted(groups, key=lambda group: str(group["name"]))
+
+
+def summary(text: str) -> str:
+    """Return manifests without what is generated from elsewhere: rules, dashboards and the version."""
+    made = objects(text)
+    for one in made:
+        if one["kind"] == "PrometheusRule":
+            one["spec"]["groups"] = [group["name"] for group in one["spec"]["groups"]]
+        if one["metadata"]["name"].endswith("-dashboard") and "data" in one:
+            one["data"] = {name: json.loads(content)["title"] for name, content in one["data"].items()}
+    return yaml.safe_dump_all(made, width=120).replace(__version__, "VERSION")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """Chart and application have one version: the exporter's image is tagged with it."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def test_what_is_generated_is_current(checkout: Path) -> None:
+    """Schema, table of values, rules and dashboards follow their sources."""
+    argv = [sys.executable, str(checkout / "helm" / "generate_chart.py"), "--check"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_generator_notices_what_is_stale(checkout: Path, tmp_path: Path) -> None:
+    """A changed default is a stale schema and table; a value without description is an error that names its line."""
+    for folder in ("helm", "deploy"):
+        shutil.copytree(checkout / folder, tmp_path / folder)
+    values = tmp_path / "helm" / "torchobs" / "values.yaml"
+    argv = [sys.executable, str(tmp_path / "helm" / "generate_chart.py")]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*argv, *arguments], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(checkout)}
+        )
+
+    values.write_text(values.read_text().replace("  # -- Push spans\n  traces: true", "  # -- Push spans\n  traces: false"))
+    stale = run("--check")
+    assert (stale.returncode, stale.stdout.count("is stale")) == (1, 1)
+    assert "README.md" in stale.stdout
+    assert (run().returncode, run("--check").returncode) == (0, 0)
+    values.write_text(values.read_text().replace("  # -- Push spans\n", ""))
+    refused = run("--check")
+    assert refused.returncode != 0
+    assert "otlp.traces has no description" in refused.stderr
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_each_set_of_values_is_linted_and_renders_as_it_did(name: str, pytestconfig: pytest.Config) -> None:
+    """`helm lint --strict`, and a golden file, written again by `pytest --update-golden`."""
+    linted = helm("lint", "--strict", "--kube-version", OLDEST, "-f", values_of(name), CHART)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    text = summary(rendered("-f", values_of(name)))
+    path = GOLDEN / f"{name}.yaml"
+    if pytestconfig.getoption("--update-golden"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"`pytest --update-golden` writes {path.name} again"
+
+
+def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_path: Path, program: Callable[[str], str]) -> None:
+    """Kubeconform, strict; only for Kyverno's policy there is no schema. One test, for reading the models takes seconds."""
+    kubeconform = program("kubeconform")
+
+    def judge(version: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        template = f"{tmp_path / version}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json"
+        argv = [kubeconform, "-strict", "-summary", "-skip", "MutatingPolicy", "-schema-location", template]
+        return subprocess.run(argv, input=rendered(*arguments, version=version), capture_output=True, text=True, check=False)
+
+    for version in (OLDEST, NEWEST):
+        (tmp_path / version).mkdir()
+        schemas.write(tmp_path / version, version)
+        for name in VALUE_SETS:
+            older = ("--set", "injection.engine=none") if (version, name) == (OLDEST, "operator") else ()
+            done = judge(version, "-f", values_of(name), *older)
+            assert done.returncode == 0, f"{version}, {name}: {done.stdout}"
+            assert f"Skipped: {int(name == 'plain')}" in done.stdout
+    unknown = judge(NEWEST, "--set", "podMonitor.endpoint.intervall=1s")
+    assert unknown.returncode == 1
+    assert "additional properties 'intervall' not allowed" in unknown.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "reason"),
+    [
+        ("podMonitor.intervall=15s", "/podMonitor", "additional properties 'intervall' not allowed"),
+        ("podmonitor.enabled=true", "at ''", "additional properties 'podmonitor' not allowed"),
+        ("podMonitor.enabled=maybe", "/podMonitor/enabled", "got string, want boolean"),
+        ("podMonitor.interval=fast", "/podMonitor/interval", "'fast' does not match pattern"),
+        ("podMonitor.port=torchobs-exporter", "/podMonitor/port", "'torchobs-exporter' does not match pattern"),
+        ("podMonitor.sampleLimit=-1", "/podMonitor/sampleLimit", "minimum: got -1, want 0"),
+        ("image.digest=latest", "/image/digest", "'latest' does not match pattern '^(sha256:[0-9a-f]{64})?$'"),
+        ("image.pullPolicy=Sometimes", "/image/pullPolicy", "value must be one of 'Always', 'IfNotPresent', 'Never'"),
+        ("injection.resourcesPreset=huge", "/injection/resourcesPreset", "one of 'burstable', 'guaranteed'"),
+        ("injection.excludeNamespaces[0]=a", "/injection", "additional properties 'excludeNamespaces' not allowed"),
+        ("prometheusRule.disabled[0]=Torchobs", "/prometheusRule/disabled/0", ALERT),
+        (f"prometheusRule.severities.{ALERT}=loud", f"/prometheusRule/severities/{ALERT}", "one of 'page', 'ticket'"),
+        ("prometheusRule.severities.Nothing=page", "/prometheusRule/severities", "additional properties 'Nothing' not allowed"),
+        ("otlp.endpoint=collector:4318", "/otlp/endpoint", "'collector:4318' does not match pattern"),
+        ("networkPolicy.mode=deny", "/networkPolicy/mode", "one of 'restrict', 'allow'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_path_and_the_reason(setting: str, path: str, reason: str) -> None:
+    """By the schema, at lint, template, install and upgrade alike; never rendered as something else."""
+    done = helm("template", "torchobs", CHART, "--kube-version", OLDEST, "--set", setting)
+    assert done.returncode != 0
+    assert path in done.stderr
+    assert reason in done.stderr
+
+
+def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
+    """A runtime without image, alerts that are no rules file, an old Kubernetes."""
+    runtime = helm("template", "torchobs", CHART, "--kube-version", OLDEST, *IMAGE, "--set", "trainingRuntime.enabled=true")
+    assert "trainingRuntime.image is needed" in runtime.stderr
+    (tmp_path / "alerts").write_text("rules: []")
+    argument = f"prometheusRule.alerts={tmp_path / 'alerts'}"
+    assert "is no rules file" in helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, "--set-file", argument).stderr
+    assert "incompatible with Kubernetes v1.28.0" in helm("template", "t", CHART, "--kube-version", "1.28.0").stderr
+
+
+def test_as_a_dependency_it_takes_globals_and_its_switch() -> None:
+    """An umbrella chart hands `global` to every dependency, and `enabled` where that is its condition."""
+    assert rendered("--set", "global.cluster=a,enabled=true")
+
+
+@pytest.mark.parametrize("variant", ["classic", "native"])
+def test_the_rules_are_the_shipped_ones(variant: str, checkout: Path) -> None:
+    """Not a letter differs, whatever YAML makes of them."""
+    percentiles = f"rules{'-native' if variant == 'native' else ''}/torchobs-percentiles.yml"
+    expected = deployed(checkout, "rules/torchobs-alerts.yml", "rules/torchobs-recordings.yml", percentiles)
+    assert by_name(groups_of(rendered("--set", f"prometheusRule.percentiles={variant}"))) == by_name(expected)
+
+
+def test_alerts_are_chosen_and_changed_by_values(program: Callable[[str], str], tmp_path: Path) -> None:
+    """Left out, louder, with a team and links; promtool takes the result, in which nothing else has changed."""
+    text = rendered("-f", values_of("operator"))
+    before, after = alerts_of(rendered()), alerts_of(text)
+    assert before.keys() - after.keys() == {ALERT}
+    assert before["TorchobsRankFailed"]["labels"]["severity"] == "ticket"
+    failed = after["TorchobsRankFailed"]
+    assert failed["labels"] == before["TorchobsRankFailed"]["labels"] | {"severity": "page", "team": "training"}
+    assert failed["annotations"]["runbook_url"] == "https://runbooks.example.org/torchobs/TorchobsRankFailed.md"
+    assert failed["annotations"]["dashboard_url"].startswith("https://grafana.example.org/d/torchobs-run?")
+    assert all(after[name]["expr"] == before[name]["expr"] for name in after)
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups_of(text)}))
+    argv = [program("promtool"), "check", "rules", str(tmp_path / "rules.yml")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_alerts_with_other_thresholds_come_from_a_file(tmp_path: Path) -> None:
+    """That of `torchobs rules render`, in place of the chart's alerts; recordings stay."""
+    (tmp_path / "alerts.yml").write_text(GROUPS)
+    text = rendered("--set-file", f"prometheusRule.alerts={tmp_path / 'alerts.yml'}")
+    assert list(alerts_of(text)) == ["Mine"]
+    assert len(of_kind(objects(text), "PrometheusRule")) == 3
+
+
+def test_the_dashboards_are_the_shipped_ones(checkout: Path) -> None:
+    """Each in a ConfigMap with the label and the folder that Grafana's sidecar looks for."""
+    shipped = {path.name: json.loads(path.read_text()) for path in (checkout / "deploy/grafana/dashboards").glob("*.json")}
+    maps = of_kind(objects(rendered()), "ConfigMap")
+    assert {name: json.loads(text) for made in maps for name, text in made["data"].items()} == shipped
+    assert all(made["metadata"]["labels"]["grafana_dashboard"] == "1" for made in maps)
+    assert all(made["metadata"]["annotations"]["grafana_folder"] == "torchobs" for made in maps)
+
+
+@pytest.mark.parametrize("name", ["plain", "secret"])
+def test_prometheus_takes_the_scrape_configuration(name: str, tmp_path: Path, program: Callable[[str], str]) -> None:
+    """A ConfigMap's as a file of `scrape_config_files`, a Secret's as a list of jobs; with the PodMonitor's interval."""
+    (made,) = [one for one in objects(rendered("-f", values_of(name))) if one["metadata"]["name"].endswith("scrape-config")]
+    (text,) = (made.get("data") or made["stringData"]).values()
+    (tmp_path / "jobs.yaml").write_text(text)
+    config = {"scrape_config_files": ["jobs.yaml"]} if name == "plain" else {"scrape_configs": yaml.safe_load(text)}
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    newest = shutil.which("promtool3") or program("promtool")  # Prometheus 2.42 has no scrape_config_files
+    if name == "plain" and "promtool3" not in newest:
+        pytest.skip("needs a program that Debian does not package: promtool3")
+    argv = [newest, "check", "config", str(tmp_path / "prometheus.yml")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_of_the_stack_sees_its_objects() -> None:
+    """Kube-prometheus-stack takes only what has its release's label; every object has the labels given for all."""
+    made = objects(rendered("--set", "additionalLabels.team=a"))
+    for one in (*of_kind(made, "PodMonitor"), *of_kind(made, "PrometheusRule")):
+        assert one["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    assert all(one["metadata"]["labels"]["team"] == "a" for one in made)
+
+
+def test_there_is_time_for_the_last_scrape() -> None:
+    """The grace period that pods get is at least interval, timeout and five seconds of the PodMonitor."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    monitor = values["podMonitor"]
+    needed_s = duration_s(monitor["interval"]) + duration_s(monitor["scrapeTimeout"]) + MARGIN_S
+    assert values["injection"]["terminationGracePeriodSeconds"] >= needed_s
+
+
+def test_no_training_waits_for_the_push() -> None:
+    """A Secret with headers that is not in the training's namespace would keep a container from starting."""
+    (runtime,) = of_kind(objects(rendered("-f", values_of("operator"))), "ClusterTrainingRuntime")
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (sidecar,) = pod["initContainers"]
+    variables = {one["name"]: one for one in sidecar["env"]}
+    assert variables["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]["optional"] is True
+    assert variables["OTEL_METRICS_EXPORTER"]["value"] == "none"  # they are scraped already
+    assert variables["OTEL_RESOURCE_ATTRIBUTES"]["value"] == "deployment.environment.name=test%2C%20not%20real"
+    assert sidecar["resources"]["requests"] == sidecar["resources"]["limits"]
+
+
+def test_injected_sidecars_push_too() -> None:
+    """The policy's expressions have the push once; another port is appended to these variables."""
+    push = ("--set", "injection.apiVersion=v1,otlp.endpoint=http://collector:4318")
+    (policy,) = of_kind(objects(rendered(*push, "-s", "templates/injection/policy.yaml")), "MutatingAdmissionPolicy")
+    (mutation,) = policy["spec"]["mutations"]
+    assert mutation["jsonPatch"]["expression"].count("OTEL_EXPORTER_OTLP_ENDPOINT") == 1

@@ -1,0 +1,254 @@
+"""What the injection's policy makes of a pod, its CEL evaluated here; `tests/e2e/test_injection.py` asks an API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import support
+from tests.helm import objects
+from tests.kubernetes.injection import rendered
+
+pytest.importorskip("cel_expr_python", reason="needs the extra dev: pip install cel-expr-python")
+
+from tests.kubernetes.cel import admitted  # imports that package
+
+pytestmark = pytest.mark.skipif(support.why_missing("helm") is not None, reason=str(support.why_missing("helm")))
+
+START = "/var/run/torchobs/site/start"
+TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+def policy(**settings: str) -> dict[str, Any]:
+    """The policy that the chart makes of these values."""
+    return rendered(injection__apiVersion="v1", **settings)[0]
+
+
+@pytest.fixture(scope="module")
+def default() -> dict[str, Any]:
+    """That of the default values."""
+    return policy()
+
+
+def pod(
+    *containers: dict[str, Any], inject: str = "true", annotations: dict[str, str] | None = None, **spec: Any
+) -> dict[str, Any]:
+    """A pod with these containers; annotations without their prefix."""
+    metadata: dict[str, Any] = {"name": "any", "labels": {"torchobs.io/inject": inject}}
+    if annotations:
+        metadata["annotations"] = {f"torchobs.io/{name}": text for name, text in annotations.items()}
+    return {"metadata": metadata, "spec": {"containers": [*containers] or [{"name": "a"}]} | spec}
+
+
+def sidecar(made: dict[str, Any]) -> dict[str, Any]:
+    """The exporter's container."""
+    found: dict[str, Any] = made["spec"]["initContainers"][0]
+    assert found["name"] == "torchobs"
+    return found
+
+
+def environment(container: dict[str, Any]) -> dict[str, Any]:
+    """A container's variables, each of which it has once: their text, or where it comes from."""
+    env = container["env"]
+    found = {one["name"]: one.get("value", one.get("valueFrom")) for one in env}
+    assert len(found) == len(env)
+    return found
+
+
+def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any]) -> None:
+    """Sidecar, volumes, mounts, variables, group and grace: the policy and `torchobs.podSpec` are two ways to one pod."""
+    (component,) = rendered(injection__engine="component")
+    described = component["spec"]["template"]["spec"]
+    described["initContainers"][0]["securityContext"].pop("runAsUser")  # the component's alone
+    given = pod({"name": "trainer"}, terminationGracePeriodSeconds=30)
+    given["metadata"]["labels"] |= {"batch.kubernetes.io/job-name": "gpt", "batch.kubernetes.io/controller-uid": "c1"}
+    made = admitted(default, given)
+    assert made["spec"] == described
+    assert made["metadata"]["labels"]["torchobs"] == "sidecar"
+
+
+def test_the_raw_policy_does_nothing_until_an_image_is_named() -> None:
+    """An exporter that cannot be pulled would keep every labelled pod from starting; also `sed s/REGISTRY/.../g` is enough."""
+    raw = (support.ROOT / "deploy" / "kubernetes" / "injection-policy.yaml").read_text()
+    assert admitted(objects(raw)[0], pod()) == pod()
+    named = objects(raw.replace("REGISTRY", "registry.example.org"))[0]
+    assert sidecar(admitted(named, pod()))["image"] == "registry.example.org/torchobs-exporter:latest"
+
+
+def test_the_registrys_secrets_come_to_the_pods_own() -> None:
+    """Each once, whether the values have names or objects; without any the pod's list is not touched."""
+    made = policy(injection__imagePullSecrets="{ours,mine}")
+    assert admitted(made, pod())["spec"]["imagePullSecrets"] == [{"name": "ours"}, {"name": "mine"}]
+    own = [{"name": "mine"}]
+    assert admitted(made, pod(imagePullSecrets=own))["spec"]["imagePullSecrets"] == [*own, {"name": "ours"}]
+    both = [{"name": "ours"}, {"name": "mine"}]
+    assert admitted(made, pod(imagePullSecrets=both))["spec"]["imagePullSecrets"] == both
+
+
+@pytest.mark.parametrize(
+    ("settings", "annotation", "security", "trainer", "sidecars", "group"),
+    [
+        ({}, "", {}, {}, {}, 65532),
+        ({}, "", {"runAsUser": 7}, {}, {}, 7),
+        ({}, "", {"runAsUser": 0}, {}, {"runAsUser": 65532}, 65532),
+        ({}, "", {"fsGroup": 9}, {}, {}, 9),
+        ({}, "true", {}, {}, {}, 65532),
+        ({}, "nonsense", {}, {}, {}, 65532),
+        ({}, "false", {}, {}, {"runAsGroup": 0}, None),
+        ({}, "false", {"fsGroup": 9}, {}, {}, 9),
+        ({}, "false", {"runAsUser": 0}, {}, {"runAsUser": 65532, "runAsGroup": 0}, None),
+        ({}, "false", {"runAsUser": 7}, {}, {}, None),
+        ({}, "false", {"runAsGroup": 7}, {}, {}, None),
+        ({}, "false", {}, {"runAsUser": 7}, {"runAsUser": 7}, None),
+        ({}, "false", {}, {"runAsUser": 0}, {"runAsGroup": 0}, None),
+        ({"injection__fsGroup": "null"}, "", {}, {}, {"runAsGroup": 0}, None),
+        ({"injection__fsGroup": "0"}, "", {"runAsUser": 7}, {}, {}, None),
+    ],
+)
+def test_the_sidecar_starts_and_reads_whatever_the_pods_users_are(
+    settings: dict[str, str],
+    annotation: str,
+    security: dict[str, int],
+    trainer: dict[str, int],
+    sidecars: dict[str, int],
+    group: int | None,
+) -> None:
+    """Never as root; by a group of the volumes, or without one (ssh keys, OpenShift) as the trainer's user or root's group."""
+    annotations = {"fsgroup": annotation} if annotation else None
+    given = pod({"name": "a", "securityContext": trainer}, annotations=annotations, securityContext=security)
+    made = admitted(policy(**settings), given)
+    own = sidecar(made)["securityContext"]
+    assert own["runAsNonRoot"] is True
+    assert {key: own[key] for key in ("runAsUser", "runAsGroup") if key in own} == sidecars
+    assert made["spec"]["securityContext"].get("fsGroup") == group
+
+
+@pytest.mark.parametrize("inject", ["true", "auto"])
+def test_no_container_of_ours_gets_the_accounts_token(default: dict[str, Any], inject: str) -> None:
+    """Kubernetes mounts it where nothing is mounted at its path; the training's own is not touched."""
+    made = admitted(default, pod(inject=inject))["spec"]
+    empty = next(one for one in made["volumes"] if one["name"] == "torchobs-no-token")
+    assert set(empty) == {"name", "emptyDir"}
+    for one in made["initContainers"]:
+        (mount,) = [mount for mount in one["volumeMounts"] if mount["mountPath"] == TOKEN]
+        assert (mount["name"], mount["readOnly"]) == ("torchobs-no-token", True)
+    assert TOKEN not in {mount["mountPath"] for mount in made["containers"][0]["volumeMounts"]}
+
+
+def test_what_is_copied_cannot_be_changed_by_the_training(default: dict[str, Any]) -> None:
+    """Every later process of the pod runs it."""
+    made = admitted(default, pod(inject="auto"))["spec"]
+    (mount,) = [one for one in made["containers"][0]["volumeMounts"] if one["name"] == "torchobs-site"]
+    assert mount["readOnly"] is True
+
+
+FROM_A_MAP = {"configMapKeyRef": {"name": "paths", "key": "python"}}
+
+
+@pytest.mark.parametrize(
+    ("container", "annotations", "expected"),
+    [
+        ({}, {}, {"PYTHONPATH": START}),
+        ({"env": [{"name": "PYTHONPATH", "value": "/src"}]}, {}, {"PYTHONPATH": f"{START}:/src"}),
+        ({"env": [{"name": "PYTHONPATH"}]}, {}, {"PYTHONPATH": START}),
+        ({}, {"pythonpath": "/src"}, {"PYTHONPATH": f"{START}:/src"}),
+        ({"envFrom": [{"configMapRef": {"name": "all"}}]}, {}, {"PYTHONPATH": f"{START}:$(PYTHONPATH)"}),
+        ({"envFrom": []}, {}, {"PYTHONPATH": START}),
+        ({"envFrom": [{"configMapRef": {"name": "all"}}]}, {"pythonpath": "/src"}, {"PYTHONPATH": f"{START}:/src"}),
+        (
+            {"env": [{"name": "PYTHONPATH", "valueFrom": FROM_A_MAP}]},
+            {},
+            {"PYTHONPATH_OF_POD": FROM_A_MAP, "PYTHONPATH": f"{START}:$(PYTHONPATH_OF_POD)"},
+        ),
+    ],
+)
+def test_a_path_of_the_pods_own_is_kept(
+    default: dict[str, Any], container: dict[str, Any], annotations: dict[str, str], expected: dict[str, Any]
+) -> None:
+    """Wherever it comes from: kubelet resolves `$(PYTHONPATH)` by what `envFrom` has set, and a variable by those before it."""
+    made = admitted(default, pod({"name": "a"} | container, inject="auto", annotations=annotations))
+    found = environment(made["spec"]["containers"][0])
+    assert {name: value for name, value in found.items() if name.startswith("PYTHON")} == expected
+    assert list(found)[-1] == "PYTHONPATH" or "PYTHONPATH_OF_POD" not in found
+    plain = admitted(default, pod({"name": "a"} | container))
+    assert container.get("env", []) == [one for one in plain["spec"]["containers"][0]["env"] if one["name"] == "PYTHONPATH"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "taken"),
+    [
+        ("cpu", "300m", "300m"),
+        ("cpu", "16", "16"),
+        *(("cpu", text, None) for text in ("-1", "0", "1u", "17", "1e9", "a lot", "", "300 m", "0x10")),
+        ("memory", "256Mi", "256Mi"),
+        *(("memory", text, None) for text in ("-1", "300m", "1Mi", "65Gi", "128MiB", "128mi", "")),
+        ("port", "12345", "12345"),
+        *(("port", text, None) for text in ("80", "1023", "65536", "99999", "-1", "http", "", "10960.0", "0x2ad0")),
+    ],
+)
+def test_an_annotation_that_makes_no_sense_is_ignored(default: dict[str, Any], name: str, text: str, taken: str | None) -> None:
+    """What the API server would refuse, or no node could hold, must not keep the pod from starting."""
+    before, after = (sidecar(admitted(default, pod(annotations=given))) for given in (None, {name: text}))
+    if taken is None:
+        assert after == before
+    elif name == "port":
+        assert [one["containerPort"] for one in after["ports"]] == [int(text)]
+        assert environment(after)["TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"] == f":{text}"
+        assert list(environment(after)) == ["POD_UID", "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"]
+    else:
+        assert {kind: after["resources"][kind][name] for kind in ("requests", "limits")} == {"requests": text, "limits": text}
+
+
+def test_a_limit_range_of_four_lets_the_sidecar_in() -> None:
+    """`maxLimitRequestRatio` 4 is what many namespaces have; a pod that is refused after the change never starts."""
+    for name, ratio in (("cpu", 200 / 50), ("memory", 128 / 64)):
+        resources = sidecar(admitted(policy(), pod()))["resources"]
+        request, limit = (float(resources[kind][name].rstrip("mMi")) for kind in ("requests", "limits"))
+        assert limit / request == ratio <= 4
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, ["a", "b"]),
+        ("a", ["a"]),
+        ("b, istio-proxy", ["istio-proxy", "b"]),
+        ("a,nobody", ["a"]),
+        ("nobody", ["a", "b"]),
+        ("", ["a", "b"]),
+        (" , ", ["a", "b"]),
+    ],
+)
+def test_the_containers_that_train_are_changed_and_no_other(
+    default: dict[str, Any], chosen: str | None, expected: list[str]
+) -> None:
+    """By default all but those that are known to be somebody's proxy; names that nobody has are no choice."""
+    given = pod(
+        *({"name": name} for name in ("a", "istio-proxy", "b")),
+        annotations={"containers": chosen} if chosen is not None else None,
+    )
+    made = admitted(default, given)["spec"]["containers"]
+    assert [one["name"] for one in made if "volumeMounts" in one] == expected
+    assert all(one == {"name": one["name"]} for one in made if one["name"] not in expected)
+
+
+def test_no_container_is_excluded_where_the_values_say_so() -> None:
+    """An empty list, and `null`, are all containers."""
+    for none in ("{}", "null"):
+        made = admitted(policy(injection__excludedContainers=none), pod({"name": "istio-proxy"}))
+        assert "volumeMounts" in made["spec"]["containers"][0]
+
+
+def test_the_port_has_the_name_that_prometheus_asks_for() -> None:
+    """One value for both ends; a pod on the node's network claims none."""
+    made = policy(podMonitor__port="obs")
+    assert sidecar(admitted(made, pod()))["ports"] == [{"name": "obs", "containerPort": 10960}]
+    assert "ports" not in sidecar(admitted(made, pod(hostNetwork=True)))
+
+
+@pytest.mark.parametrize("name", ["torchobs", "torchobs-copy"])
+def test_a_container_of_that_name_leaves_the_pod_alone(default: dict[str, Any], name: str) -> None:
+    """Two of one name would be refused after the change."""
+    for given in (pod({"name": name}), pod(initContainers=[{"name": name}])):
+        assert admitted(default, given) == given

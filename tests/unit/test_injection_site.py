@@ -1,0 +1,175 @@
+"""torchobs on a volume: what is copied, whom it fits, and what it does to the Python programs of a container."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from torchobs.injection.copy_site import copy_site, fit_of, main
+from torchobs.injection.sitecustomize import misfit
+
+# Not the environment's: it has torchobs installed.
+PYTHON = str(getattr(sys, "_base_executable", sys.executable))
+HERE = sys.version_info[:2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A volume after the init container."""
+    made = tmp_path_factory.mktemp("site")
+    copy_site(made)
+    return made
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """What a training's image has on its path: a module of torch's name, for the import is the subject and not torch."""
+    made = tmp_path / "image"
+    made.mkdir()
+    (made / "torch.py").write_text("print('torch')\n")
+    return made
+
+
+def run(path: Iterable[Path], *command: str, environ: dict[str, str] | None = None) -> tuple[list[str], str, int]:
+    """Lines, standard error and status of a Python program in a container with this PYTHONPATH."""
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [PYTHON, *command],
+        env=variables | (environ or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd="/",
+    )
+    return done.stdout.splitlines(), done.stderr, done.returncode
+
+
+@pytest.mark.parametrize(
+    ("wheel", "expected"),
+    [
+        (
+            "Tag: cp36-abi3-manylinux_2_12_x86_64\nTag: cp36-abi3-manylinux2010_x86_64\nTag: cp36-abi3-manylinux_2_28_x86_64\n",
+            {"python": [3, 10], "exact": False, "glibc": [2, 12], "machine": "x86_64"},
+        ),
+        ("Tag: cp36-abi3-manylinux2014_aarch64\n", {"python": [3, 10], "exact": False, "glibc": [2, 17], "machine": "aarch64"}),
+        ("Tag: cp313-cp313-linux_x86_64\n", {"python": [3, 13], "exact": True, "glibc": [0, 0], "machine": "x86_64"}),
+        ("Tag: py3-none-any\n", {"python": [3, 10], "exact": False, "glibc": None, "machine": None}),
+    ],
+    ids=["psutil's", "older name", "compiled on the spot", "pure Python"],
+)
+def test_what_a_wheel_needs_is_read_from_its_tags(wheel: str, expected: dict[str, object]) -> None:
+    """PEP 600's names of wheels."""
+    assert fit_of([wheel, "Tag: py3-none-any\n"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"python": [3, 99]}, f"this is Python {HERE[0]}.{HERE[1]}, and 3.99 or later is needed"),
+        ({"python": [3, 9], "exact": True}, f"this is Python {HERE[0]}.{HERE[1]}, and 3.9 is needed"),
+        ({"python": list(HERE), "exact": True}, None),
+        ({"machine": "riscv64"}, f"this machine is {os.uname().machine}, and psutil is compiled for riscv64"),
+        ({"glibc": [99, 1]}, "and 99.1 is needed"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, object], reason: str | None) -> None:
+    """Python, machine and C library."""
+    fit = {"python": [3, 10], "exact": False, "glibc": [2, 12], "machine": os.uname().machine}
+    found = misfit(fit | change)
+    assert found is None if reason is None else found is not None and found.endswith(reason)
+
+
+def test_the_volume_has_torchobs_and_what_it_requires_and_hides_nothing(site: Path) -> None:
+    """On PYTHONPATH stands one module; torch is the image's."""
+    assert [path.name for path in (site / "start").glob("*.py")] == ["sitecustomize.py"]
+    packages = site / "packages"
+    assert all((packages / name).exists() for name in ("torchobs/api.py", "psutil", "pynvml.py", "opentelemetry/metrics"))
+    assert not (packages / "torch").exists()
+    program = "import psutil, pynvml, opentelemetry.metrics, torchobs; print(torchobs.__file__)"
+    lines, errors, status = run([packages], "-c", program)
+    assert (lines, errors, status) == ([str(packages / "torchobs" / "__init__.py")], "", 0)
+
+
+def test_a_volume_that_cannot_be_written_does_not_stop_the_pod(capsys: pytest.CaptureFixture[str]) -> None:
+    """An init container that fails would."""
+    assert main(["/proc/nowhere"]) == 0
+    assert main([]) == 0
+    assert capsys.readouterr().err.count("the training runs unobserved") == 2
+
+
+def test_a_program_without_torch_pays_nothing(site: Path, image: Path) -> None:
+    """No module of ours but the one that waits."""
+    program = "import json, sys; print([name for name in sys.modules if 'torchobs' in name or 'opentelemetry' in name])"
+    assert run([site / "start", image], "-c", program) == (["[]"], "", 0)
+
+
+@pytest.mark.parametrize(
+    "look_first", ["", "import importlib.util; importlib.util.find_spec('torch');"], ids=["import", "looked for"]
+)
+def test_the_import_of_torch_begins_it(site: Path, image: Path, look_first: str) -> None:
+    """Once torch is there; also if somebody has only looked for it before. Torch's spec and loader are as ever."""
+    program = (
+        f"{look_first or 'pass;'} import sys, torch;"
+        " print('torchobs.runtime.session' in sys.modules, type(torch.__loader__).__name__)"
+    )
+    lines, _, status = run([site / "start", image], "-c", program, environ={"TORCHOBS_DIR": str(image)})
+    assert (lines, status) == (["torch", "True SourceFileLoader"], 0)
+
+
+def test_a_variable_that_kubernetes_did_not_find_is_no_directory(site: Path, image: Path) -> None:
+    """Where a ConfigMap might have set PYTHONPATH and did not, a reference is left over, for this process and its children."""
+    program = "import os, sys; print([one for one in sys.path if '$' in one], os.environ['PYTHONPATH'])"
+    path = [site / "start", Path("$(PYTHONPATH)"), image, Path("$(PYTHONPATH_OF_POD)")]
+    assert run(path, "-c", program) == ([f"[] {site / 'start'}:{image}"], "", 0)
+
+
+def test_a_launcher_is_left_alone(site: Path, image: Path) -> None:
+    """Torchrun imports torch as well, and is no rank."""
+    (image / "torchrun").write_text("import sys, torch; print('torchobs.runtime.session' in sys.modules)")
+    assert run([site / "start", image], str(image / "torchrun")) == (["torch", "False"], "", 0)
+
+
+def test_the_images_own_torchobs_is_kept(site: Path, image: Path) -> None:
+    """Another version, begun by its own script."""
+    (image / "torchobs.py").write_text("")
+    lines, errors, _ = run([site / "start", image], "-c", "import torch, torchobs; print(torchobs.__file__)")
+    assert (lines, errors) == (["torch", str(image / "torchobs.py")], "")
+
+
+def test_the_images_own_sitecustomize_runs_too(site: Path, image: Path) -> None:
+    """Under its own name, and its errors are shown as Python shows them."""
+    (image / "sitecustomize.py").write_text("print('mine', __name__, __file__)")
+    lines, errors, _ = run([site / "start", image], "-c", "import sitecustomize; print(sitecustomize.__file__)")
+    own = str(image / "sitecustomize.py")
+    assert (lines, errors) == ([f"mine sitecustomize {own}", own], "")
+    (image / "sitecustomize.py").write_text("1 / 0")
+    lines, errors, status = run([site / "start", image], "-c", "import torch")
+    assert (lines, status, "ZeroDivisionError" in errors) == (["torch"], 0, True)
+
+
+@pytest.mark.parametrize("broken", ["fit", "fit.json", "packages"])
+def test_a_refusal_is_one_line_and_the_training_goes_on(site: Path, image: Path, tmp_path: Path, broken: str) -> None:
+    """An interpreter that does not fit, or half a volume; children and other ranks do not say it again.
+
+    The volume is mounted read-only; what is noted is noted beside it, in a file that the exporter does not take for a rank's.
+    """
+    half = tmp_path / "half"
+    (half / "start").mkdir(parents=True)
+    (tmp_path / "flight").mkdir()
+    (half / "start" / "sitecustomize.py").write_text((site / "start" / "sitecustomize.py").read_text())
+    fit = json.loads((site / "fit.json").read_text()) | ({"python": [3, 99]} if broken == "fit" else {})
+    if broken != "fit.json":
+        (half / "fit.json").write_text(json.dumps(fit))
+    program = "import torch, subprocess, sys; print(subprocess.call([sys.executable, '-c', 'import torch']))"
+    lines, errors, status = run([half / "start", image], "-u", "-c", program)
+    assert (lines, status) == (["torch", "torch", "0"], 0)
+    assert errors.startswith("torchobs: off, the training runs unobserved: ")
+    assert len(errors.splitlines()) == 1
+    assert not (half / "reported").exists()
+    assert [path.name.startswith(".") for path in (tmp_path / "flight").iterdir()] == [True]

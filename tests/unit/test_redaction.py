@@ -1,0 +1,124 @@
+"""Secrets leave a command line, in whatever way they are given; what is no secret stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchobs.identity.redaction import HIDDEN, is_secret_name, redacted, redacted_text, redacted_value
+
+SECRET = "s3cr3t-Value"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-key", SECRET],
+        ["--hf_token", SECRET],
+        ["--wandb-api-key=" + SECRET],
+        ["--password=" + SECRET],
+        ["--db-password", SECRET],
+        ["AWS_SECRET_ACCESS_KEY=" + SECRET],
+        ["trainer.logger.apiKey=" + SECRET],
+        ["+logger.token=" + SECRET],
+        ["--header", "Authorization: Bearer " + SECRET],
+        ["--header", f"X-Api-Key: {SECRET}"],
+        ["--url", f"https://user:{SECRET}@host/path"],
+        ["--url", f"postgresql://{SECRET}@host/db"],
+        ["--url", f"https://host/path?access_token={SECRET}&page=2"],
+        ["--config", f'{{"lr": 0.1, "api_key": "{SECRET}"}}'],
+        ["--config", f"{{'password': '{SECRET}'}}"],
+        ["--secret=two words " + SECRET],
+        ["-c", f"import wandb; wandb.login(key='{SECRET}')"],
+        ["--env", f"HF_TOKEN={SECRET}"],
+        ["--passphrase", SECRET],
+        ["--client-secret", SECRET],
+        ["--auth", SECRET],
+        ["--env=WANDB_API_KEY=" + SECRET],
+        ["--args=--password=" + SECRET],
+        [f"--url=https://host/path?api_key={SECRET}"],
+        [f"--db=postgres://u:p@host/db?password={SECRET}"],
+        [f"--db=postgres://u:a/{SECRET}@host/db"],
+        [f"wandb={{api_key:{SECRET}}}"],
+        [f"wandb: {{api_key: {SECRET}}}"],
+        ["-H", f"Authorization: ApiKey {SECRET}"],
+        ["-H", f"Cookie: a=b; session={SECRET}"],
+        ["--config", f"{{'auth': ['first', '{SECRET}']}}"],
+        ["--config", f'{{"password": "a\\"{SECRET}"}}'],
+        ["--api_keys", "first", SECRET],
+        ["++wandb.key", SECRET],
+        [f"python x.py --api-key {SECRET} --lr 1"],
+        ["--user", f"admin:{SECRET}"],
+        ["--encryptionkey=" + SECRET],
+        ["-uc", f"login('{SECRET}')"],
+        [f"--header=Cookie: a=b; session={SECRET}"],
+        ["-b", f"a=b; session={SECRET}"],
+        [f"--launch=env=WANDB_API_KEY={SECRET}"],
+        [f"+env={{a:{{api_key:{SECRET}}},b:2}}"],
+        [f"--args=--api-key {SECRET}"],
+    ],
+)
+def test_a_named_secret_is_gone(arguments: list[str]) -> None:
+    """By its name: as a flag, a pair, a header, a query, JSON, or code."""
+    assert SECRET not in " ".join(redacted(["python", *arguments, "--lr", "0.1"]))
+    assert redacted(["python", *arguments, "--lr", "0.1"])[-2:] == ["--lr", "0.1"]
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "hf_abcdefghijklmnopqrstuv", "ghp_" + "a1" * 18, "github_pat_" + "a1" * 20, "glpat-" + "a1" * 10, "sk-" + "a1" * 20,
+        "AKIAABCDEFGHIJKLMNOP", "xoxb-1234567890-abc", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc",
+        "0123456789" * 4, "npm_" + "a1" * 18, "dapi" + "0a" * 16, "sk_live_" + "a1" * 12,
+        "https://hooks.slack.com/services/T0/B0/abc",
+        "-----BEGIN RSA PRIVATE KEY-----abc",
+    ],
+)  # fmt: skip
+def test_a_token_of_a_known_form_is_gone_under_any_name(token: str) -> None:
+    """Also as an argument of its own."""
+    assert redacted(["train.py", token, f"--name={token}"]) == ["train.py", HIDDEN, f"--name={HIDDEN}"]
+
+
+def test_what_is_no_secret_stays() -> None:
+    """Numbers of tokens, tokenizers, monkeys, times of day, paths and URLs."""
+    arguments = [
+        "python", "-m", "x", "train.py", "--max-tokens", "4096", "--num_tokens=2M", "--tokenizer", "gpt2", "--monkey", "x",
+        "--lr", "3e-4", "model.keypoints=17", "--start=12:30:00", "--data", "/data/keys/train.bin", "--url", "https://host/path?page=2",
+        "--author", "me", "--betas", "0.9,0.95",
+    ]  # fmt: skip
+    assert redacted(arguments) == arguments
+
+
+def test_a_flag_after_a_secret_flag_is_no_value() -> None:
+    """A switch named like a secret hides nothing of the next flag."""
+    assert redacted(["--use-auth-token", "--lr", "0.1"]) == ["--use-auth-token", "--lr", "0.1"]
+
+
+def test_names_and_settings() -> None:
+    """Names in any spelling; settings by their names."""
+    names = ("token", "HF_TOKEN", "hfToken", "x-api-key", "apikey", "DB_PASSWORD", "accessKey", "client_secret", "credentials")
+    assert all(map(is_secret_name, names))
+    assert not any(map(is_secret_name, ("tokenizer", "keyboard", "monkey", "lr", "secretary", "authors", "compass")))
+    assert (redacted_value("api_key", "abc"), redacted_value("max_tokens", "512")) == (HIDDEN, "512")
+    assert redacted_text("mysql://u:p@h/d") == f"mysql://{HIDDEN}@h/d"
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "hf_oauth_abcdefghijklmnopqrst", "api_org_abcdefghijklmnopqrstuvwxyz1234", "xapp-1-A123-456-abcdef0123456789",
+        "xoxe.xoxp-1-abcdefghijk", "ghs_16C7e42F292c6912E7710c838347Ae178B4a", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzEXAMPLEKE",
+        "wandb_v1_abcdefghijklmnopqrstuvwxyz0123", "ya29.a0AfH6SMBabcdefghijklmnop", "eyJhbGciOiJub25lIn0.eyJzdWIiOiIxIn0.",
+        "run_ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    ],
+)  # fmt: skip
+def test_tokens_are_known_by_their_form(token: str) -> None:
+    """Without a name, and with one that says nothing."""
+    assert redacted_text(token) in {HIDDEN, f"run_{HIDDEN}", f"{HIDDEN}."}
+    assert token not in redacted_text(f"--x={token}")
+
+
+@pytest.mark.parametrize("text", ["/data/imagenet/train/Experiment2012", "--model=meta-llama/Llama-3.1-8B-Instruct", "hf_hub"])
+def test_paths_and_names_are_no_tokens(text: str) -> None:
+    """They stay legible."""
+    assert redacted_text(text) == text
+    assert redacted(["python", "x.py", "-b", "32", text]) == ["python", "x.py", "-b", "32", text]
