@@ -35,6 +35,11 @@ EXPORTER_S = ("torchobs.exporter.", "torchobs.build.")
 HOST_S = ("system.", "torchobs.host.")
 """And to no exporter: to the machine."""
 
+SPANS = """\
+[Which traces there are, and which spans all ranks share](opentelemetry.md#which-traces-there-are). Sent over OTLP, the
+attributes of events and spans are in the namespace of the event or span, `torchobs.step.loss`, except what the semantic
+conventions name; `step` is `torchobs.step.number`."""
+
 INTRODUCTION = """\
 <!-- Generated from torchobs/catalog.py by docs/generate.py; `make docs` writes it again. -->
 
@@ -147,7 +152,7 @@ def _spans() -> str:
         return _row(f"`{span.name}`", _attributes(span.attributes), span.brief)
 
     head = "| span | attributes | meaning |\n|---|---|---|\n"
-    return f"## Spans\n\n{head}{''.join(row(span) for span in catalog.SPANS)}"
+    return f"## Spans\n\n{SPANS}\n\n{head}{''.join(row(span) for span in catalog.SPANS)}"
 
 
 def _attributes(attributes: tuple[Attribute, ...]) -> str:
