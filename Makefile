@@ -12,12 +12,15 @@ TORCH ?= 2.13.0+cpu
 PROGRAMS := $(CURDIR)/.cache/debian
 # For two cores: half of its time a test waits for a program or a timer.
 WORKERS ?= 3
+# A process for each file, which shares its pods among its tests, and mostly waits for them.
+KUBE_WORKERS ?= 3
 # Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
 SHARE ?= 1
 MINUTES ?= 30
 SCALE ?=
 # Nothing, if the cluster has the images of `make kube-test` already.
 KUBE_IMAGES ?= kube-images
+KUBE_TESTS = $(shell grep -lr pytest.mark.kubernetes tests/e2e --include=*.py)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
@@ -50,10 +53,12 @@ lint: setup ## Style, types, direction of imports, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m dashboards --check
+	$(BIN)/python helm/generate_chart.py --check
 
-docs: setup ## Write the generated pages, rules and dashboards again
+docs: setup ## Write the generated pages, rules, dashboards and parts of the chart again
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m dashboards
+	$(BIN)/python helm/generate_chart.py
 
 bench: setup ## What torchobs costs per training step, as a table
 	$(BIN)/python -m tests.bench.overhead
@@ -72,9 +77,11 @@ wheel-test: setup ## Build sdist and wheel, and test what the installed wheel co
 	tests/wheel.sh $(VENV)
 
 kube-test kube-images: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
+kube-test kube-images: export TORCHOBS_TEST_IMAGE_FOLDER ?= $(CURDIR)/.cache/images
 kube-test kube-images: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
 kube-test: setup test-tools $(KUBE_IMAGES) ## Run Jobs with the sidecar on the cluster of KUBECONFIG (tests/kubernetes/images.sh says what it needs)
-	$(BIN)/pytest -m kubernetes tests/e2e
+	$(BIN)/pytest -n $(KUBE_WORKERS) --dist loadfile -o timeout=1200 -m "kubernetes and not serial" $(KUBE_TESTS)
+	$(BIN)/pytest -m "kubernetes and serial" $(KUBE_TESTS)
 
 kube-images: setup
 	tests/kubernetes/images.sh $(BIN)/python $$TORCHOBS_TEST_EXPORTER_IMAGE $$TORCHOBS_TEST_TRAINER_IMAGE
@@ -83,7 +90,7 @@ test-tools: ## Fetch the programs that tests run and this machine lacks (Prometh
 	@tests/tools.sh $(PROGRAMS)
 
 clean: ## Remove the environment, caches and build output
-	rm -rf $(VENV) .cache .demo .bench build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf torchobs/*.so $(VENV) .cache .demo .bench build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
 	PYTHON=$(PYTHON) tests/venv.sh $(VENV)
@@ -93,6 +100,7 @@ $(VENV)/.torch-$(TORCH): | $(VENV)/bin/python
 	tests/torch.sh $(BIN)/python $(TORCH)
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch-$(TORCH)
+# The second time as well, when the compiled part has changed.
+$(VENV)/.installed: pyproject.toml build_native.py torchobs/_native.c $(VENV)/.torch-$(TORCH)
 	$(BIN)/python tests/install.py -q -e '.[all,dev]'
 	@touch $@
