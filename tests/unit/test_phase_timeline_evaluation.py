@@ -219,22 +219,39 @@ def test_a_batch_fetched_ahead_of_the_loader_s_end_is_trained_on() -> None:
     assert (times["data"], times["evaluation"], sum(times.values())) == (25, 140, 200)
 
 
-@pytest.mark.parametrize(("loader", "rest", "data"), [(1, 2, 2), (1, 3, 0), (2, 2, 0)])
-def test_a_batch_hardly_used_is_put_aside_if_its_loader_is_the_one_trained_on(loader: int, rest: int, data: int) -> None:
-    """Less than a tenth of a forward pass of 30: no evaluation, however quick the fetch was. Another loader's may be one."""
+@pytest.mark.parametrize(("loader", "rest", "data"), [(1, 2, 2), (1, 300, 2), (2, 2, 0)])
+def test_a_batch_before_the_loader_s_end_is_trained_on_however_long_that_took(loader: int, rest: int, data: int) -> None:
+    """As many as the last step took from that pass are no evaluation: the process was held up. Another loader's may be one."""
     timeline = PhaseTimeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     end = evaluate(timeline, 3, 110)
-    timeline.fetch_begins(loader, end)
-    timeline.fetch_ends(end + 1, exhausted=False, gradients=True)
-    timeline.fetch_begins(loader, end + 1 + rest)
-    timeline.fetch_ends(end + 2 + rest, exhausted=True, gradients=True)
-    timeline.evaluation_ends(7, end + 10)
-    timeline.backward_begins(end + 40)
-    times = spent(timeline, end + 60)
-    assert (times.get("data", 0), sum(times.values())) == (data, end + 60 - 100)
-    assert times["evaluation"] == (end if data else end + 10) - 100
+    over = _one_batch_and_the_end(timeline, loader, end, rest) + 8
+    timeline.evaluation_ends(7, over)
+    timeline.backward_begins(over + 30)
+    times = spent(timeline, over + 50)
+    assert (times.get("data", 0), sum(times.values())) == (data, over + 50 - 100)
+    assert times["evaluation"] == (end if data else over) - 100
+
+
+@pytest.mark.parametrize(("rest", "evaluation"), [(2, 0), (3, 5), (30, 32)])
+def test_a_whole_pass_without_a_backward_is_an_evaluation_if_its_batches_were_used(rest: int, evaluation: int) -> None:
+    """Over the loader that is trained on, by a tenth of a forward pass of 30. It is one batch: fetched, used, and the end."""
+    timeline = PhaseTimeline()
+    timeline.close(one_step(timeline, 0))
+    timeline.fetch_begins(1, 100)
+    timeline.fetch_ends(101, exhausted=True, gradients=True)
+    over = _one_batch_and_the_end(timeline, 1, 101, rest)
+    timeline.backward_begins(over + 30)
+    assert spent(timeline, over + 60).get("evaluation", 0) == evaluation
+
+
+def _one_batch_and_the_end(timeline: PhaseTimeline, loader: int, start: int, rest: int) -> int:
+    timeline.fetch_begins(loader, start)
+    timeline.fetch_ends(start + 1, exhausted=False, gradients=True)
+    timeline.fetch_begins(loader, start + 1 + rest)
+    timeline.fetch_ends(start + 2 + rest, exhausted=True, gradients=True)
+    return start + 2 + rest
 
 
 def test_an_evaluation_is_told_while_it_lasts() -> None:

@@ -72,8 +72,8 @@ class PhaseTimeline:
 
     __slots__ = (
         "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_forward_ns", "_has_trained",
-        "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_teacher", "_trained", "_undecided", "_used_ns",
-        "_window", "_window_loader", "evaluations", "segment", "spent_ns",
+        "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained", "_undecided",
+        "_used_ns", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -86,6 +86,7 @@ class PhaseTimeline:
         self._leave_window()
         self._fetched_together: set[int] = set()
         self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and the forward time
+        self._taken = 0  # how many batches that backward's step took from it; 0 once it is exhausted
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
         """Begin and end of each evaluation, in ns, consumed by the sampler thread"""
         self._reset_fetch()
@@ -163,18 +164,32 @@ class PhaseTimeline:
         if not exhausted:
             self._fetch_ns = length
             return
+        taken = self._taken
+        if self._loader == self._trained:
+            self._taken = 0
         if self._evaluating:
             self.spent_ns[EVALUATION] += length
         elif self._loader in self._undecided:
             data, rest, fetches = self._undecided[self._loader]
             self._undecided[self._loader] = (data + length, rest, fetches)
-            if rest < max(data, self._forward_ns if self._loader == self._trained else 0) * _LEAST_USE:
+            if self._were_stored(self._undecided[self._loader], taken):
                 self._fetch_ns = 0
-                return  # the last batches were only stored and are trained on next, so the loader stays in use
+                return  # and are trained on next, so the loader stays in use
         else:
             self.spent_ns[DATA] += length
         self._possible_end = None  # that loader is exhausted with nothing trained on it
         self._loader, self._fetch_ns = 0, 0
+
+    def _were_stored(self, undecided: tuple[int, int, int], taken: int) -> bool:
+        """Whether the last batches before a loader's end were only fetched, to be trained on next.
+
+        They were if they are no more than the ``taken`` of the last step from the same pass over the loader: how long the process
+        was held up between them says nothing then. A whole pass without a backward may be an evaluation.
+        """
+        data, rest, fetches = undecided
+        if self._loader != self._trained:
+            return rest < data * _LEAST_USE
+        return fetches <= taken or rest < max(data, self._forward_ns) * _LEAST_USE
 
     def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
         """Record evaluations without ``eval()``: from a fetch without gradients to the loader's end or a fetch with gradients.
@@ -202,6 +217,7 @@ class PhaseTimeline:
         self._used_ns = length
         if before == FORWARD and self._loader:
             self._trained, self._forward_ns = self._loader, length
+            self._taken = 1 + self._undecided.get(self._loader, (0, 0, 0))[2]
         if before in (OTHER, FORWARD):
             self.spent_ns[FORWARD] += length
         elif before != NOTHING:
