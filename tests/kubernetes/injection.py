@@ -44,6 +44,13 @@ def served_version() -> str:
     return next((word.rpartition("/")[2] for word in found if "/" in word), "")
 
 
+JOBSET_UID = "0a7f8c1e-5a0e-4d0c-8c57-0c1a5c1f2b3d"
+JOBSET = {
+    "jobset.sigs.k8s.io/jobset-name": "gpt",
+    "jobset.sigs.k8s.io/jobset-uid": JOBSET_UID,
+    "jobset.sigs.k8s.io/restart-attempt": "1",
+}
+"""What JobSet labels the pods of its Jobs with"""
 RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
