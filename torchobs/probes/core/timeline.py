@@ -32,7 +32,7 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.detect.prefetch import is_forward_before
+from torchobs.detect.prefetch import LEAST_USE, is_forward_before, were_stored
 from torchobs.probes.data.fetch_times import fetched_since
 
 if TYPE_CHECKING:
@@ -45,9 +45,6 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = ran
 
 NOTHING = -1
 _MAX_EVALUATIONS = 64
-_LEAST_USE = 0.1
-"""A batch used for less than a tenth of its fetch time was only stored; so was one of the training loader that was used for
-less than a tenth of the previous batch's forward pass."""
 
 
 class _EvaluationStart(NamedTuple):
@@ -164,32 +161,22 @@ class PhaseTimeline:
         if not exhausted:
             self._fetch_ns = length
             return
-        taken = self._taken
+        taken = 0
         if self._loader == self._trained:
-            self._taken = 0
+            taken, self._taken = self._taken, 0
         if self._evaluating:
             self.spent_ns[EVALUATION] += length
         elif self._loader in self._undecided:
             data, rest, fetches = self._undecided[self._loader]
             self._undecided[self._loader] = (data + length, rest, fetches)
-            if self._were_stored(self._undecided[self._loader], taken):
+            forward_ns = self._forward_ns if self._loader == self._trained else 0
+            if were_stored(fetches, taken, data + length, rest, forward_ns):
                 self._fetch_ns = 0
-                return  # and are trained on next, so the loader stays in use
+                return  # the last batches are trained on next, so the loader stays in use
         else:
             self.spent_ns[DATA] += length
         self._possible_end = None  # that loader is exhausted with nothing trained on it
         self._loader, self._fetch_ns = 0, 0
-
-    def _were_stored(self, undecided: tuple[int, int, int], taken: int) -> bool:
-        """Whether the last batches before a loader's end were only fetched, to be trained on next.
-
-        They were if they are no more than the ``taken`` of the last step from the same pass over the loader: how long the process
-        was held up between them says nothing then. A whole pass without a backward may be an evaluation.
-        """
-        data, rest, fetches = undecided
-        if self._loader != self._trained:
-            return rest < data * _LEAST_USE
-        return fetches <= taken or rest < max(data, self._forward_ns) * _LEAST_USE
 
     def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
         """Record evaluations without ``eval()``: from a fetch without gradients to the loader's end or a fetch with gradients.
@@ -232,7 +219,7 @@ class PhaseTimeline:
             if loader == self._loader:
                 self.spent_ns[DATA] += data
                 self.spent_ns[OTHER] += rest
-            elif loader in self._fetched_together or (fetches == 1 and rest < data * _LEAST_USE):
+            elif loader in self._fetched_together or (fetches == 1 and rest < data * LEAST_USE):
                 self.spent_ns[DATA] += data
                 self.spent_ns[FORWARD] += rest
             else:
