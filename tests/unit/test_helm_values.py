@@ -1,4 +1,4 @@
-"""Values of the chart that concern several of its objects: image, names, labels, ports, and the use as a library."""
+"""Values of the chart that concern several of its objects: image, names, labels, ports, and the use of its helpers alone."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_the_binding_names_the_policy() -> None:
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
-def test_a_library_makes_no_object(name: str) -> None:
+def test_helpers_only_makes_no_object(name: str) -> None:
     """For a chart that has this one as a dependency for its helpers alone."""
-    assert objects(rendered("-f", values_of(name), "--set", "library=true", version=NEWEST)) == []
+    assert objects(rendered("-f", values_of(name), "--set", "helpersOnly=true", version=NEWEST)) == []
 
 
 @pytest.mark.parametrize(
