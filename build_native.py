@@ -35,8 +35,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
             return  # a free-threaded Python has no limited API
         try:
             made = self._compile()
-        except BaseException as error:  # setuptools may end the process
-            if wanted == "1" or isinstance(error, KeyboardInterrupt):
+        except (Exception, SystemExit) as error:  # setuptools ends the process where a compiler fails
+            if wanted == "1":
                 raise
             why = str(error).strip().splitlines() or [type(error).__name__]
             sys.stderr.write(f"torchobs: built without its compiled part, which makes steps cheaper: {why[-1]}\n")
