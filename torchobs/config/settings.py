@@ -170,8 +170,8 @@ OPTIONS = (
         "true", ("TORCHOBS_RUN_DETAILS",),
     ),
     Option(
-        "tensor_samples", kinds.BOOLEAN, "Whether at level `extreme` 32 elements of every layer's output are kept of the last 16 "
-        "steps looked at, and written beside the flight file, with the statistics, when a step is anomalous.",
+        "tensor_samples", kinds.BOOLEAN, "Whether at level `extreme` 32 elements of every layer's output are kept of the last "
+        "16 steps looked at, and are written beside the flight file, with the statistics, when a step is anomalous.",
         "true", ("TORCHOBS_TENSOR_SAMPLES",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),

@@ -1,8 +1,8 @@
 """Which modules are looked at: those without children, in the model's order, evenly chosen where they are too many.
 
-Not looked at are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted ones,
-and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way, whose results
-differ in the last bits. Of these the whole encoder's output is looked at.
+Not looked at are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted
+ones, and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way, whose
+results differ in the last bits. Of these the whole encoder's output is looked at.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _leaves(module: Any, path: str, seen: set[int], compiled: list[int]) -> Iter
     if _COMPILED in names or getattr(module, "_compiled_call_impl", None) is not None:
         compiled[0] += sum(1 for each in module.modules() if not any(True for _ in each.children()))
         return
-    if names & _CLOSED or names & _PASSING and not vars(module).get("_modules"):
+    if names & _CLOSED or (names & _PASSING and not vars(module).get("_modules")):
         return
     children = [(name, child) for name, child in list(vars(module)["_modules"].items()) if child is not None]
     if names & _WHOLE or not children:

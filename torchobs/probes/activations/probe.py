@@ -1,16 +1,17 @@
 """Look at what every layer puts out on some steps, at level extreme.
 
-Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the next
-one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates gradients the
-first part is looked at. How often is decided by ``SamplingInterval``, within three times the overhead budget. In the other steps,
-and at the other levels, no module has a hook.
+Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the
+next one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates
+gradients one part is looked at. How often is decided by ``SamplingInterval``, within three times the overhead budget. In the
+other steps, and at the other levels, no module has a hook.
 
 Numbers leave a device by one copy for all layers, and nothing waits for it.
 
-``torch.compile`` does not look for hooks where there were none when it compiled, so a compiled region is neither compiled anew nor
-interrupted, and its modules are silent. A module that is silent in two windows gets no hook any more: only what is compiled while
-a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours part of something
-else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of selective checkpointing.
+``torch.compile`` does not look for hooks where there were none when it compiled, so a compiled region is neither compiled anew
+nor interrupted, and its modules are silent. A module that is silent in two windows gets no hook any more: only what is
+compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
+part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
+selective checkpointing.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ActivationProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
         self._modes, self._transformed = dispatch_modes(), transformed()
         self._copies, self._around = PendingCopies(context.device.cuda), Around(context)
-        self._on = self._listening = False
+        self._on = self._listening = self._removed = False
         self._chosen: Chosen | None = None
         self._model, self._scans = 0, 0
         self._slots: list[tuple[_Slot, Any]] = []
@@ -105,7 +106,7 @@ class ActivationProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._on = False
+        self._removed = True  # the sampler's last round comes later, and must arm nothing
         self._context.after_anomaly[:] = []
         self._end()
 
@@ -113,6 +114,13 @@ class ActivationProbe:
 
     def sample(self) -> None:
         """Follow the level and the model, and take in what has arrived."""
+        self._receive(now=False)
+        self._around.proceed(now=False)
+        if not self._removed:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Begin and end looking, as level and model have changed."""
         context, on = self._context, self._context.hooks.level.value >= EXTREME
         if on != self._on:
             self._on, self._chosen, self._scans = on, None, 0
@@ -123,8 +131,6 @@ class ActivationProbe:
         if (self._on and self._chosen is not None) != self._listening:
             self._listening = not self._listening
             context.at_backward(self._breaker.guard(self._begin if self._listening else self._end))
-        self._receive(now=False)
-        self._around.proceed(now=False)
         self._pace.most = 1 if self._around.waits else MAX_INTERVAL
 
     def observe(self) -> None:
@@ -211,11 +217,17 @@ class ActivationProbe:
                 return  # another model's backward pass, perhaps
             self._close()
             self._send(step + 1)
-            self._pace.spend(monotonic_ns() - begun_ns)
+            self._spend(monotonic_ns() - begun_ns)
         if self._opened_in != step and self._pace.is_due(step + 1):
             begun_ns, self._opened_in = monotonic_ns(), step
             self._open_window()
-            self._pace.spend(monotonic_ns() - begun_ns)
+            self._spend(monotonic_ns() - begun_ns)
+
+    def _spend(self, ns: int) -> None:
+        """Count our own time; of a device its launches, which take longer than the work on 262,144 elements."""
+        self._pace.spend(ns)
+        spent = self._context.spent_ns
+        spent[self.name] = spent.get(self.name, 0) + ns
 
     def _open_window(self) -> None:
         """Put a hook on every module that is not known to be silent."""
@@ -255,7 +267,7 @@ class ActivationProbe:
         if worth > slot.worth:
             slot.calls, slot.worth = [], worth
         slot.calls.append(row)
-        self._pace.spend(monotonic_ns() - begun_ns)
+        self._spend(monotonic_ns() - begun_ns)
 
     def _send(self, step: int) -> None:
         """Begin to copy what was taken: one copy for each device, which is one."""
