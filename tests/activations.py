@@ -52,6 +52,11 @@ class Extreme:
         self.run.look()
         self.probe._pace.fixed = self.probe._pace.interval = 1
 
+    def record_gauges(self) -> None:
+        """Add a row to the gauges over time, which is due now and then."""
+        history: Any = self.run.session._history
+        history.record()
+
     def stats(self) -> dict[str, dict[str, float]]:
         """The series by layer."""
         found: dict[str, dict[str, float]] = {}

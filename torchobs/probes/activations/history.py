@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.files import artifacts
+from torchobs.probes.activations.statistics import FIELDS
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Around:
         """Return a step as JSON, made layer by layer, since this thread must not keep the GIL."""
         layers = []
         for name, (stats, samples) in row.layers.items():
-            fields: dict[str, Any] = {field: _number(value) for field, value in stats._asdict().items()}
+            fields: dict[str, Any] = {field: _number(value) for field, value in zip(FIELDS, stats, strict=True)}
             if samples:
                 fields["samples"] = [_number(value) for value in samples]
             layers.append(f"{json.dumps(name)}: {json.dumps(fields, allow_nan=False)}")
