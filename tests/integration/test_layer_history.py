@@ -98,7 +98,7 @@ def test_the_report_shows_outputs_by_layer_and_time(extreme: Extreme, flight_dir
     extreme.record_gauges()
     (path,) = flight_dir.glob("*.flight")
     (report,), _ = load_reports([path])
-    maps = {block.title: block.names for block in layers(report, "").blocks if isinstance(block, HeatMap)}
+    maps = {block.name: block.names for block in layers(report, "").blocks if isinstance(block, HeatMap)}
     assert maps["Standard deviation of the output by layer and time"] == ("0", "1", "2")
 
 
