@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -61,6 +61,8 @@ warm = len(utils.get_compilation_metrics())
 probe = session._probe_manager._probes["activations"]
 probe._pace.fixed = probe._pace.interval = 1
 for index in range(24):
+    if kind == "late" and index == 3:  # while a window is open
+        call = torch.compile(lambda values: model(values), backend="eager", fullgraph=True)
     step(index)
 sampler.round(last=True)
 errors = [str(one.failures) for one in session.context.breakers.values() if one.errors]
@@ -69,6 +71,14 @@ layers = sorted(probe._around._rows[-1].layers) if probe._around._rows else []
 more = len(utils.get_compilation_metrics()) - warm
 print(json.dumps([more, sum(utils.counters["graph_break"].values()), layers, told, errors]))
 """
+
+
+def run(kind: str) -> Any:
+    """What a training of that kind says at its end."""
+    found = fork_server.run(
+        [sys.executable, "-c", COMPILED, kind, "extreme"], capture_output=True, text=True, check=True, timeout=120
+    )
+    return json.loads(found.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -83,13 +93,18 @@ print(json.dumps([more, sum(utils.counters["graph_break"].values()), layers, tol
 )
 def test_nothing_is_compiled_anew_and_what_is_not_looked_at_is_told(kind: str, layers: list[str], told: dict[str, int]) -> None:
     """No compilation and no graph break after the first steps; what is not compiled is looked at though other code is."""
-    found = fork_server.run(
-        [sys.executable, "-c", COMPILED, kind, "extreme"], capture_output=True, text=True, check=True, timeout=120
-    )
-    more, breaks, looked_at, said, errors = json.loads(found.stdout.splitlines()[-1])
+    more, breaks, looked_at, said, errors = run(kind)
     assert (more, breaks, errors) == (0, 0, [])
     assert looked_at == layers
     assert {name: said[name] for name in told} == told
+
+
+def test_what_is_compiled_under_our_hooks_is_whole_and_compiled_once_more_at_most() -> None:
+    """A hook is nothing in a graph; when it is gone, the graph is made again, and hooks do not come back."""
+    more, breaks, _, said, errors = run("late")
+    assert (breaks, errors) == (0, [])
+    assert 1 <= more <= 2
+    assert said["silent"] == 5
 
 
 def test_inspect_says_what_was_not_looked_at(extreme: Extreme) -> None:

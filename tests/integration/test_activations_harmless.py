@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +69,25 @@ def test_training_is_the_same_to_the_last_bit(flight_dir: Path) -> None:
         assert all(map(torch.equal, trained(extreme.look_at_every_step), expected))
         run.look()
         assert len(extreme.probe._around._rows) >= 10
+
+
+def test_ddp_s_modules_are_those_within_it(extreme: Extreme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the names of their gradients, and nothing is sent to other ranks for it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(perceptron())
+        inputs = torch.randn(4, 8)
+        step = trainer(model, inputs)
+        extreme.start(step)
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object"):
+            monkeypatch.delattr(dist, name)
+        step(4)
+        found = extreme.stats()
+        assert found.keys() == {"0", "1", "2"}
+        assert found["0"] == pytest.approx(by_hand(model.module[0](inputs)), rel=1e-4)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced"])
