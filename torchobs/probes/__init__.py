@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torchobs.probes.activations import ActivationProbe
 from torchobs.probes.compile.compile import CompileProbe
 from torchobs.probes.data.epochs import EpochCount, EpochProbe
 from torchobs.probes.data.fetches import DataProbe
@@ -66,4 +67,5 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         DistributedProbe.name: DistributedProbe,
         CompileProbe.name: CompileProbe,
         NonfiniteProbe.name: NonfiniteProbe,
+        ActivationProbe.name: ActivationProbe,
     }
