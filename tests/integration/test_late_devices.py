@@ -21,6 +21,7 @@ from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
+from torchobs.probes.gradients.clipping import _is_l2
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import AmpProbe
@@ -131,6 +132,23 @@ def test_clipping_on_a_device_gives_the_norm_and_says_whether_it_clipped(
         late.device.land_as([0.5] * len(copy[0]))
     assert [step for step, _ in late.norms()] == [1, 2]
     assert late.run.errors() == []
+
+
+def test_a_limit_that_is_on_a_device_is_not_waited_for(late: Late) -> None:
+    """The norm is compared with it there, and the limit itself is shown when it has landed."""
+    clip = late.gradients._clip
+    with FakeTensorMode():
+        limit, norm = torch.empty((), device="cuda"), torch.empty((), device="cuda")
+        clip._note_clip(limit, norm)
+        clip._note_value(limit)
+        assert not _is_l2(limit)
+    assert (clip.limit, clip.value, clip.take_clamped()) == (None, None, False)
+    assert len(late.device.sent) == 2
+    late.device.land_as([0.5])
+    late.device.land_as([2.0])  # the norm is twice the limit
+    late.context.recorder.step = 1
+    assert [record.step for record in late.late(StepFlag.CLIPPED)] == [1]
+    assert clip.limit == 0.5
 
 
 def test_gradients_clipped_by_value_are_looked_at_later(late: Late, parameters: list[torch.nn.Parameter]) -> None:

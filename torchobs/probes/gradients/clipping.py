@@ -280,13 +280,16 @@ class ClipWatch:
         return self._captured_results(self._torch.clamp) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
-        self.limit = limit = float(max_norm)
+        limit = self._take_limit(max_norm)
         if seen is not None:
             for coefficient in seen.results:
                 local = getattr(coefficient, "_local_tensor", coefficient)
                 self.decide(local, lambda value: value < 1.0)
             return
         noted, self._noted = self._noted, None
+        if limit is None:
+            self._decide_there(total, max_norm)
+            return
         if noted is not None:
             if limit < noted:
                 self._context.recorder.values.flags |= StepFlag.CLIPPED  # inline: in nearly every step
@@ -298,6 +301,21 @@ class ClipWatch:
                 return  # decided when its norm arrives
             total = last.total
         self.decide(total, lambda value: limit < value < inf)
+
+    def _take_limit(self, max_norm: Any) -> float | None:
+        """Set the threshold; return it, or ``None`` if a device has yet to deliver it: ``float`` would wait for that."""
+        if not _is_on_device(max_norm):
+            self.limit = float(max_norm)
+            return self.limit
+        if self._devices.cuda.holds(max_norm):
+            self._context.device.take(max_norm.detach(), functools.partial(setattr, self, "limit"))
+        return None
+
+    def _decide_there(self, total: Any, max_norm: Any) -> None:
+        """Compare a norm with a threshold that is on a device, by their quotient, which arrives later."""
+        if not self._devices.cuda.capturing():  # the division would become part of the graph
+            with self._torch.no_grad():
+                self.decide(total / max_norm, lambda quotient: 1.0 < quotient < inf)
 
     def decide(self, value: Any, clipped: Callable[[float], bool]) -> None:
         """Flag the step in progress if ``clipped(value)``, now or when a device has delivered the value."""
@@ -326,7 +344,8 @@ class ClipWatch:
         return clip_grad_value_
 
     def _note_value(self, clip_value: Any) -> None:
-        self.value, self._clamped = float(clip_value), True
+        self._clamped = not _is_on_device(clip_value)  # ``float`` would wait for the device
+        self.value = float(clip_value) if self._clamped else None
 
     def _watch_fsdp(self) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -357,8 +376,11 @@ class ClipWatch:
     def _after_fsdp(self, made: Clipping | None, max_norm: Any, norm: Any) -> None:
         if made is not None:
             self._keep(made)
-        self.limit = limit = float(max_norm)
-        self.decide(norm, lambda value: limit < value < inf)
+        limit = self._take_limit(max_norm)
+        if limit is None:
+            self._decide_there(norm, max_norm)
+        else:
+            self.decide(norm, lambda value: limit < value < inf)
 
 
 def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -366,11 +388,16 @@ def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _is_l2(norm_type: Any) -> bool:
-    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse."""
+    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse; one on a device is unknown."""
     try:
-        return float(norm_type) == _L2
+        return not _is_on_device(norm_type) and float(norm_type) == _L2
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def _is_on_device(number: Any) -> bool:
+    """Return True for a tensor on a device: ``float`` of it would synchronise."""
+    return not getattr(number, "is_cpu", True)
 
 
 def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:
