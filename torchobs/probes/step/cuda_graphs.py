@@ -58,7 +58,11 @@ class CudaGraphs:
             @functools.wraps(begin)
             def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
                 begins(graph)
-                return begin(graph, *args, **kwargs)
+                try:
+                    return begin(graph, *args, **kwargs)
+                except BaseException:  # such as an interrupt: nothing is captured
+                    ends(graph)
+                    raise
 
             return watched
 
@@ -115,6 +119,7 @@ class CudaGraphs:
             self._losses.append(ref(loss))
 
     def _capture_begins(self, graph: object) -> None:
+        self._training.captures.begin(id(graph))
         if get_ident() != self._training.thread or self._training.backwards:
             return
         self._capture = _Capture(id(graph), self._context.recorder.begin_capture())
@@ -122,6 +127,7 @@ class CudaGraphs:
         self._takes_loss.divert(self._breaker.guard(self._note_loss))
 
     def _capture_ends(self, graph: object) -> None:
+        self._training.captures.end(id(graph))
         begun = self._capture
         if begun is None or begun.graph != id(graph):
             return
