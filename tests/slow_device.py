@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -18,6 +18,7 @@ class Words:
 
     def __init__(self, bits: Any, kind: str) -> None:
         self._bits, self._kind = bits, kind
+        self.dtype = torch.float64
 
     def __len__(self) -> int:
         return len(self._bits) // 8
@@ -41,6 +42,16 @@ class Words:
         return found
 
 
+class Stored:
+    """Memory of the device, as the probes use it."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.values = values
+
+    def __getitem__(self, slots: slice) -> torch.Tensor:
+        return torch.cat([value.detach().double().reshape(1) for value in self.values[slots]])
+
+
 class Passed:
     """An event that the device has come to, at once and in no time."""
 
@@ -58,11 +69,23 @@ class SlowDevice:
     def __init__(self) -> None:
         self.sent: list[tuple[torch.Tensor, Any]] = []
         self.is_capturing = False
-        self.made = 0
+        self.made = self.events = self.current = 0
+        """Allocations of host memory, events made, the current stream"""
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
-        assert device.type in {"cpu", "cuda"}
+        del device
         return contextlib.nullcontext()
+
+    def stream(self, device: torch.device) -> int:
+        del device
+        return self.current
+
+    @contextlib.contextmanager
+    def within(self, device: torch.device, stream: int) -> Iterator[None]:
+        del device
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def capturing(self) -> bool:
         return self.is_capturing
@@ -71,11 +94,22 @@ class SlowDevice:
         del tensor
         return True
 
-    def event(self) -> Passed:
+    def event(self, again: Any = None) -> Passed:
         assert not self.is_capturing
-        return Passed()
+        self.events += again is None
+        return again or Passed()
 
-    def empty(self, size: int) -> Any:
+    def numbers(self, size: int, device: torch.device) -> Any:
+        del device
+        assert not self.is_capturing
+        return Stored([torch.zeros(())] * size)
+
+    def store(self, value: torch.Tensor, numbers: Any, slot: int) -> None:
+        assert not self.is_capturing
+        numbers.values[slot] = value
+
+    def empty(self, size: int, kind: str) -> Any:
+        del kind
         assert not self.is_capturing
         self.made += 1
         return Words(memoryview(bytearray(8 * size)), "d")

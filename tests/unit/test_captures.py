@@ -1,11 +1,16 @@
-"""Captures of CUDA graphs, as the sampler sees them: it rests meanwhile, but not for ever, and a capture waits for its round."""
+"""Captures of CUDA graphs, as the sampler sees them: it rests meanwhile, not for ever, and a capture waits for its round."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import pytest
 
 from torchobs.probes.core import captures
 from torchobs.probes.core.captures import LONGEST_S, Captures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Clock:
@@ -13,7 +18,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now, self.slept = 1000.0, 0
-        self.each_time = lambda: None
+        self.each_time: Callable[[], object] = lambda: None
 
     def monotonic(self) -> float:
         return self.now

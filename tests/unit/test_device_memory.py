@@ -315,7 +315,7 @@ def test_a_snapshot_is_not_taken_where_it_would_take_long() -> None:
 def test_an_older_torch_which_lists_its_history_is_asked_early_only() -> None:
     """There a snapshot has all that was ever allocated: after a few steps it is taken, after an hour not."""
     module = OomCuda()
-    module.cuda.memory_snapshot = lambda mempool_id=None: SNAPSHOT["segments"]
+    module.cuda.memory_snapshot = lambda: SNAPSHOT["segments"]
     module.stats[0]["allocation"]["all"]["allocated"] = 100
     assert segments_in_time(module) == SNAPSHOT["segments"]
     module.stats[0]["allocation"]["all"]["allocated"] = MOST_BLOCKS

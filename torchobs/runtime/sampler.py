@@ -140,6 +140,8 @@ class Sampler:
             self._context.writer.fold()
             return
         with self._busy:  # see flight.writer.value_block.ValueBlock.publish
+            if not self._context.training.captures.in_progress():
+                call(self._context.breaker("device"), self._context.device.send_rest)
             self._context.device.settle()
             self.round(last=True)
 

@@ -15,6 +15,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
+from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Measurement, from_norms
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.capture_results import CapturedResults
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
-    from torchobs.probes.gradients.measurement import Devices
+    from torchobs.probes.gradients.devices import Devices
     from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
@@ -304,7 +305,7 @@ class ClipWatch:
 
     def _take_limit(self, max_norm: Any) -> float | None:
         """Set the threshold; return it, or ``None`` if a device has yet to deliver it: ``float`` would wait for that."""
-        if not _is_on_device(max_norm):
+        if not is_on_device(max_norm):
             self.limit = float(max_norm)
             return self.limit
         if self._devices.cuda.holds(max_norm):
@@ -344,7 +345,7 @@ class ClipWatch:
         return clip_grad_value_
 
     def _note_value(self, clip_value: Any) -> None:
-        self._clamped = not _is_on_device(clip_value)  # ``float`` would wait for the device
+        self._clamped = not is_on_device(clip_value)  # ``float`` would wait for the device
         self.value = float(clip_value) if self._clamped else None
 
     def _watch_fsdp(self) -> None:
@@ -390,14 +391,9 @@ def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _is_l2(norm_type: Any) -> bool:
     """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse; one on a device is unknown."""
     try:
-        return not _is_on_device(norm_type) and float(norm_type) == _L2
+        return not is_on_device(norm_type) and float(norm_type) == _L2
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def _is_on_device(number: Any) -> bool:
-    """Return True for a tensor on a device: ``float`` of it would synchronise."""
-    return not getattr(number, "is_cpu", True)
 
 
 def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.probes.core.pinned_buffers import wide
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -99,7 +101,7 @@ def host_norms(tensors: Sequence[Any]) -> list[float]:
 
 
 def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Return the norms as one float64 tensor on the tensors' device, and the index of the tensor for each. Never waits.
+    """Return the norms as one tensor on the tensors' device (float64 on CUDA), and the index of each one's tensor. Never waits.
 
     An uncoalesced sparse gradient counts with its values as they are, since coalescing waits for the device: its norm is
     then approximate. A tensor that is not dense in memory is computed alone, since its whole group would be copied.
@@ -125,7 +127,7 @@ def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
 
 
 def _together(torch: Any, tensors: list[Any]) -> Any:
-    return torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
+    return torch._foreach_norm(tensors, 2.0, dtype=wide(torch, tensors[0].device.type))
 
 
 def _in_parts(torch: Any, plain: Any) -> Any:
@@ -166,14 +168,16 @@ def largest(gradients: Sequence[Any]) -> Any:
     tensors = [_plain(torch, tensor) for tensor in local([0] * len(gradients), gradients).tensors]
     maxima = [_maximum(torch, tensor) for tensor in tensors]
     device = next((maximum.device for maximum in maxima if not maximum.is_cpu), None)
-    if device is not None:  # one on the CPU is passed as a number: a copy would wait
-        maxima = [torch.full((), one.item(), device=device).double() if one.is_cpu else one.to(device) for one in maxima]
+    if device is not None:
+        dtype = wide(torch, device.type)
+        # one on the CPU is passed as a number: a copy would wait
+        maxima = [torch.full((), one.item(), dtype=dtype, device=device) if one.is_cpu else one.to(device) for one in maxima]
     return torch.stack(maxima).max() if maxima else torch.zeros(())
 
 
 def _maximum(torch: Any, plain: Any) -> Any:
     parts = [plain] if plain.dtype.itemsize > 1 else _chunks(torch, plain, _DEVICE_CHUNK)
-    return torch.stack([torch.linalg.vector_norm(part, inf) for part in parts]).max().double()
+    return torch.stack([torch.linalg.vector_norm(part, inf) for part in parts]).max().to(wide(torch, plain.device.type))
 
 
 def _norm(torch: Any, plain: Any) -> Any:
@@ -232,8 +236,8 @@ def flat(tensor: Any) -> Any:
 def _plain(torch: Any, tensor: Any) -> Any:
     """Return a strided real tensor with the same norm."""
     if tensor.layout is torch.sparse_coo:
-        cuda = tensor.is_cuda and not tensor.is_coalesced()
-        tensor = tensor._values() if cuda else tensor.coalesce().values()
+        there = not tensor.is_cpu and not tensor.is_coalesced()
+        tensor = tensor._values() if there else tensor.coalesce().values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.values()
     if tensor.is_complex():
