@@ -53,14 +53,19 @@ class Stored:
 
 
 class Passed:
-    """An event that the device has come to, at once and in no time."""
+    """An event, recorded at the device's time, and reached as long as the device has reached what it was given."""
+
+    def __init__(self, device: SlowDevice) -> None:
+        self.device, self.at_ms = device, device.now_ms
 
     def query(self) -> bool:
-        return True
+        assert not self.device.is_capturing
+        return self.device.has_reached
 
     def elapsed_time(self, end: object, /) -> float:
         assert isinstance(end, Passed)
-        return 0.0
+        assert self.device.has_reached
+        return end.at_ms - self.at_ms
 
 
 class SlowDevice:
@@ -69,6 +74,8 @@ class SlowDevice:
     def __init__(self) -> None:
         self.sent: list[tuple[torch.Tensor, Any]] = []
         self.is_capturing = False
+        self.now_ms, self.has_reached = 0.0, True
+        """Time on the device, and whether it has come to the end of what it was given"""
         self.made = self.events = self.current = 0
         """Allocations of host memory, events made, the current stream"""
 
@@ -97,7 +104,11 @@ class SlowDevice:
     def event(self, again: Any = None) -> Passed:
         assert not self.is_capturing
         self.events += again is None
-        return again or Passed()
+        if again is None:
+            return Passed(self)
+        again.at_ms = self.now_ms
+        found: Passed = again
+        return found
 
     def numbers(self, size: int, device: torch.device) -> Any:
         del device

@@ -140,15 +140,12 @@ class Sampler:
             self._context.writer.fold()
             return
         with self._busy:  # see flight.writer.value_block.ValueBlock.publish
-            if not self._context.training.captures.in_progress():
-                call(self._context.breaker("device"), self._context.device.send_rest)
-            self._context.device.settle()
             self.round(last=True)
 
     def round(self, *, last: bool = False) -> None:
         """Run one round. Expensive work that changes little runs once a second, and in the ``last`` round."""
         context, writer, yield_gil = self._context, self._context.writer, self._context.yield_gil
-        context.device.poll()
+        self._receive(last=last)
         context.scalars.set_left()
         self._write_scalars(last=last)
         phase, since_ns = context.recorder.phase()
@@ -180,6 +177,14 @@ class Sampler:
                 call(context.breaker(probe), sample)
                 yield_gil()
         writer.publish()
+
+    def _receive(self, *, last: bool) -> None:
+        """Deliver what has arrived from devices; what was not sent yet is, in the thread that ends the session."""
+        context = self._context
+        if last and not context.training.captures.in_progress():
+            call(context.breaker("device"), context.device.send_rest)
+            context.device.settle()
+        context.device.poll()
 
     def _write_scalars(self, *, last: bool) -> None:
         points = self._context.scalars.points(time.monotonic(), last=last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from torchobs.probes.core.event_pool import EventPool
 from torchobs.probes.core.pinned_buffers import PendingCopies
 
 if TYPE_CHECKING:
@@ -31,13 +32,12 @@ class Timing(NamedTuple):
 class Devices:
     """Resources for measuring on devices: the pool of copies, and device timings."""
 
-    __slots__ = ("_events", "_largest", "batched_in", "batches", "batching", "copies", "cuda", "timings")
+    __slots__ = ("_largest", "batched_in", "batches", "batching", "copies", "cuda", "events", "timings")
 
     def __init__(self, cuda: Device) -> None:
         self.cuda, self.copies = cuda, PendingCopies(cuda)
         self.timings: deque[Timing] = deque()
-        self._events: dict[torch.device, list[DeviceEvent]] = {}
-        """Free ones: to destroy an event, or to make one, is a call of the driver"""
+        self.events = EventPool(cuda)
         self.batches: dict[torch.device, Batch] = {}
         """Norms of a step's optimizers that are not sent yet"""
         self.batching = False
@@ -47,20 +47,11 @@ class Devices:
         self._largest: dict[torch.device, int] = {}
         """Elements of the largest measurement in the last batch"""
 
-    def event(self, device: torch.device) -> DeviceEvent:
-        """Record an event on the current stream of that device, which is the current one."""
-        free = self._events.setdefault(device, [])
-        return self.cuda.event(free.pop()) if free else self.cuda.event()
-
-    def release(self, device: torch.device, *events: DeviceEvent) -> None:
-        """Take events of that device back."""
-        self._events.setdefault(device, []).extend(events)
-
     def time(self, timing: Timing) -> None:
         """Keep a timing until :meth:`take_ns`; of too many, the last ones."""
         if len(self.timings) >= _MOST_TIMED:
             oldest = self.timings.popleft()
-            self.release(oldest.device, oldest.begun, oldest.done)
+            self.events.release(oldest.device, oldest.begun, oldest.done)
         self.timings.append(timing)
 
     def take_ns(self) -> int:
@@ -74,7 +65,7 @@ class Devices:
             while self.timings and self.timings[0].numbers.has_landed() and self.timings[0].done.query():
                 device, begun, done, _, share = self.timings.popleft()
                 spent_ns += int(begun.elapsed_time(done) * 1e6 / share)
-                self.release(device, begun, done)
+                self.events.release(device, begun, done)
         return spent_ns
 
     def batch(self, device: torch.device) -> Batch:

@@ -163,7 +163,7 @@ def _send(
     batch = devices.batch(device) if devices.batching or device in devices.batches else None
     elements = sum(tensor.numel() for tensor in tensors) if batch is not None else 0
     timed = device.type == "cuda" and (batch is None or (batch.timed is None and elements >= batch.expected))
-    begun = devices.event(device) if timed else None
+    begun = devices.events.record(device) if timed else None
     vector, order = device_norms(tensors)
     more = [count_on_device(tensor) for _, tensor in counted]
     if scale is not None:
@@ -174,12 +174,12 @@ def _send(
     if batch is None:
         numbers = sent = devices.copies.send(vector)
         if begun is not None:
-            devices.time(Timing(device, begun, devices.event(device), sent, 1.0))
+            devices.time(Timing(device, begun, devices.events.record(device), sent, 1.0))
     else:
         numbers = batch.add(vector)
         batch.elements, batch.largest = batch.elements + elements, max(batch.largest, elements)
         if begun is not None:
-            batch.timed = begun, devices.event(device), elements
+            batch.timed = begun, devices.events.record(device), elements
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
 
