@@ -21,8 +21,8 @@ from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
-from torchobs.probes.gradients.clipping import _is_l2
 from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.gradients.norms import is_l2
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import AmpProbe
 from torchobs.probes.precision.loss_scale import LossScaling
@@ -141,7 +141,7 @@ def test_a_limit_that_is_on_a_device_is_not_waited_for(late: Late) -> None:
         limit, norm = torch.empty((), device="cuda"), torch.empty((), device="cuda")
         clip._note_clip(limit, norm)
         clip._note_value(limit)
-        assert not _is_l2(limit)
+        assert not is_l2(limit)
     assert (clip.limit, clip.value, clip.take_clamped()) == (None, None, False)
     assert len(late.device.sent) == 2
     late.device.land_as([0.5])

@@ -86,7 +86,8 @@ class Devices:
         self.batching = following
         if self.batched_in != step:
             self.batched_in = step
-            self.flush()
+            if self.batches:
+                self.flush()
 
     def flush(self) -> None:
         """Send what was measured of several optimizers, in one copy for each device. In the training thread."""

@@ -153,7 +153,7 @@ class GradientProbe:
         keys, suspects = list(map(id, parameters)), self._publisher.suspects
         self._devices.of_step(self._context.recorder.step, following=bool(self._context.recorder.pending))
         made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
-        if not self._devices.batching:
+        if self._devices.batches and not self._devices.batching:
             self._devices.flush()
         if made is not None:
             self._record(made, within=within)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.pinned_buffers import wide
 
 if TYPE_CHECKING:
@@ -27,8 +28,19 @@ _DEVICE_CHUNK = 1 << 23
 _DEVICE_LARGE = 1 << 24
 """Elements from which CUDA's norms are computed apart from those of smaller tensors: for each tensor, a call clears a
 partial sum for each 65,536 elements of the largest one (``kChunkSize``)"""
+_L2 = 2.0
 TINY = 1e-15
 """A smaller float32 norm may have lost squares to underflow (they leave the normal range at 1e-38)."""
+
+
+def is_l2(norm_type: Any) -> bool:
+    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse; one on a device is unknown."""
+    if type(norm_type) is float:  # in nearly every call
+        return norm_type == _L2
+    try:
+        return not is_on_device(norm_type) and float(norm_type) == _L2
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 class Local(NamedTuple):
