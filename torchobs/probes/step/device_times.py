@@ -114,6 +114,7 @@ class DeviceTimeProbe:
 
     def _go_on(self) -> None:
         """Begin to wait for a step, or take what was timed. A backward begins."""
+        begun_ns, spent = time.monotonic_ns(), self._context.spent_ns
         if self._context.device.cuda.capturing():
             self._state = "" if self._state == "asked" else self._state
         elif self._state == "asked":
@@ -125,6 +126,7 @@ class DeviceTimeProbe:
         elif self._handles or self._marks:  # done, or without an end
             self._unhook()
             self._take()
+        spent[self.name] = spent.get(self.name, 0) + time.monotonic_ns() - begun_ns
 
     def _find_device(self) -> Any:
         """Return the CUDA device of the first parameter of an optimizer; ``None`` without one."""
