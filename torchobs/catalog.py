@@ -286,6 +286,9 @@ STEP_DURATION = _histogram("torchobs.step.duration", "s", SECONDS_BOUNDS).descri
     "Time from the end of one step to the end of the next, without evaluation, checkpoints and compilation."
 )
 STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", PHASE).described("Time spent in each phase of the steps.")
+STEP_DEVICE_TIME = _gauge("torchobs.step.device.time", "s", PHASE).described(
+    "Time that the CUDA device was in each phase of a step, idle or not, of one step a second."
+)
 LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", survives=True).described(
     "Unix time at which the last step ended."
 )

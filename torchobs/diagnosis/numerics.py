@@ -59,7 +59,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     yield from activations(report)
     for fact in report.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
-        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
+        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: torch copies no value from {kind}.")
 
 
 def _onset(steps: Sequence[Step]) -> int | None:

@@ -27,6 +27,7 @@ from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, RateSource
 from torchobs.probes.optimizer.resumed import ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.step.device_times import DeviceTimeProbe
 from torchobs.probes.step.loss import LossProbe
 from torchobs.probes.step.phases import PhaseProbe
 from torchobs.probes.step.steps import StepProbe
@@ -49,6 +50,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
     return {
         StepProbe.name: partial(StepProbe, scaling, rates),
         PhaseProbe.name: PhaseProbe,
+        DeviceTimeProbe.name: DeviceTimeProbe,
         DataProbe.name: DataProbe,
         LoaderProbe.name: LoaderProbe,
         EpochProbe.name: partial(EpochProbe, epochs),
