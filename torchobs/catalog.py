@@ -310,8 +310,14 @@ SCHEDULER_STEPS = _counter("torchobs.scheduler.steps", "{step}").described(
 SCHEDULER_MISUSE = _counter("torchobs.scheduler.misuses", "{scheduler}", SCHEDULER_MISUSE_KIND, quiet=0.0).described(
     "Learning-rate schedulers used wrongly, by kind of misuse."
 )
-SAMPLES = _counter("torchobs.samples", "{sample}", quiet=0.0).described("Samples given to torchobs.log().")
-TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described("Tokens given to torchobs.log().")
+SAMPLES = _counter("torchobs.samples", "{sample}", quiet=0.0).described(
+    "Samples trained on: those given to torchobs.log(); before the first, inferred: for each batch fetched for training, the "
+    "leading dimension of the loader's batch that was last looked at (one in ten seconds, and the first of each iteration)."
+)
+TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described(
+    "Tokens trained on, inferred likewise before the first are given to torchobs.log(): the elements of the batch's "
+    "two-dimensional integer ids, padding included."
+)
 STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", survives=True).described(
     "Planned number of steps of the run, if known."
 )
