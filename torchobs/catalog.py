@@ -318,6 +318,15 @@ TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described(
     "Tokens trained on, inferred likewise before the first are given to torchobs.log(): the elements of the batch's "
     "two-dimensional integer ids, padding included."
 )
+MODEL_FLOPS = _gauge("torchobs.model.flops", "{operation}").described(
+    "Floating-point operations of a training step on this rank, forward and backward: those given to torchobs.log(flops=...), "
+    "else 6 for each token and trained parameter and 4 for each frozen one, without embeddings that are only looked up. "
+    "Attention scores, recomputation and the optimizer are left out. Absent where no tokens are known."
+)
+MFU = _gauge("torchobs.mfu", "1").described(
+    "Model FLOPs utilization: these operations per second of step time, over the dense peak of the rank's devices for the data "
+    "type in use. Absent where the device is not in the table of peaks."
+)
 STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", survives=True).described(
     "Planned number of steps of the run, if known."
 )

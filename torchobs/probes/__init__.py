@@ -26,6 +26,7 @@ from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, RateSource
 from torchobs.probes.optimizer.resumed import ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.step.flops import FlopsProbe
 from torchobs.probes.step.loss import LossProbe
 from torchobs.probes.step.phases import PhaseProbe
 from torchobs.probes.step.steps import StepProbe
@@ -66,4 +67,5 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         DistributedProbe.name: DistributedProbe,
         CompileProbe.name: CompileProbe,
         NonfiniteProbe.name: NonfiniteProbe,
+        FlopsProbe.name: FlopsProbe,
     }

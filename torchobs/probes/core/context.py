@@ -80,6 +80,8 @@ class ProbeContext:
     blown_layer: list[Callable[[int], BlownLayer | None]] = field(default_factory=list)
     """Functions that name the layer whose gradient has grown most in a step, if it was measured lately; for the sampler
     thread. None, or the gradient probe's"""
+    modules: list[Callable[[], list[Any]]] = field(default_factory=list)
+    """Functions that return the outermost modules known, for the sampler thread. None, or the gradient probe's"""
     watched: list[ref[Any]] = field(default_factory=list)
     """Models given to ``torchobs.watch``"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
