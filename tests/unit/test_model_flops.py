@@ -48,9 +48,9 @@ NAMES = {
     "AMD Instinct MI325X": ("float16", 1307.4),
 }
 UNKNOWN = (
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM2e", "NVIDIA H100", "NVIDIA A100X", "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA L40G", "NVIDIA A10M", "NVIDIA RTX 6000D", "Quadro RTX 6000",
-    "AMD Instinct MI300A", "", "cpu", "Apple M2",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM2e", "NVIDIA H100", "NVIDIA A100X", "NVIDIA L40G", "NVIDIA A10M",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA RTX 6000D",
+    "Quadro RTX 6000", "AMD Instinct MI300A", "", "cpu", "Apple M2",
 )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_parameters_that_count_are_those_that_multiply(tied: bool) -> None:  # n
 def test_frozen_parameters_count_less_and_other_models_not_at_all() -> None:
     """An adapter's model counts as a whole; a teacher that nothing of is trained does not."""
     model, teacher = Tied(tied=False), Tied(tied=False)
-    model.head.requires_grad_(False)
+    model.head.requires_grad_(requires_grad=False)
     assert count_parameters([teacher, model], [model.inner.weight]) == (64, 800)
     assert count_parameters([teacher], [model.inner.weight]) is None
     assert count_parameters([], []) is None

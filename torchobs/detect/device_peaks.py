@@ -1,9 +1,9 @@
 """Peak arithmetic of accelerators by data type, for the model FLOPs utilization. Pure.
 
-All figures are dense (without structured sparsity, of which datasheets often give the doubled one), with accumulation in float32
-where the vendor makes a difference, in 10^12 operations per second, at the clock and power limit of the datasheet. Names are
-matched as a whole, as ``torch.cuda.get_device_name()`` and NVML have them, so that no PCIe card is taken for an SXM module and no
-MIG instance for a whole GPU: a device that is not in the table has no peak.
+All figures are dense (without structured sparsity, with which datasheets often give twice as much), with accumulation in
+float32 where the vendor makes a difference, in 10^12 operations per second, at the clock and power limit of the datasheet.
+Names are matched as a whole, as ``torch.cuda.get_device_name()`` and NVML have them, so that no PCIe card is taken for an SXM
+module and no MIG instance for a whole GPU: a device that is not in the table has no peak.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ DEVICES = (
     _Device(r"H200", Peaks(67.0, 494.7, 989.4, 989.4, _H200)),
     _Device(r"H200 NVL", Peaks(60.0, 417.5, 835.5, 835.5, _H200)),
     _Device(
-        r"GH200 (?:480GB|96GB HBM3|144G HBM3e)", Peaks(67.0, 494.7, 989.4, 989.4, "NVIDIA GH200 Grace Hopper Superchip datasheet")
+        r"GH200 (?:480GB|96GB HBM3|144G HBM3e)",
+        Peaks(67.0, 494.7, 989.4, 989.4, "NVIDIA GH200 Grace Hopper Superchip datasheet"),
     ),
     _Device(r"B200", Peaks(75.0, 1100.0, 2250.0, 2250.0, "NVIDIA HGX B200 specifications (an eighth of the board)")),
     _Device(r"GB200", Peaks(80.0, 1250.0, 2500.0, 2500.0, "NVIDIA GB200 NVL72 specifications (1/72 of the rack)")),
@@ -68,7 +69,8 @@ DEVICES = (
         Peaks(91.1, 182.1, 364.2, 364.2, "NVIDIA Ada GPU Architecture whitepaper"),
     ),
     _Device(
-        r"MI250X(?:/MI250X?)?", Peaks(47.9, None, 191.5, 191.5, "AMD Instinct MI250X datasheet (half: torch sees each of two dies)")
+        r"MI250X(?:/MI250X?)?",
+        Peaks(47.9, None, 191.5, 191.5, "AMD Instinct MI250X datasheet (half: torch sees each of two dies)"),
     ),
     _Device(r"MI300X", Peaks(163.4, 653.7, 1307.4, 1307.4, "AMD Instinct MI300X datasheet")),
     _Device(r"MI325X", Peaks(163.4, 653.7, 1307.4, 1307.4, "AMD Instinct MI325X datasheet")),

@@ -5,9 +5,9 @@ pass: 6 for each parameter and token (Kaplan et al., 2020, arXiv:2001.08361, sec
 the gradient of its input is computed where a trained layer lies before it (an adapter in every layer): 4.
 
 The model FLOPs utilization is the number of these operations per second over the peak (PaLM: Chowdhery et al., 2022,
-arXiv:2204.02311, appendix B), which counts no operation done twice (activation checkpointing). Left out is attention's product of
-queries with keys and with values, 12 x layers x width x sequence length for each token: PaLM has it, a small part where the
-sequence is much shorter than six times the width.
+arXiv:2204.02311, appendix B), which counts no operation done twice (activation checkpointing). Left out are attention's
+products of queries with keys and of weights with values, 12 x layers x width x sequence length for each token: PaLM has them,
+a small part where the sequence is much shorter than six times the width.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Progress(NamedTuple):
 
     def since(self, before: Progress) -> Progress:
         """Return what was added since then."""
-        return Progress(*(now - then for now, then in zip(self, before, strict=True)))
+        return Progress(
+            self.steps - before.steps, self.tokens - before.tokens, self.timed - before.timed, self.timed_s - before.timed_s
+        )
 
 
 def step_flops(parameters: Parameters, tokens: float) -> float:

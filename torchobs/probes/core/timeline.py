@@ -53,8 +53,8 @@ class PhaseTimeline:
 
     __slots__ = (
         "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_fetching", "_forward_ns",
-        "_has_trained", "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained", "_undecided",
-        "_used_ns", "_window", "_window_loader", "batches", "evaluations", "segment", "spent_ns",
+        "_has_trained", "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained",
+        "_undecided", "_used_ns", "_window", "_window_loader", "batches", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:

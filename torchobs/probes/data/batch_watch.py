@@ -1,7 +1,7 @@
 """Look at a batch of the data loaders now and then: the first one of every iteration, and one in ten seconds.
 
-An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and hands on its batch.
-Any other fetch costs nothing, and no device is synchronised.
+An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and hands on its
+batch. Any other fetch costs nothing, and no device is synchronised.
 """
 
 from __future__ import annotations

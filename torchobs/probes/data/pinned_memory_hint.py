@@ -20,7 +20,7 @@ _MAX_DEPTH = 4
 
 
 class PinningHint:
-    """Counts batches in pageable memory, and tells of the first. A part of :class:`~torchobs.probes.data.loaders.LoaderProbe`."""
+    """Counts batches in pageable memory, and tells of the first. A part of ``loaders.LoaderProbe``."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, self._reported = context, False
