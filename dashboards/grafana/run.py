@@ -268,6 +268,13 @@ def progress() -> tuple[Panel, ...]:
             Query(per_run("min", select(catalog.MFU, *RANKS)), f"{RUN} lowest"),
         ),
         panels.lines(
+            "Model FLOPs per second",
+            "Floating-point operations of the model per second, of all ranks. Good: level. Empty: where neither tokens nor "
+            "torchobs.log(flops=...) are known.",
+            "flops",
+            Query(per_run("sum", f"{rate(catalog.STEPS, *RANKS)} * {select(catalog.MODEL_FLOPS, *RANKS)}"), RUN),
+        ),
+        panels.lines(
             "Scalars",
             "Mean over the ranks of each number that the script gives to torchobs.log(). Good: you know. Empty: where it "
             "gives none.",

@@ -61,6 +61,7 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_DISABLE_PROBES", "loss, gradients,", "disable_probes", frozenset({"loss", "gradients"})),
     ("TORCHOBS_LOG_LEVEL", "debug", "log_level", "DEBUG"),
     ("TORCHOBS_OTEL_PROVIDERS", "off", "set_global_providers", False),
+    ("TORCHOBS_INFER_THROUGHPUT", "no", "infer_throughput", False),
     ("TORCHOBS_NATIVE", "0", "native", False),
     ("TORCHOBS_WATCHDOG", "off", "watchdog", False),
     ("TORCHOBS_RUN_DETAILS", "off", "run_details", False),
