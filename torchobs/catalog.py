@@ -437,7 +437,7 @@ DATA_WORKERS_DIED = _counter("torchobs.data.workers_died", "{process}", quiet=0.
 DATA_BATCHES_READY = _gauge("torchobs.data.batches_ready", "{batch}").described(
     "Batches that the workers have finished and training has not used yet; 0 means that training waits for data."
 )
-DATA_STARVED = _gauge("torchobs.data.starved", "").described(
+DATA_STARVED = _gauge("torchobs.data.starved", "", quiet=0.0).described(
     "1 while training waits for data for a fifth of its time or more, judged over a minute and ten steps."
 )
 DATA_UNPINNED_BATCHES = _counter("torchobs.data.unpinned_batches", "{batch}", quiet=0.0).described(
