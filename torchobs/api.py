@@ -48,6 +48,7 @@ def log(  # all by keyword
     samples: int = 0,
     total_steps: int | None = None,
     resumed_from: int | None = None,
+    flops: float | None = None,
     **scalars: Any,
 ) -> None:
     """Record values that only the script knows, for the step in progress or, right after ``optimizer.step()``, for that step.
@@ -57,14 +58,17 @@ def log(  # all by keyword
     Args:
         loss: the step's loss, in place of the one that backward starts from. A number or a one-element tensor; a tensor on a
             device is copied without synchronizing.
-        tokens: tokens trained on since the last call, on this rank.
+        tokens: tokens trained on since the last call, on this rank; from the first call on they are not inferred.
         samples: samples, likewise.
         total_steps: steps that this process will take (after resuming from a checkpoint: the remaining ones); once is enough.
         resumed_from: steps of the run before this process, where its optimizer does not count them (SGD); once is enough.
+        flops: floating-point operations of a training step of this rank, forward and backward, in place of the estimate by
+            parameters and tokens; once is enough. :func:`torchobs.debug.count_flops` counts them.
         scalars: other numbers by name; each becomes a gauge and a curve. The first 64 names are kept, non-numbers are ignored.
     """
     if not graph_safe.is_compiling():
-        _call("log", _log, loss, tokens, samples, {"total": total_steps, "before": resumed_from}, scalars)
+        steps = {"total": total_steps, "before": resumed_from, "flops": flops}
+        _call("log", _log, loss, tokens, samples, steps, scalars)
 
 
 def event(name: str, **attributes: Any) -> None:
@@ -140,7 +144,7 @@ def _step(context: ProbeContext) -> None:
 
 
 def _log(  # one call hands on all
-    context: ProbeContext, loss: Any, tokens: int, samples: int, steps: dict[str, int | None], scalars: dict[str, Any]
+    context: ProbeContext, loss: Any, tokens: int, samples: int, steps: dict[str, float | None], scalars: dict[str, Any]
 ) -> None:
     if loss is not None or tokens or samples:
         _log_step(context, loss, int(tokens), int(samples))
@@ -148,6 +152,8 @@ def _log(  # one call hands on all
         context.scalars.set_total_steps(float(steps["total"]))
     if steps["before"] is not None:
         context.scalars.set_resumed_from(float(steps["before"]))
+    if steps["flops"] is not None:
+        context.scalars.flops = float(steps["flops"])
     for name, value in scalars.items():
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # raised by torch, Python and NumPy for a non-number
             _log_scalar(context, name, value)

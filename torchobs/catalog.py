@@ -314,8 +314,23 @@ SCHEDULER_STEPS = _counter("torchobs.scheduler.steps", "{step}").described(
 SCHEDULER_MISUSE = _counter("torchobs.scheduler.misuses", "{scheduler}", SCHEDULER_MISUSE_KIND, quiet=0.0).described(
     "Learning-rate schedulers used wrongly, by kind of misuse."
 )
-SAMPLES = _counter("torchobs.samples", "{sample}", quiet=0.0).described("Samples given to torchobs.log().")
-TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described("Tokens given to torchobs.log().")
+SAMPLES = _counter("torchobs.samples", "{sample}", quiet=0.0).described(
+    "Samples trained on: those given to torchobs.log(); before the first, inferred: for each batch fetched for training, the "
+    "leading dimension of the loader's batch that was last looked at (one in ten seconds, and the first of each iteration)."
+)
+TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described(
+    "Tokens trained on, inferred likewise before the first are given to torchobs.log(): the elements of the batch's "
+    "two-dimensional integer ids, padding included."
+)
+MODEL_FLOPS = _gauge("torchobs.model.flops", "{operation}").described(
+    "Floating-point operations of a training step on this rank, forward and backward: those given to torchobs.log(flops=...), "
+    "else 6 for each token and trained parameter and 4 for each frozen one, without embeddings that are only looked up. "
+    "Attention scores, recomputation and the optimizer are left out. Absent where no tokens are known."
+)
+MFU = _gauge("torchobs.mfu", "1").described(
+    "Model FLOPs utilization: these operations per second of step time, over the dense peak of the rank's devices for the data "
+    "type in use. Absent where the device is not in the table of peaks."
+)
 STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", survives=True).described(
     "Planned number of steps of the run, if known."
 )
@@ -441,7 +456,7 @@ DATA_WORKERS_DIED = _counter("torchobs.data.workers_died", "{process}", quiet=0.
 DATA_BATCHES_READY = _gauge("torchobs.data.batches_ready", "{batch}").described(
     "Batches that the workers have finished and training has not used yet; 0 means that training waits for data."
 )
-DATA_STARVED = _gauge("torchobs.data.starved", "").described(
+DATA_STARVED = _gauge("torchobs.data.starved", "", quiet=0.0).described(
     "1 while training waits for data for a fifth of its time or more, judged over a minute and ten steps."
 )
 DATA_UNPINNED_BATCHES = _counter("torchobs.data.unpinned_batches", "{batch}", quiet=0.0).described(

@@ -39,7 +39,7 @@ def data() -> tuple[Panel, ...]:
             "Starved ranks",
             "Ranks that wait for data for a fifth of their time or more. Good: 0.",
             "short",
-            Query(f"sum({select(catalog.DATA_STARVED, *RANKS)})"),
+            Query(f"sum({select(catalog.DATA_STARVED, *RANKS)}) or vector(0)"),
             steps=thresholds.NONE_IS_GOOD,
         ),
         panels.number(

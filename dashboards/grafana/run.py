@@ -247,15 +247,32 @@ def progress() -> tuple[Panel, ...]:
         panels.lines(
             "Tokens per second",
             "Tokens per second of the run; without the recording rules, those that tensor- and pipeline-parallel ranks count "
-            "again are in it. Good: level. Empty: where the script gives none to torchobs.log().",
+            "again are in it. Good: level. Empty: where the script gives none to torchobs.log(), and its batches have no ids.",
             "short",
             Query(tokens(*RANKS), RUN),
         ),
         panels.lines(
             "Samples per second",
-            "Samples per second of all ranks. Good: level. Empty: where the script gives none to torchobs.log().",
+            "Samples per second of all ranks. Good: level. Empty: where the script gives none to torchobs.log(), and has no "
+            "data loader of torch's.",
             "short",
             Query(per_run("sum", rate(catalog.SAMPLES, *RANKS)), RUN),
+        ),
+        panels.lines(
+            "Model FLOPs utilization",
+            "Share of the devices' dense peak that the model's own operations are, the mean over the ranks and the lowest. "
+            "Good: level; 30 to 50 % is usual for large language models. Empty: on CPUs and unknown devices, and where neither "
+            "tokens nor torchobs.log(flops=...) are known.",
+            "percentunit",
+            Query(per_run("avg", select(catalog.MFU, *RANKS)), f"{RUN} mean"),
+            Query(per_run("min", select(catalog.MFU, *RANKS)), f"{RUN} lowest"),
+        ),
+        panels.lines(
+            "Model FLOPs per second",
+            "Floating-point operations of the model per second, of all ranks. Good: level. Empty: where neither tokens nor "
+            "torchobs.log(flops=...) are known.",
+            "flops",
+            Query(per_run("sum", f"{rate(catalog.STEPS, *RANKS)} * {select(catalog.MODEL_FLOPS, *RANKS)}"), RUN),
         ),
         panels.lines(
             "Scalars",

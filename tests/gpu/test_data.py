@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording
-from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
+from torchobs.probes.data.batch_watch import BatchWatch
+from torchobs.probes.data.pinned_memory_hint import PinningHint, pageable_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
@@ -28,13 +29,13 @@ def test_a_loader_that_does_not_pin_is_hinted_at(run: Recording, *, pinned: bool
     """Once a CUDA device is in use, a batch is looked at, without a synchronisation of the device."""
     context = run.session.context
     assert context is not None
-    probe = PinningWatch()
-    probe.install(context, context.breaker("loaders"))
+    hint = PinningHint(context)
+    watch = BatchWatch(context.breaker("loaders"), lambda _, batch: hint.look(batch))
     torch.zeros(1, device="cuda")
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2, pin_memory=pinned)  # type: ignore[arg-type]
     iterator = iter(loader)
-    probe.begun(iterator)
-    probe.observe()
+    watch.begun(iterator, now=False)
+    watch.arm_latest()
     assert "_next_data" in vars(iterator)
     with no_waiting():
         next(iterator)

@@ -17,8 +17,9 @@ from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
+from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.fetches import StarvationWatch
-from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
+from torchobs.probes.data.pinned_memory_hint import PinningHint, pageable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,11 +169,12 @@ def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> No
     """The next fetch is looked at, the ones after are not; the batches are the same, and no iterator lives longer for it."""
     context = run.session.context
     assert context is not None
-    probe = PinningWatch()
-    probe.install(context, context.breaker("loaders"))
+    hint = PinningHint(context)
+    watch = BatchWatch(context.breaker("loaders"), lambda _, batch: hint.inspect(batch))
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2)  # type: ignore[arg-type]
     iterator = iter(loader)
-    probe.arm(iterator)
+    next(iterator)  # the session itself looks at the first
+    watch.arm(iterator)
     assert "_next_data" in vars(iterator)
     first, second = next(iterator), next(iterator)
     assert (first.shape, second.shape) == ((2, 40_000), (2, 40_000))
@@ -180,9 +182,9 @@ def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> No
     assert run.look()[("torchobs.data.unpinned_batches",)] == 1
     (event,) = run.frames("torchobs.data.unpinned")
     assert event["attrs"] == {"size": 2 * 40_000 * 4}
-    probe.arm(iterator)
+    watch.arm(iterator)
     references = sys.getrefcount(iterator)
-    probe.remove()
+    watch.remove()
     assert "_next_data" not in vars(iterator)
     assert sys.getrefcount(iterator) == references
 

@@ -185,12 +185,12 @@ def test_transformers(flight_dir: Path, tmp_path: Path) -> None:
         assert [step.loss for step in rank.steps] == pytest.approx(expected["losses"], rel=1e-5)
         assert [step.grad_norm for step in rank.steps] == pytest.approx(expected["norms"], rel=1e-5)
         assert rank.values["torchobs.epochs",] == 2
+        assert rank.values["torchobs.samples",] == 2 * 10 * 4  # inferred, where nobody gives them
+        assert rank.values["torchobs.tokens",] == expected["tokens"]
         assert [step for step in rank.steps if not step.phase_s[DATA] > 0] == []  # that of the step after an evaluation, too
     assert [step.step - 1 for step in told.steps if step.phase_s[CHECKPOINT] > 0] == [4, 8]
     assert told.values["torchobs.steps.planned",] == 10
     assert told.values["torchobs.steps.resumed_from",] == 0
-    assert told.values["torchobs.samples",] == 2 * 10 * 4
-    assert told.values["torchobs.tokens",] == expected["tokens"]
     assert [step.tokens for step in told.steps] == [128] * 10
     assert told.values["torchobs.scalar", "eval_loss"] == expected["eval_loss"]
     assert told.values["torchobs.scalar", "epoch"] == 2

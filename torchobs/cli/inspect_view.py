@@ -151,6 +151,8 @@ def _speed(report: RankReport, width: int) -> list[str]:
         return []
     rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
     told = [text_format.rate(per_s, what) for what, per_s in rates if per_s]
+    share = report.value(catalog.MFU)
+    told += [f"MFU {text_format.percent(share)}"] if share is not None else []
     return flow([*told, f"over {text_format.plural(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
 
 

@@ -20,7 +20,7 @@ __all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "n
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
     "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile", "nonfinite", "resume",
-    "leak", "activations", "device_time",
+    "leak", "activations", "device_time", "flops",
 )  # fmt: skip
 """Names of the probes that can be disabled; listed here because this module loads without torch. Append new ones: a command
 refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""
@@ -59,6 +59,7 @@ class Settings:
     grad_interval: int | Literal["auto"] = "auto"
     layers: int = 16
     overhead_budget: float = 0.005
+    infer_throughput: bool = True
     disable_probes: frozenset[str] = frozenset()
     raise_on: frozenset[str] = frozenset()
     native: bool = True
@@ -149,6 +150,10 @@ OPTIONS = (
     Option(
         "overhead_budget", kinds.fraction(0, 0.2), "Share of the training time that torchobs may use.",
         "0.005", ("TORCHOBS_OVERHEAD_BUDGET",),
+    ),
+    Option(
+        "infer_throughput", kinds.BOOLEAN, "Whether samples and tokens are counted by the shapes of a batch that is looked at "
+        "every ten seconds, as long as the script gives none to `torchobs.log()`.", "true", ("TORCHOBS_INFER_THROUGHPUT",),
     ),
     Option("disable_probes", kinds.names(PROBES), "Probes not to install.", "none", ("TORCHOBS_DISABLE_PROBES",)),
     Option(

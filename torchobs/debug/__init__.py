@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchobs.debug.diffusion import analyze_diffusion, diffusion_monitor
     from torchobs.debug.durations import performance
     from torchobs.debug.findings import logging_bridge
+    from torchobs.debug.flops import count_flops
     from torchobs.debug.gradients import check_gradients
     from torchobs.debug.held_steps import nan_guard
     from torchobs.debug.history import clear, summary, training_summary
@@ -43,6 +44,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("acheck_gradients", "acheck_tensor"), "asynchronous"),
     "memory_usage": "batch_memory",
     "logging_bridge": "findings",
+    "count_flops": "flops",
     "check_gradients": "gradients",
     **dict.fromkeys(("clear", "summary", "training_summary"), "history"),
     **dict.fromkeys(("memory_tracking", "profile_memory"), "memory"),
@@ -68,6 +70,7 @@ __all__ = [
     "clear",
     "compile",
     "context",
+    "count_flops",
     "dataloader",
     "ddp",
     "devices",

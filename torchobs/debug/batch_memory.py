@@ -155,7 +155,7 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss = _loss(call(model, batch), loss_fn)
+            loss = loss_of(call(model, batch), loss_fn)
         parameters, forward_peak = [x for x in model.parameters() if x.requires_grad], watch.peak
         if loss is not None and loss.requires_grad and parameters:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -164,7 +164,8 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
     return _Passes(watch.peak, forward_peak, modules)
 
 
-def _loss(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
+def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
+    """Return the loss to differentiate: the function's, the output's own, or the sum of its tensors; ``None`` without any."""
     if loss_fn is not None:
         return loss_fn(output)
     if getattr(output, "loss", None) is not None:

@@ -13,7 +13,7 @@ from torchobs.support.error_guard import CircuitBreaker, call
 
 logger = logging.getLogger("torchobs")
 
-_RESERVED = frozenset({"loss", "tokens", "samples", "total_steps", "resumed_from"})
+_RESERVED = frozenset({"loss", "tokens", "samples", "total_steps", "resumed_from", "flops"})
 _MAX_SETTINGS = 32
 _MAX_WORD_LENGTH = 64
 

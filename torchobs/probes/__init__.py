@@ -28,6 +28,7 @@ from torchobs.probes.optimizer.resumed import ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
 from torchobs.probes.step.device_times import DeviceTimeProbe
+from torchobs.probes.step.flops import FlopsProbe
 from torchobs.probes.step.loss import LossProbe
 from torchobs.probes.step.phases import PhaseProbe
 from torchobs.probes.step.steps import StepProbe
@@ -70,4 +71,5 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         CompileProbe.name: CompileProbe,
         NonfiniteProbe.name: NonfiniteProbe,
         ActivationProbe.name: ActivationProbe,
+        FlopsProbe.name: FlopsProbe,
     }

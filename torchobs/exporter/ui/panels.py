@@ -47,6 +47,9 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
         productive = goodput.get(("productive",), 0.0) / sum(goodput.values())
         yield "Goodput", exact(text_format.percent(productive), productive), tag("span", "of the time since the start")
     yield from _rate(focus.readings)
+    share = focus.readings.get(catalog.MFU)
+    if share is not None:
+        yield "MFU", exact(text_format.percent(share), share), tag("span", "of the devices' peak, by the model's operations")
 
 
 def _at_what_speed(focus: Row) -> str:

@@ -55,7 +55,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU,
 )  # fmt: skip
 """Metrics read from a rank."""
 

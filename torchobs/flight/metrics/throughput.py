@@ -44,7 +44,7 @@ class Throughput(NamedTuple):
     """steps per second of wall time, evaluations and checkpoints included; None: one step only"""
     tokens_per_s: float | None
     samples_per_s: float | None
-    """None if never given to torchobs.log()"""
+    """None if they are neither given to torchobs.log() nor inferred"""
 
     @property
     def shares(self) -> tuple[float, ...]:

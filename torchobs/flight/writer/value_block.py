@@ -63,6 +63,11 @@ class ValueBlock:
         """Queue ``update(totals, *arguments)`` for the next :meth:`publish`."""
         self._pending.append((update, arguments))
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no change is queued or being applied."""
+        return not (self._pending or self._unstored)
+
     def publish(self, *, force: bool = False) -> None:
         """Apply the queue and store the block, unless another thread is doing so, which will apply our changes too."""
         if force:

@@ -184,6 +184,16 @@ class FlightWriter:
             time.sleep(_PAUSE_S)
             self.fold()
 
+    def work_done(self) -> tuple[int, int]:
+        """Return the tokens and samples counted so far; for once in a while, since it waits while another thread folds."""
+        core = self.table.core
+        for _ in range(_MAX_PAUSES):
+            self.fold()
+            if not self._recent and not self._folding.locked() and core.is_settled:
+                break
+            time.sleep(_PAUSE_S)
+        return core.totals.ints[Word.TOKENS], core.totals.ints[Word.SAMPLES]
+
     @property
     def unfolded(self) -> int:
         """Number of records that :meth:`fold` has not processed."""

@@ -81,6 +81,8 @@ class ProbeContext:
     blown_layer: list[Callable[[int], BlownLayer | None]] = field(default_factory=list)
     """Functions that name the layer whose gradient has grown most in a step, if it was measured lately; for the sampler
     thread. None, or the gradient probe's"""
+    modules: list[Callable[[], list[Any]]] = field(default_factory=list)
+    """Functions that return the outermost modules known, for the sampler thread. None, or the gradient probe's"""
     layer_norms: list[Callable[[int], list[tuple[int, dict[str, float]]]]] = field(default_factory=list)
     """Functions that return the gradient norm of each layer in so many of the last measured steps; as ``blown_layer``"""
     after_anomaly: list[Callable[[Anomaly], object]] = field(default_factory=list)

@@ -19,6 +19,7 @@ from torchobs.probes.core.boundaries import (
     exhausted,
     replay,
 )
+from torchobs.probes.core.inferred_sizes import GivenSizes, uncounted, with_sizes
 from torchobs.probes.core.step_values import StepValues
 from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline
 
@@ -45,14 +46,20 @@ class OpenStep:
         "_begun_ns",
         "_clean",
         "_compiling_ns",
+        "_expected",
         "_last_bare",
         "_merged_backward",
         "_relieved",
+        "_samples",
         "_timed",
         "_timeline",
+        "_tokens",
+        "_work_done",
         "arguments",
+        "given",
         "log_wins",
         "metered",
+        "sizes",
         "stamp",
         "step",
         "trace",
@@ -74,6 +81,14 @@ class OpenStep:
         """Whether the script logs the loss, so that no other counts"""
         self.metered = False
         """Whether this step's hooks measure their own time"""
+        self.sizes: dict[int, tuple[int, int]] = {}
+        """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
+        self._expected: list[int] | None = None
+        """The arguments of the last plain step: most often its loader's alone, of which a batch has these sizes"""
+        self._tokens = self._samples = 0
+        self.given = GivenSizes()
+        """Which of them the script gives to ``torchobs.log``"""
+        self._work_done = writer.work_done
         self._timeline = PhaseTimeline()
         self._timed = False
         self._last_bare = 0
@@ -81,6 +96,35 @@ class OpenStep:
         self._append = writer.append
         self._begun_ns = self._compiling_ns = 0
         self._clean = self._merged_backward = self._relieved = False
+
+    def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
+        """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
+        self.sizes, self._expected = with_sizes(self.sizes, loader, self.given.left(tokens, samples)), None
+
+    def forget_sizes(self) -> None:
+        """Infer no more sizes."""
+        self.sizes, self._expected = {}, None
+
+    def _expect(self) -> None:
+        """Look the sizes up that a plain step's batch has."""
+        self._expected = self.arguments[:2]
+        self._tokens, self._samples = self.sizes.get(self._expected[0], (0, 0)) if self._expected else (0, 0)
+
+    def _give_sizes(self, tokens: int, samples: int, values: StepValues | None) -> tuple[int, int]:
+        """Infer no more what the script gives; return what of it is not counted yet. ``values``: of the step in progress."""
+        tokens_done, samples_done = self._work_done()
+        if tokens and not self.given.tokens:
+            tokens, self.given.tokens = uncounted(tokens, tokens_done, self.step, ended=values is None), True
+            if values is not None:
+                values.tokens = 0
+        if samples and not self.given.samples:
+            samples, self.given.samples = uncounted(samples, samples_done, self.step, ended=values is None), True
+            if values is not None:
+                values.samples = 0
+        known, self.sizes, self._expected = self.sizes, {}, None
+        for loader, sizes in known.items():
+            self.learn_sizes(loader, *sizes)
+        return tokens, samples
 
     def record_phases(self, *, enabled: bool) -> None:
         """Record phases from now on, or no longer."""
@@ -220,10 +264,15 @@ class OpenStep:
         code = self.trace[0] & 15
         return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
 
-    def _times(self, now_ns: int) -> Sequence[int]:
-        """End the timeline of the step and return the ns in each phase."""
+    def _times(self, now_ns: int, values: StepValues) -> Sequence[int]:
+        """End the timeline of the step and return the ns in each phase; add its batches' sizes to its values."""
         self._replay()
         spent = self._timeline.close(now_ns)
+        batches, self._timeline.batches = self._timeline.batches, {}
+        for loader, number in batches.items() if self.sizes else ():
+            tokens, samples = self.sizes.get(loader, (0, 0))
+            values.tokens += number * tokens
+            values.samples = min(values.samples + number * samples, U32)
         self._clean, self._begun_ns = self._timeline.clean, now_ns
         return spent
 

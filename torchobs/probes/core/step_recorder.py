@@ -84,10 +84,14 @@ class StepRecorder(OpenStep):
         """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
         self.log_wins = self.log_wins or loss is not None
         tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, U32))
-        if self.logged_step() == self.step:
+        values = None
+        if self.logged_step() != self.step:
+            values = self.values if self._provisional is None or self._touched() else self._provisional.values
+        if (tokens and not self.given.tokens) or (samples and not self.given.samples):
+            tokens, samples = self._give_sizes(tokens, samples, values)
+        if values is None:
             self.late(self.step, StepFlag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
             return
-        values = self.values if self._provisional is None or self._touched() else self._provisional.values
         values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, U32)
         if loss is not None:
             values.loss_sum, values.losses = loss, 1
@@ -244,10 +248,12 @@ class StepRecorder(OpenStep):
         """
         values, step = self.values, self.step + 1
         flags = values.flags
+        if self.arguments != self._expected:
+            self._expect()
         if not (self._clean and self._timed) or not self._append_plain(
             self.trace, step, now_ns, self._begun_ns, flags, values.losses, values.loss_sum,
-            sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens, values.samples,
-            values.norm_scale,
+            sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens + self._tokens,
+            values.samples + self._samples, values.norm_scale,
         ):  # fmt: skip
             self._end_fully(now_ns)
             return
@@ -262,11 +268,11 @@ class StepRecorder(OpenStep):
         """End a step of the only optimizer that is not plain."""
         values, self.values, backward = self.values, StepValues(), self._has_backward()
         self._relieved = self._merged_backward = False
-        self._write(StepEnd(now_ns, self._times(now_ns), values, backward))
+        self._write(StepEnd(now_ns, self._times(now_ns, values), values, backward))
 
     def _close(self, now_ns: int) -> None:
         backward, occasional = self._has_backward(), self._cycle.are_occasional()
-        self._provisional = StepEnd(now_ns, self._times(now_ns), self.values, backward, occasional)
+        self._provisional = StepEnd(now_ns, self._times(now_ns, self.values), self.values, backward, occasional)
         self.values, self._merged_backward, self._relieved = StepValues(), False, False
         self.sole = 0
 
@@ -373,7 +379,7 @@ class StepRecorder(OpenStep):
         values, self.values = self.values, StepValues()
         now_ns = trace[-1] >> 4
         self.sole = 0
-        self._perturbed.append(StepEnd(now_ns, self._times(now_ns), values, backward=True, perturbed=perturbed))
+        self._perturbed.append(StepEnd(now_ns, self._times(now_ns, values), values, backward=True, perturbed=perturbed))
         trace += since
         arguments += named
         if self._manual or len(self._perturbed) > MOST_PERTURBATIONS:

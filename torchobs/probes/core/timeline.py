@@ -30,9 +30,10 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs.detect.prefetch import LEAST_USE, is_forward_before, were_stored
+from torchobs.probes.core.evaluation_window import EvaluationEnd, EvaluationStart
 from torchobs.probes.data.fetch_times import fetched_since
 
 if TYPE_CHECKING:
@@ -47,30 +48,13 @@ NOTHING = -1
 _MAX_EVALUATIONS = 64
 
 
-class _EvaluationStart(NamedTuple):
-    """The state at ``eval()``, restored if an evaluation followed."""
-
-    owner: int
-    begun_ns: int
-    spent_ns: list[int]
-    undecided: Undecided
-
-
-class _EvaluationEnd(NamedTuple):
-    """The state at a fetch from another loader after ``eval()``, where the evaluation may have ended."""
-
-    at_ns: int
-    spent_ns: list[int]
-    undecided: Undecided
-
-
 class PhaseTimeline:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_forward_ns", "_has_trained",
-        "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained", "_undecided",
-        "_used_ns", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
+        "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_fetching", "_forward_ns",
+        "_has_trained", "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained",
+        "_undecided", "_used_ns", "_window", "_window_loader", "batches", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -86,15 +70,17 @@ class PhaseTimeline:
         self._taken = 0  # how many batches that backward's step took from it; 0 once it is exhausted
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
         """Begin and end of each evaluation, in ns, consumed by the sampler thread"""
+        self.batches: dict[int, int] = {}
+        """By loader, how many of its batches were trained on; consumed at the step's end"""
         self._reset_fetch()
 
     def _reset_fetch(self) -> None:
-        self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns = 0, 0, False, 0
+        self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns, self._fetching = 0, 0, False, 0, 0
         self._undecided: Undecided = {}
 
     def _leave_window(self) -> None:
-        self._window: _EvaluationStart | None = None
-        self._possible_end: _EvaluationEnd | None = None
+        self._window: EvaluationStart | None = None
+        self._possible_end: EvaluationEnd | None = None
         self._window_loader = 0
 
     @property
@@ -125,6 +111,7 @@ class PhaseTimeline:
     def fetch_begins(self, loader: int, now_ns: int) -> None:
         """Begin a fetch from a DataLoader. ``loader`` identifies it across epochs."""
         if self._pinned:
+            self._fetching = loader
             return
         before = self.segment
         length = self._cut(now_ns, DATA)
@@ -136,9 +123,9 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         if self._window is not None:
             if not self._has_trained and not self._window_loader:
-                self._window = _EvaluationStart(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+                self._window = EvaluationStart(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
             if self._window_loader not in {0, loader}:
-                self._possible_end = _EvaluationEnd(now_ns, self.spent_ns.copy(), self._undecided.copy())
+                self._possible_end = EvaluationEnd(now_ns, self.spent_ns.copy(), self._undecided.copy())
             self._window_loader = loader
         self._loader = loader
 
@@ -153,6 +140,8 @@ class PhaseTimeline:
 
     def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
         """End a fetch. ``exhausted``: there was no batch left. ``gradients``: whether they are enabled."""
+        if self._pinned == [DATA] and gradients and not exhausted:
+            self._count_batches(self._fetching, 1)  # a fetch that the script marks as one
         if self._pinned or self.segment != DATA:
             return
         length = self._cut(now_ns, OTHER if exhausted else FORWARD)
@@ -215,16 +204,20 @@ class PhaseTimeline:
 
     def _decide(self) -> None:
         self.spent_ns[DATA] += self._fetch_ns
+        if self._fetch_ns:
+            self._count_batches(self._loader, 1)
         for loader, (data, rest, fetches) in self._undecided.items():
-            if loader == self._loader:
-                self.spent_ns[DATA] += data
-                self.spent_ns[OTHER] += rest
-            elif loader in self._fetched_together or (fetches == 1 and rest < data * LEAST_USE):
-                self.spent_ns[DATA] += data
-                self.spent_ns[FORWARD] += rest
-            else:
+            together = loader in self._fetched_together or (fetches == 1 and rest < data * LEAST_USE)
+            if loader != self._loader and not together:
                 self.spent_ns[EVALUATION] += data + rest
+                continue
+            self.spent_ns[DATA] += data
+            self.spent_ns[OTHER if loader == self._loader else FORWARD] += rest
+            self._count_batches(loader, fetches)
         self._reset_fetch()
+
+    def _count_batches(self, loader: int, number: int) -> None:
+        self.batches[loader] = self.batches.get(loader, 0) + number
 
     def turn(self, segment: int, now_ns: int) -> None:
         """End the current segment as what it was; ``segment`` begins."""
@@ -251,7 +244,7 @@ class PhaseTimeline:
             self._set_aside(length)  # a fetch without a backward belongs to the time before
         elif before != NOTHING:
             self.spent_ns[before] += length
-        self._window = _EvaluationStart(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+        self._window = EvaluationStart(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
 
     def evaluation_ends(self, owner: int, now_ns: int) -> None:
         """``module.train()`` was called; for the module that was in ``eval()``, the time between was an evaluation."""
@@ -266,11 +259,11 @@ class PhaseTimeline:
             self._conclude(self._possible_end)  # the segment since then continues
         else:
             self._cut(now_ns, OTHER)
-            self._conclude(_EvaluationEnd(now_ns, self.spent_ns, self._undecided))
+            self._conclude(EvaluationEnd(now_ns, self.spent_ns, self._undecided))
             self._loader, self._fetch_ns = 0, 0
         self._leave_window()
 
-    def _conclude(self, end: _EvaluationEnd) -> None:
+    def _conclude(self, end: EvaluationEnd) -> None:
         """Count the time between ``eval()`` and that end as evaluation."""
         window = self._window
         if window is None:
@@ -355,7 +348,7 @@ class PhaseTimeline:
         """Copy the mutable state that this shallow copy shares with its original."""
         self.spent_ns, self._pinned = self.spent_ns.copy(), self._pinned.copy()
         self._fetched_together = self._fetched_together.copy()
-        self._undecided, self.evaluations = self._undecided.copy(), deque()
+        self._undecided, self.evaluations, self.batches = self._undecided.copy(), deque(), {}
         return self
 
     def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:

@@ -23,14 +23,18 @@ class TrainingState:
 
     ``thread`` is first set by the session, ``loop`` noted by ``torchobs.step`` as well, and ``idle`` and
     ``evaluating_since_ns`` belong to the phase probe, which finds them in the sampler thread. The epoch probe sets ``epoch``
-    and adds to ``epochs``, from which the run's spans take.
+    and adds to ``epochs``, from which the run's spans take. The AMP probe sets ``autocast``.
     """
 
-    __slots__ = ("backwards", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "loop", "thread")
+    __slots__ = (
+        "autocast", "backwards", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "loop", "thread",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.thread = get_ident()
         """The training thread: the one that steps optimizers"""
+        self.autocast: dict[str, str] = {}
+        """The data type of autocast in training, by type of device, as last seen"""
         self.backwards = 0
         """1 while a backward pass runs in it"""
         self.in_closure = False

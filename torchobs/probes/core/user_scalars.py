@@ -31,6 +31,8 @@ class Scalars:
         """Number of points of each curve so far, and when the next one is due"""
         self.resumed_from: float | None = None
         """Steps that were done before this process, if given"""
+        self.flops: float | None = None
+        """Floating-point operations of a training step, if given"""
 
     def has_room(self, name: str) -> bool:
         """Return True if there is room for a series of that name; else count it as dropped."""

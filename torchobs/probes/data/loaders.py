@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.probes.core.boundaries import LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.data.pinned_memory_hint import PinningWatch
+from torchobs.probes.data.batch_sizes import batch_sizes
+from torchobs.probes.data.batch_watch import BatchWatch
+from torchobs.probes.data.pinned_memory_hint import PinningHint
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -56,7 +58,7 @@ class LoaderProbe:
         self._rounds = 0
         self._checking = Lock()
         renew_in_child(self, _checking=Lock)
-        self._pinning = PinningWatch()
+        self._batches: BatchWatch | None = None
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -65,7 +67,8 @@ class LoaderProbe:
         self._context, self._breaker = context, context.breaker(self.name)
         for metric in (catalog.DATA_WORKER_START_TIME, catalog.DATA_WORKERS_DIED):
             context.count(metric, 0)
-        self._pinning.install(context, self._breaker)
+        self._pinning, self._infers = PinningHint(context), context.settings.infer_throughput
+        self._batches = BatchWatch(self._breaker, self._look)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
         self._import = after_import(STATEFUL, lambda: self._watch(sys.modules[STATEFUL].StatefulDataLoader))
@@ -76,7 +79,9 @@ class LoaderProbe:
             cancel(self._import)
         for patch in self._patches:
             patch.undo()
-        self._pinning.remove()
+        if self._batches is not None:
+            self._batches.remove()
+            self._context.recorder.forget_sizes()
         self.sample()  # a worker that has just died may have ended the run
         self._check_workers()
 
@@ -103,7 +108,8 @@ class LoaderProbe:
         return watched
 
     def _begun(self, loader: Any, iterator: Any, begun_ns: int) -> None:
-        self._pinning.begun(iterator)
+        if self._batches is not None:
+            self._batches.begun(iterator, now=self._infers and not self._context.recorder.given.all)
         workers = getattr(iterator, "_workers", None)
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
@@ -124,8 +130,16 @@ class LoaderProbe:
             self._check_workers()
 
     def observe(self) -> None:
-        """Check a batch for pageable memory."""
-        self._pinning.observe()
+        """Look at a batch."""
+        if self._batches is not None:
+            self._batches.arm_latest()
+
+    def _look(self, iterator: Any, batch: Any) -> None:
+        """Check a batch for pageable memory, and infer its sizes. In the thread that fetches it."""
+        self._pinning.look(batch)
+        if self._infers and not self._context.recorder.given.all:
+            # the id that the data probe records for fetches
+            self._context.recorder.learn_sizes(id(getattr(iterator, "_index_sampler", None)), *batch_sizes(batch))
 
     def _check_workers(self) -> None:
         """Count the workers, and those that died."""

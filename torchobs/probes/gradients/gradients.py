@@ -64,6 +64,7 @@ class GradientProbe:
         hooks.manual_step_ended.register(breaker, self._take_clipping)
         hooks.watched.register(breaker, self._publisher.layers.names.watch)
         self._publisher.layers.names.built_modules.install(context, breaker)
+        context.modules[:] = [self._publisher.layers.names.outermost]
         self._step_hook.due_at = 0
         self._clip.install(breaker)
         hooks.unscales.register(breaker, self._clip.unscales)

@@ -56,6 +56,11 @@ class ParameterNames:
         found = self._names.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
 
+    def outermost(self) -> list[Any]:
+        """Return the outermost modules that are known without a scan."""
+        found = [module for root in list(self._roots) if (module := root.module()) is not None]
+        return found + roots(self.built_modules.modules())
+
     def take_group(self, group: dict[str, Any]) -> None:
         """Use the names in an optimizer's group: made from ``named_parameters()``, on torch ≥ 2.6."""
         names = group.get("param_names")

@@ -114,5 +114,12 @@ def by_axis(places: Mapping[str, Place]) -> dict[str, Place]:
     return found
 
 
+def axis_of(name: str | None) -> str | None:
+    """Return the axis that a mesh dimension of that name is."""
+    if name in {*_REPLICATE, *_SHARD}:
+        return "dp"
+    return next((axis for axis, names in _NAMES.items() if name in names), None)
+
+
 def _first(places: Mapping[str, Place], names: Iterable[str]) -> Place | None:
     return next((places[name] for name in names if name in places), None)

@@ -76,6 +76,8 @@ class AutocastWatch:
         if context._enabled:
             dtype = str(context.fast_dtype).removeprefix("torch.")
             self._seen.add(_Seen(context.device, dtype, self._is_grad_enabled()))
+            if self._is_grad_enabled():
+                self._context.training.autocast[context.device] = dtype
         if (context._enabled or self._entries_left <= 0) and self._patch is not None:
             self._patch.undo()
             self._patch = None  # only now, since the sampler thread may wrap it again

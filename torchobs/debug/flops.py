@@ -1,0 +1,63 @@
+"""``count_flops``: the floating-point operations of a forward and a backward pass, counted operator by operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchobs.debug.batch_memory import loss_of, unchanged
+from torchobs.debug.module_values import call
+from torchobs.debug.tensors import require_module
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCount(Result):
+    """Floating-point operations of one batch."""
+
+    model: str
+    forward: int
+    backward: int
+    operators: tuple[tuple[str, int], ...]
+    """Operators of both passes with their operations, the greatest first"""
+
+    @property
+    def flops(self) -> int:
+        """Those of both passes."""
+        return self.forward + self.backward
+
+
+def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> FlopCount:
+    """Count the operations of the matrix products, convolutions and attention in a forward and a backward pass of a batch.
+
+    By ``torch.utils.flop_counter.FlopCounterMode``, which knows the formula of each such operator and counts nothing else (no
+    normalisation, no activation). Recomputation by activation checkpointing counts. Nothing of the model is changed: gradients
+    are computed beside ``.grad``, and buffers and the random state are put back. It is two passes: call it once, and give the
+    result to ``torchobs.log(flops=...)``, multiplied by the number of batches of a step.
+
+    Args:
+        model: the module, not compiled; in train mode, as it is trained.
+        batch: as for :func:`torchobs.debug.forward_pass`, on the model's device.
+        loss_fn: of the output; without it, the output's ``loss``, or the sum of its floating-point tensors.
+
+    Raises:
+        TypeError: ``model`` is no module. What the model raises goes on.
+    """
+    require_module(model, "count_flops")
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counter = FlopCounterMode(display=False)
+    with unchanged(model), torch.enable_grad(), counter:
+        loss = loss_of(call(model, batch), loss_fn)
+        forward = counter.get_total_flops()
+        if loss is not None and loss.requires_grad and parameters:
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+        total = counter.get_total_flops()
+    found = counter.get_flop_counts().get("Global", {})
+    operators = sorted(((str(operator), int(number)) for operator, number in found.items()), key=lambda row: -row[1])
+    return FlopCount(type(model).__name__, int(forward), int(total - forward), tuple(operators))
