@@ -235,6 +235,13 @@ DDP_PART = Attribute(
     ("forward", "backward", "communication", "overlap"),
 )
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
+COLLECTIVE_OPERATIONS = (
+    "none", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "send", "recv", "coalesced", "other",
+)  # fmt: skip
+PROCESS_GROUP = Attribute("group", "process group: default, or its description and name in torch, the first eight")
+PROCESS_GROUP_BACKEND = Attribute("backend", "the backend whose recorder counts it", ("gloo", "nccl", "other"))
+COLLECTIVE_OPERATION = Attribute("operation", "what waits longest; none: nothing does", COLLECTIVE_OPERATIONS)
 SCHEDULER_MISUSE_KIND = Attribute("kind", "kind of misuse", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
@@ -584,6 +591,22 @@ DDP_INFO = _gauge(
     Attribute("comm_hook", "the communication hook's name, if there is one"),
     survives=True,
 ).described("Constant 1; its labels are the settings of DistributedDataParallel.")
+COLLECTIVE_ENQUEUED = _gauge("torchobs.collective.enqueued", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP, survives=True).described(
+    "Sequence number of the last collective that this rank has called in a process group, by torch's flight recorder: on the"
+    " ranks of a group the same, but for those in flight. In a hang the lowest is that of the rank that did not come."
+)
+COLLECTIVE_COMPLETED = _gauge(
+    "torchobs.collective.completed", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP, survives=True
+).described("Sequence number of the last collective of a process group that has come back on this rank.")
+COLLECTIVE_PENDING_AGE = _gauge(
+    "torchobs.collective.pending.age", "s", PROCESS_GROUP_BACKEND, PROCESS_GROUP, COLLECTIVE_OPERATION
+).described(
+    "Time since this rank called its oldest collective that has not come back, while neither a step nor a collective ends for"
+    " ten seconds; 0: nothing waits here. Absent while training moves."
+)
+COLLECTIVE_PENDING_SIZE = _gauge(
+    "torchobs.collective.pending.size", "By", PROCESS_GROUP_BACKEND, PROCESS_GROUP, COLLECTIVE_OPERATION
+).described("Size of that collective's input on this rank.")
 
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
 HW_GPU_UTILIZATION = _gauge("hw.gpu.utilization", "1", GPU_ID, GPU_TASK).described(
@@ -933,6 +956,11 @@ EVENT_DISTRIBUTED = _info(
     Attribute("world_size", "its ranks"),
     Attribute("parallelism", "what was recognised"),
     Attribute("mesh", "dimensions of the device mesh"),
+)
+EVENT_COLLECTIVES_UNKNOWN = _info(
+    "torchobs.collectives.unknown",
+    "torch's flight recorder tells nothing of this rank's collectives.",
+    Attribute("reason", "why"),
 )
 EVENT_GPU_LOST = _error(
     "torchobs.gpu.lost",
