@@ -56,7 +56,7 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
 def main() -> None:
     """Train until stopped."""
     torch.set_num_threads(1)
-    if len(sys.argv) > 3:  # noqa: PLR2004  # as above
+    if len(sys.argv) > 3:  # as above
         sampler.OBSERVE_INTERVAL_S = float(sys.argv[3])
     torchobs.init(flight_dir=sys.argv[1])
     dist.init_process_group("gloo")

@@ -120,8 +120,8 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
     train(start, flight_dir, "hook", "0.3")
     told = re.compile(
-        r"Rank 1 stays in backward of step 6, and the other rank waits in backward of step 6\. Rank 1 has not come to all_reduce"
-        r" number (\d+) of group default \(gloo\), in which 1 rank waits \(the last called there is number (\d+)\)\."
+        r"Rank 1 stays in backward of step 6, and the other rank waits in backward of step 6\. Rank 1 has not come to"
+        r" all_reduce number (\d+) of group default \(gloo\), in which 1 rank waits \(the last called there is number (\d+)\)\."
     )
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S))) as scanner:
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from torchobs.detect import hang
-from torchobs.detect.collectives import Absence, Standing, absent, mismatched
+from torchobs.detect.collectives import Absence, GroupProgress, absent, mismatched
 from torchobs.detect.hang import Position, blamed
 
-WAITS = Standing(413, 412, 60.0, "all_reduce", 4000.0)
-AWAY = Standing(412, 412, 0.0)
+WAITS = GroupProgress(413, 412, 60.0, "all_reduce", 4000.0)
+AWAY = GroupProgress(412, 412, 0.0)
 
 
-def ranks(*standings: Standing, group: str = "default") -> dict[str, dict[str, Standing]]:
+def ranks(*progress: GroupProgress, group: str = "default") -> dict[str, dict[str, GroupProgress]]:
     """Ranks 0, 1, … of one group."""
-    return {str(rank): {group: one} for rank, one in enumerate(standings)}
+    return {str(rank): {group: one} for rank, one in enumerate(progress)}
 
 
 def test_the_rank_that_did_not_come_is_named() -> None:
@@ -46,8 +46,8 @@ def test_a_rank_that_waits_in_another_group_is_not_to_blame() -> None:
     found = absent(
         {
             "0": {"tp:1": WAITS},
-            "1": {"tp:1": AWAY, "dp:2": Standing(8, 7, 60.0, "all_gather")},
-            "2": {"dp:2": Standing(7, 7, 0.0)},
+            "1": {"tp:1": AWAY, "dp:2": GroupProgress(8, 7, 60.0, "all_gather")},
+            "2": {"dp:2": GroupProgress(7, 7, 0.0)},
         }
     )
     assert found == {"2": Absence("dp:2", 8, "all_gather", 7, 1)}
@@ -55,7 +55,7 @@ def test_a_rank_that_waits_in_another_group_is_not_to_blame() -> None:
 
 def test_groups_are_judged_each_by_itself() -> None:
     """Four ranks in two halves, of which the second is fine and further, as pipeline stages may be."""
-    found = absent({**ranks(WAITS, AWAY, group="dp:1"), "2": {"dp:2": Standing(900, 900, 0.0)}, "3": {"dp:2": AWAY}})
+    found = absent({**ranks(WAITS, AWAY, group="dp:1"), "2": {"dp:2": GroupProgress(900, 900, 0.0)}, "3": {"dp:2": AWAY}})
     assert set(found) == {"1"}
 
 
@@ -66,7 +66,7 @@ def test_a_circle_names_nobody() -> None:
 
 def test_a_rank_in_an_operation_without_a_number_waits() -> None:
     """NCCL's recorder has send and recv, which the numbers leave out."""
-    assert absent(ranks(WAITS, Standing(412, 412, 30.0, "recv"))) == {}
+    assert absent(ranks(WAITS, GroupProgress(412, 412, 30.0, "recv"))) == {}
 
 
 def test_other_operations_of_the_same_number_are_told() -> None:
@@ -87,11 +87,11 @@ def test_other_sizes_are_told_where_they_have_to_be_equal() -> None:
 
 def test_other_numbers_are_no_mismatch() -> None:
     """They are compared only where each was called next."""
-    assert mismatched(ranks(WAITS, Standing(414, 413, 9.0, "broadcast"))) == []
+    assert mismatched(ranks(WAITS, GroupProgress(414, 413, 9.0, "broadcast"))) == []
     assert mismatched(ranks(WAITS, AWAY)) == []
 
 
-def at(one: Standing | None, state: str = "hung", phase: str = "backward", frames: tuple[str, ...] = ()) -> Position:
+def at(one: GroupProgress | None, state: str = "hung", phase: str = "backward", frames: tuple[str, ...] = ()) -> Position:
     """A rank in step 11."""
     return Position(state, 10, phase, frames, {} if one is None else {"default": one})
 

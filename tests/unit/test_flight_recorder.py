@@ -52,6 +52,8 @@ def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
         ("0", "all_reduce", True, 4000),
         ("0", "broadcast", True, 4000),
     ]
+    assert [one.record for one in dump.operations] == [0, 1, 2, 3, 4]
+    assert {one.duration_s for one in dump.operations} == {None}
     assert {(one.description, one.backend) for one in dump.operations} == {("default_pg", "gloo"), ("mesh_tp", "gloo")}
 
 
@@ -62,6 +64,7 @@ def test_a_dump_of_nccl_is_understood() -> None:
     assert [(one.kind, one.pending, one.size) for one in dump.operations] == [
         ("all_reduce", False, 48), ("all_gather", False, 48), ("recv", True, 12),
     ]  # fmt: skip
+    assert dump.operations[0].duration_s == 0.25e-3
 
 
 def test_the_pickled_form_says_the_same() -> None:
@@ -137,7 +140,8 @@ def test_no_damage_raises_anything_else() -> None:
         ("nccl:_reduce_scatter_base", "reduce_scatter"), ("nccl:reduce_scatter_tensor_coalesced", "reduce_scatter"),
         ("nccl:REDUCE_SCATTER_coalesced", "reduce_scatter"), ("nccl:all_to_all_v_single", "all_to_all"),
         ("nccl:all_reduce_barrier", "barrier"), ("nccl:allreduce_coalesced", "all_reduce"), ("nccl:reduce", "reduce"),
-        ("nccl:_broadcast_oop", "broadcast"), ("nccl:send 0->1", "send"), ("nccl:recv 1<-0", "recv"), ("nccl:coalesced", "coalesced"),
+        ("nccl:_broadcast_oop", "broadcast"), ("nccl:send 0->1", "send"), ("nccl:recv 1<-0", "recv"),
+        ("nccl:coalesced", "coalesced"),
         ("nccl:split", "other"), ("", "other"), ("all_reduce", "other"),
     ],
 )  # fmt: skip

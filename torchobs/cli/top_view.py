@@ -140,7 +140,7 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
             is_ddp=any(key[0] == catalog.DDP_INFO.name for key in one.values),
             norm_ranks=one.value(catalog.GRAD_NORM_RANKS),
         ),
-        collectives=collectives.standings(partial(by_attributes, one.values)),
+        collectives=collectives.group_progress(partial(by_attributes, one.values)),
     )
 
 

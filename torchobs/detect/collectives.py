@@ -15,7 +15,7 @@ SAME_SIZE = frozenset({"all_reduce", "reduce", "broadcast"})
 """Operations whose inputs have the same size on all ranks; others may be uneven."""
 
 
-class Standing(NamedTuple):
+class GroupProgress(NamedTuple):
     """How far a rank is in one process group, while it makes no step."""
 
     enqueued: int
@@ -57,10 +57,10 @@ class Mismatch(NamedTuple):
     """ranks by operation, and by its size where that is what differs"""
 
 
-def absent(ranks: Mapping[str, Mapping[str, Standing]]) -> dict[str, Absence]:
+def absent(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> dict[str, Absence]:
     """Return the ranks that did not come to a collective in which others wait, by name.
 
-    ``ranks``: of each rank, its standings by group. Groups are compared among the ranks that have them here.
+    ``ranks``: of each rank, its progress by group. Groups are compared among the ranks that have them here.
     """
     busy = {rank for rank, groups in ranks.items() if any(one.waiting for one in groups.values())}
     found: dict[str, Absence] = {}
@@ -79,7 +79,7 @@ def absent(ranks: Mapping[str, Mapping[str, Standing]]) -> dict[str, Absence]:
     return found
 
 
-def mismatched(ranks: Mapping[str, Mapping[str, Standing]]) -> list[Mismatch]:
+def mismatched(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[Mismatch]:
     """Return the groups whose ranks wait in the same number, but in different operations or with different sizes."""
     found = []
     for group in _groups(ranks):
@@ -102,5 +102,5 @@ def mismatched(ranks: Mapping[str, Mapping[str, Standing]]) -> list[Mismatch]:
     return found
 
 
-def _groups(ranks: Mapping[str, Mapping[str, Standing]]) -> list[str]:
+def _groups(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[str]:
     return sorted({group for groups in ranks.values() for group in groups})

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from torchobs.detect import collectives
-from torchobs.detect.collectives import Standing
+from torchobs.detect.collectives import GroupProgress
 
 LEAST_RANKS = 2
 ASIDE = frozenset({"evaluation", "checkpoint", "compile", "idle"})
@@ -55,7 +55,7 @@ class Position(NamedTuple):
     """phase in progress; ``None``: unknown"""
     frames: Sequence[str] = ()
     """frames of the training thread as ``file:line in function``, the innermost first; empty: unknown"""
-    collectives: Mapping[str, Standing] = MappingProxyType({})
+    collectives: Mapping[str, GroupProgress] = MappingProxyType({})
     """by process group; empty: unknown"""
 
 

@@ -13,11 +13,11 @@ from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
-from torchobs.detect.collectives import Standing
+from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis.rank_report import RankReport, by_attributes
 from torchobs.flight.format.step_record import StepFlag, StepRecord
-from torchobs.ranks.collectives import standings
+from torchobs.ranks.collectives import group_progress
 
 
 class Get(Protocol):
@@ -76,8 +76,8 @@ class RankStatus:
     slowness: Slowness | None = None
     frames: tuple[str, ...] = ()
     """innermost frames of the training thread, as for ``detect.hang``; empty: unknown"""
-    collectives: Mapping[str, Standing] = field(default_factory=dict)
-    """standing in each process group while no step ends; empty: unknown"""
+    collectives: Mapping[str, GroupProgress] = field(default_factory=dict)
+    """progress in each process group while no step ends; empty: unknown"""
     probes_off: tuple[str, ...] = ()
     """probes that failed"""
     alike_norms: Mapping[int, float] = field(default_factory=dict)
@@ -173,11 +173,11 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     lately: Mapping[str, int] | None = None,
     steps: int | None = None,
     alike: Mapping[int, float] | None = None,
-    collectives: Mapping[str, Standing] | None = None,
+    collectives: Mapping[str, GroupProgress] | None = None,
 ) -> RankStatus:
     """Return a rank's status; ``get`` looks up its values.
 
-    ``loss``, ``alike``, ``collectives``: of :func:`last_loss`, :func:`alike_norms`, ``ranks.collectives.standings``.
+    ``loss``, ``alike``, ``collectives``: of :func:`last_loss`, :func:`alike_norms`, ``ranks.collectives.group_progress``.
     """
     return RankStatus(
         rank=rank,
@@ -248,7 +248,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
             is_ddp=any(key[0] == catalog.DDP_INFO.name for key in report.values),
             norm_ranks=report.value(catalog.GRAD_NORM_RANKS),
         ),
-        collectives=standings(partial(by_attributes, report.values)),
+        collectives=group_progress(partial(by_attributes, report.values)),
     )
 
 

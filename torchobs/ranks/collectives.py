@@ -6,7 +6,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.collectives import Standing
+from torchobs.detect.collectives import GroupProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ METRICS = (
     catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED, catalog.COLLECTIVE_PENDING_AGE,
     catalog.COLLECTIVE_PENDING_SIZE,
 )  # fmt: skip
-"""What :func:`standings` asks for"""
+"""What :func:`group_progress` asks for"""
 
 
-def standings(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, Standing]:
-    """Return a rank's standing in each process group while it makes no step; empty while it does, and if that is unknown.
+def group_progress(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, GroupProgress]:
+    """Return a rank's progress in each process group while it makes no step; empty while it does, and if that is unknown.
 
     ``of``: looks up a metric's values by those of its attributes, which are sorted by name.
     """
@@ -33,5 +33,5 @@ def standings(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[s
         if len(key) == 3 and len(numbers) == len(last) and all(map(isfinite, (*numbers, age_s))):  # noqa: PLR2004  # attributes
             backend, group, operation = key
             enqueued, completed = map(int, numbers)
-            found[f"{group} ({backend})"] = Standing(enqueued, completed, age_s, operation, sizes.get(key))
+            found[f"{group} ({backend})"] = GroupProgress(enqueued, completed, age_s, operation, sizes.get(key))
     return found

@@ -218,7 +218,7 @@ class Modeller:
                 is_ddp=bool(readings.of(catalog.DDP_INFO)),
                 norm_ranks=readings.get(catalog.GRAD_NORM_RANKS),
             ),
-            collectives=collectives.standings(readings.of),
+            collectives=collectives.group_progress(readings.of),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
         return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))

@@ -7,6 +7,8 @@ still, too, it asks for the operations: these hold what waits. A full recorder o
 lock held, and NCCL's asks for the CUDA events of those in flight, which must not go meanwhile. Never from a signal handler: the
 recorder has a mutex. No thread that holds it waits for Python's lock, so that asking with that lock held cannot block for good.
 
+From level advanced on the training thread reads the operations, too, for their sizes and durations.
+
 The recorder is torch's: on by default in torch 2.13, off in older versions; TORCH_FR_BUFFER_SIZE=2000 (in older ones
 TORCH_NCCL_TRACE_BUFFER_SIZE) turns it on, 0 off, before the first process group exists. Nothing here turns it on.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import takewhile
 from math import nan
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.probes.core.context import ProbeContext
 
+ADVANCED = 2
+"""The debug level from which sizes and durations are counted"""
 MOST_GROUPS = 8
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """The recorder that gloo and others fill (torch 2.8), and NCCL's own (torch 2.5, builds with NCCL)"""
@@ -58,6 +63,7 @@ class CollectivesProbe:
         self._taken: dict[str, Dump] | None = None
         self._last: object = None
         self._mark: object = None
+        self._counted: dict[str, int] = {}
         self._told = ""
         self._gauges: dict[tuple[Metric, str, str], dict[str, str]] = {}
         self._installed = False
@@ -85,6 +91,8 @@ class CollectivesProbe:
             self._last = {name: dump.groups for name, dump in taken.items()}
             self._publish(taken)
             self._remove_pending()
+            if self._context.hooks.level.value >= ADVANCED:
+                self._count(taken)
 
     def observe(self) -> None:
         """Have the training thread read the numbers; if it does not get anywhere, read here."""
@@ -110,14 +118,14 @@ class CollectivesProbe:
 
     def _read_in_training(self) -> None:
         if self._distributed.is_initialized():
-            self._taken = self._numbers()
+            detailed = self._context.hooks.level.value >= ADVANCED
+            self._taken = self._learn(self._read(operations=True)) if detailed else self._numbers()
 
     def _numbers(self) -> dict[str, Dump]:
         """Read the numbers; when there are new groups once the operations, too, which have the groups' names."""
         read = self._read(operations=False)
         if any((name, number) not in self._groups for name, dump in read.items() for number in dump.groups):
-            read = self._read(operations=True)
-            self._learn(read)
+            return self._learn(self._read(operations=True))
         return read
 
     def _read_stalled(self) -> None:
@@ -141,18 +149,19 @@ class CollectivesProbe:
                 self._say(f"its dump {problem}")
         return read
 
-    def _learn(self, read: dict[str, Dump]) -> None:
-        """Note the groups by number. Those whose operations the recorder no longer holds stay nameless."""
+    def _learn(self, read: dict[str, Dump]) -> dict[str, Dump]:
+        """Note the groups by number, and return what was read. Groups whose operations are no longer held stay nameless."""
         for recorder, dump in read.items():
             named = {one.group_id: _group(one) for one in dump.operations}
             for number in dump.groups:
                 known = self._groups.get((recorder, number))
                 self._groups[recorder, number] = known or named.get(number)
+        return read
 
     def _shown(self, read: dict[str, Dump]) -> list[tuple[_Id, _Group]]:
-        """Return the first groups that still exist."""
+        """Return the first groups that still exist and are not of one rank."""
         world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-        living = set(getattr(world, "pg_names", {}).values())
+        living = {name for group, name in list(getattr(world, "pg_names", {}).items()) if group.size() > 1}
         ids = [(name, number) for name, dump in read.items() for number in sorted(dump.groups)]
         found = [(one, group) for one in ids if (group := self._groups.get(one)) is not None and group.name in living]
         return found[:MOST_GROUPS]
@@ -165,12 +174,13 @@ class CollectivesProbe:
         for (recorder, number), group in shown:
             status = read[recorder].groups[number]
             self._set(catalog.COLLECTIVE_ENQUEUED, status.enqueued, group.attributes)
-            self._set(catalog.COLLECTIVE_COMPLETED, status.completed, group.attributes)
         self._remove_gauges([group.attributes["group"] for _, group in shown])
 
     def _publish_pending(self, read: dict[str, Dump]) -> None:
         now_ns = time.time_ns()
         for (recorder, number), group in self._shown(read):
+            status = read[recorder].groups[number]
+            self._set(catalog.COLLECTIVE_COMPLETED, status.completed, group.attributes)
             waiting = [one for one in read[recorder].operations if one.group_id == number and one.pending]
             oldest = min(waiting, key=lambda one: one.created_ns, default=None)
             attributes = group.attributes | {"operation": oldest.kind if oldest else "none"}
@@ -179,9 +189,27 @@ class CollectivesProbe:
             size = oldest.size if oldest else None
             self._set(catalog.COLLECTIVE_PENDING_SIZE, nan if size is None else size, attributes)
 
+    def _count(self, read: dict[str, Dump]) -> None:
+        """Count the operations that have come back since the last time; those behind one that has not, the next time."""
+        for recorder, dump in read.items():
+            last = self._counted.get(recorder, -1)
+            if dump.operations and dump.operations[-1].record < last:
+                last = -1  # the recorder was reset
+            for one in takewhile(lambda one: not one.pending, (one for one in dump.operations if one.record > last)):
+                self._counted[recorder] = one.record
+                self._observe(catalog.COLLECTIVE_DURATION, one.duration_s)
+                self._observe(catalog.COLLECTIVE_SIZE, one.size)
+                self._context.count(catalog.COLLECTIVE_INPUT, one.size or 0, {"operation": one.kind})
+            self._context.yield_gil()
+
+    def _observe(self, metric: Metric, value: float | None) -> None:
+        cell = self._context.writer.table.cell(metric, {}) if value is not None else None
+        if cell is not None and value is not None:
+            cell.observe(value)
+
     def _remove_pending(self) -> None:
         for metric, backend, group in list(self._gauges):
-            if metric in {catalog.COLLECTIVE_PENDING_AGE, catalog.COLLECTIVE_PENDING_SIZE}:
+            if metric is not catalog.COLLECTIVE_ENQUEUED:
                 self._context.set_gauge(metric, nan, self._gauges.pop((metric, backend, group)))
 
     def _remove_gauges(self, kept: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 MAJOR = 2
 """The major version that is understood"""
+_LONGEST_MS = 1e12
 MOST_ENTRIES = 100_000
 """More than anybody sets: a dump beyond it is refused"""
 
@@ -64,6 +65,10 @@ class Operation(NamedTuple):
     """bytes of the inputs; ``None``: unknown"""
     pending: bool
     """it has been called, and has not come back"""
+    record: int
+    """consecutive number in the recorder"""
+    duration_s: float | None
+    """on the device; ``None``: not recorded"""
 
 
 class Dump(NamedTuple):
@@ -121,12 +126,18 @@ def _operations(entries: list[Any] | tuple[Any, ...]) -> Iterator[Operation]:
         created_ns = entry.get("time_created_ns")
         if not isinstance(group, (list, tuple)) or len(group) != 2 or not isinstance(name, str):  # noqa: PLR2004  # name, description
             continue
-        if type(number) is not int or type(created_ns) is not int:
+        record = entry.get("record_id")
+        if type(number) is not int or type(created_ns) is not int or type(record) is not int:
             continue
         done = entry.get("retired") is True or entry.get("state") == "completed"
         kind, size = operation(name), _size(entry.get("input_sizes"), entry.get("input_dtypes"))
         backend = name.partition(":")[0]
-        yield Operation(number, str(group[0]), str(group[1]), backend, kind, created_ns, size, not done)
+        took_s = _seconds(entry.get("duration_ms"))
+        yield Operation(number, str(group[0]), str(group[1]), backend, kind, created_ns, size, not done, record, took_s)
+
+
+def _seconds(duration_ms: object) -> float | None:
+    return float(duration_ms) / 1e3 if isinstance(duration_ms, (int, float)) and 0 <= duration_ms < _LONGEST_MS else None
 
 
 def _size(shapes: object, types: object) -> int | None:
