@@ -594,8 +594,8 @@ DDP_INFO = _gauge(
     survives=True,
 ).described("Constant 1; its labels are the settings of DistributedDataParallel.")
 COLLECTIVE_ENQUEUED = _gauge("torchobs.collective.enqueued", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP, survives=True).described(
-    "Sequence number of the last collective that this rank has called in a process group of several, by torch's flight recorder:"
-    " the same on all its ranks, but for those in flight. In a hang the lowest is that of the rank that did not come."
+    "Sequence number of the last collective that this rank has called in a process group of several, by torch's flight"
+    " recorder: the same on all its ranks, but for those in flight. In a hang the lowest is that of the rank that did not come."
 )
 COLLECTIVE_COMPLETED = _gauge("torchobs.collective.completed", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP).described(
     "Sequence number of the last collective of a process group that has come back on this rank. Absent while training moves."

@@ -295,8 +295,8 @@ def collectives() -> tuple[Panel, ...]:
         panels.lines(
             "Collectives between the first rank and the last",
             "Collectives of a process group that the rank with the most has called, and the one with the fewest has not. Good: "
-            "some, as ranks are asked at different moments; in a hang it stays above zero, and the last rank is the one that the "
-            "others wait for. Empty: without process groups of several ranks, or without torch's flight recorder.",
+            "some, as ranks are asked at different moments; in a hang it stays above zero, and the last rank is the one that "
+            "the others wait for. Empty: without process groups of several ranks, or without torch's flight recorder.",
             "short",
             Query(apart, "{{group}} ({{backend}})"),
             width=12,
@@ -332,8 +332,8 @@ def collectives() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Mean duration of a collective",
-            "Mean time of a collective on the device, waiting for late ranks included. Good: level. Empty: below level advanced, "
-            "and without NCCL's timing (TORCH_NCCL_ENABLE_TIMING=1).",
+            "Mean time of a collective on the device, waiting for late ranks included. Good: level. Empty: below level "
+            "advanced, and without NCCL's timing (TORCH_NCCL_ENABLE_TIMING=1).",
             "s",
             Query(duration, "mean"),
             width=6,

@@ -134,6 +134,21 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
     support.wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 30.0, 0.5)
 
 
+def test_a_recorder_that_is_off_is_said_once_and_leaves_no_series(start: Any, flight_dir: Path) -> None:
+    """The other ways to name a hung rank are at work all the same."""
+    train(start, flight_dir, "hook", "0.3", TORCH_FR_BUFFER_SIZE="0")
+
+    def told() -> list[list[str]]:
+        reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+        reasons = [[fact.text("reason") for fact in one.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN)] for one in reports]
+        assert not any(name[0].startswith("torchobs.collective.") for one in reports for name in one.values)
+        return reasons if len(reasons) == 2 and all(reasons) else []
+
+    reasons = support.wait_until(told, 60.0, 0.3)
+    assert [len(of_one) for of_one in reasons] == [1, 1]
+    assert "TORCH_FR_BUFFER_SIZE is 0" in reasons[0][0]
+
+
 def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: Path) -> None:
     """Each trains on its own data from step 6 on, by `model.module`: of two neither is the odd one."""
     train(start, flight_dir, "bypass")
