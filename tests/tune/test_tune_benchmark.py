@@ -120,12 +120,10 @@ def test_a_mode_that_fails_is_left_out() -> None:
 
 def test_what_does_not_fit_into_a_budget_is_left_out() -> None:
     """Promise: a mode whose fewest rounds would take longer than the budget is named, and the first mode is measured."""
-    started = time.perf_counter()
     result = tune.benchmark(_SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "memory_efficient", "amp"), budget_s=1e-3)
     assert {each.mode for each in result.left_out} == {"memory_efficient", "amp"}
     assert [each.mode for each in result.modes] == ["none"]
     assert result.rounds < 20
-    assert time.perf_counter() - started < 60
 
 
 def test_json_and_picture(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def pods(tmp_path: Path, given: dict[str, Any], **values: Any) -> tuple[str, lis
         (chart / "templates").mkdir()
         (chart / "Chart.yaml").write_text(PARENT)
         (chart / "templates" / "pod.yaml").write_text(TEMPLATE)
-    torchobs = {"library": True, "image": IMAGE} | values
+    torchobs = {"helpersOnly": True, "image": IMAGE} | values
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"torchobs": torchobs, "given": given}))
     command = ["helm", "template", "any", str(chart), "--kube-version", "1.36", "-f", str(tmp_path / "values.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -137,7 +137,7 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
         slowness=slow.get(rank.incarnation),
         alike=alike_norms(
             {step.step: step.grad_norm for step in one.steps if step.grad_norm is not None},
-            is_ddp=any(key[0] == catalog.DDP_INFO.name for key in one.values),
+            distributed=[key[1:] for key in one.values if key[0] == catalog.DISTRIBUTED_INFO.name],
             norm_ranks=one.value(catalog.GRAD_NORM_RANKS),
         ),
         collectives=collectives.group_progress(partial(by_attributes, one.values)),

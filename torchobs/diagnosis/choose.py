@@ -92,11 +92,11 @@ def find(wanted: str | None, directory: Path | None = None) -> Chosen:
     """
     if wanted is not None and (path := Path(wanted)).exists():
         return choose([path], None)
+    if wanted is not None and ("/" in wanted or wanted.endswith(".flight")):
+        raise NoRunError(f"no such file or directory: {text_format.clean(wanted)}")
     directory = directory or default_directory()
     if wanted is None:
         return choose([directory], None)
-    if "/" in wanted or wanted.endswith(".flight"):
-        raise NoRunError(f"no such file or directory: {text_format.clean(wanted)}")
     every = runs_of(load.listing(directory).found)
     return read(_matching(every, wanted, directory).files)
 

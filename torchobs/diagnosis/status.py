@@ -113,11 +113,15 @@ def newest(records: Iterable[StepRecord]) -> Newest:
     return Newest(found_loss, found_norm, norms)
 
 
-def alike_norms(norms: Mapping[int, float], *, is_ddp: bool, norm_ranks: float | None) -> Mapping[int, float]:
+def alike_norms(
+    norms: Mapping[int, float], *, distributed: Iterable[Sequence[str]], norm_ranks: float | None
+) -> Mapping[int, float]:
     """Return the norms if DistributedDataParallel makes them the same on all ranks; else none.
 
-    ``norm_ranks``: ``torchobs.grad.norm.ranks``; above 1 a norm is that of a rank's own shard.
+    ``distributed``: the attributes of the rank's ``torchobs.distributed.info``, which is known before the first backward has
+    been measured. ``norm_ranks``: ``torchobs.grad.norm_ranks``; above 1 a norm is that of a rank's own shard.
     """
+    is_ddp = any("ddp" in kinds.split("+") for attributes in distributed for kinds in attributes)
     return norms if is_ddp and (norm_ranks or 1.0) <= 1.0 else {}
 
 
@@ -245,7 +249,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         steps=int(report.value(catalog.STEPS) or report.last_step),
         alike=alike_norms(
             {one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
-            is_ddp=any(key[0] == catalog.DDP_INFO.name for key in report.values),
+            distributed=[key[1:] for key in report.values if key[0] == catalog.DISTRIBUTED_INFO.name],
             norm_ranks=report.value(catalog.GRAD_NORM_RANKS),
         ),
         collectives=group_progress(partial(by_attributes, report.values)),

@@ -55,7 +55,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DDP_INFO, catalog.GRAD_NORM_RANKS, *collectives.METRICS,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, *collectives.METRICS,
 )  # fmt: skip
 """Metrics read from a rank."""
 
@@ -215,7 +215,7 @@ class Modeller:
             lately=_lately(details.events.newest, time.time()),
             alike=alike_norms(
                 details.newest.norms,
-                is_ddp=bool(readings.of(catalog.DDP_INFO)),
+                distributed=readings.of(catalog.DISTRIBUTED_INFO),
                 norm_ranks=readings.get(catalog.GRAD_NORM_RANKS),
             ),
             collectives=collectives.group_progress(readings.of),
