@@ -101,7 +101,6 @@ class DistributedProbe:
         if model not in self._living() and len(self._models) < _MODELS:
             self._models.append(weakref.ref(model))
             self._fresh = True
-            self._context.at_backward(self._read)  # a short training may be over before the sampler's next round
 
     def _living(self) -> list[Any]:
         return [model for known in list(self._models) if (model := known()) is not None]
