@@ -50,7 +50,7 @@ def facts(
         DEFAULT_SIZE, bytes(range(16)), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), {**RESOURCE, **(resource or {})}
     )
     keyed: dict[tuple[str, ...], Any] = {
-        (key.name,) if isinstance(key, Metric) else (key[0].name, key[1]): value for key, value in (values or {}).items()
+        (key.name,) if isinstance(key, Metric) else (key[0].name, *key[1:]): value for key, value in (values or {}).items()
     }
     last_s = history[-1].end_s if history else START_S
     fields = {

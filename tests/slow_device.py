@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -18,6 +18,7 @@ class Words:
 
     def __init__(self, bits: Any, kind: str) -> None:
         self._bits, self._kind = bits, kind
+        self.dtype = torch.float64
 
     def __len__(self) -> int:
         return len(self._bits) // 8
@@ -41,15 +42,30 @@ class Words:
         return found
 
 
+class Stored:
+    """Memory of the device, as the probes use it."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.values = values
+
+    def __getitem__(self, slots: slice) -> torch.Tensor:
+        return torch.cat([value.detach().double().reshape(1) for value in self.values[slots]])
+
+
 class Passed:
-    """An event that the device has come to, at once and in no time."""
+    """An event, recorded at the device's time, and reached as long as the device has reached what it was given."""
+
+    def __init__(self, device: SlowDevice) -> None:
+        self.device, self.at_ms = device, device.now_ms
 
     def query(self) -> bool:
-        return True
+        assert not self.device.is_capturing
+        return self.device.has_reached
 
     def elapsed_time(self, end: object, /) -> float:
         assert isinstance(end, Passed)
-        return 0.0
+        assert self.device.has_reached
+        return end.at_ms - self.at_ms
 
 
 class SlowDevice:
@@ -58,11 +74,25 @@ class SlowDevice:
     def __init__(self) -> None:
         self.sent: list[tuple[torch.Tensor, Any]] = []
         self.is_capturing = False
-        self.made = 0
+        self.now_ms, self.has_reached = 0.0, True
+        """Time on the device, and whether it has come to the end of what it was given"""
+        self.made = self.events = self.current = 0
+        """Allocations of host memory, events made, the current stream"""
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
-        assert device.type in {"cpu", "cuda"}
+        del device
         return contextlib.nullcontext()
+
+    def stream(self, device: torch.device) -> int:
+        del device
+        return self.current
+
+    @contextlib.contextmanager
+    def within(self, device: torch.device, stream: int) -> Iterator[None]:
+        del device
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def capturing(self) -> bool:
         return self.is_capturing
@@ -71,11 +101,26 @@ class SlowDevice:
         del tensor
         return True
 
-    def event(self) -> Passed:
+    def event(self, again: Any = None) -> Passed:
         assert not self.is_capturing
-        return Passed()
+        self.events += again is None
+        if again is None:
+            return Passed(self)
+        again.at_ms = self.now_ms
+        found: Passed = again
+        return found
 
-    def empty(self, size: int) -> Any:
+    def numbers(self, size: int, device: torch.device) -> Any:
+        del device
+        assert not self.is_capturing
+        return Stored([torch.zeros(())] * size)
+
+    def store(self, value: torch.Tensor, numbers: Any, slot: int) -> None:
+        assert not self.is_capturing
+        numbers.values[slot] = value
+
+    def empty(self, size: int, kind: str) -> Any:
+        del kind
         assert not self.is_capturing
         self.made += 1
         return Words(memoryview(bytearray(8 * size)), "d")

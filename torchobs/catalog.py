@@ -251,6 +251,7 @@ SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
 LAYER = Attribute(
     "layer", "path of the module with the parameters; the largest and recently anomalous ones, the others are 'other'"
 )
+OUTPUT_LAYER = Attribute("layer", "path of the module without children; at most 64, evenly chosen in the model's order")
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
 SPACE = Attribute("space", "kind of memory that grows", ("host", "device"))
 LIMIT = Attribute("limit", "origin of the limit", ("cgroup", "machine"))
@@ -294,6 +295,9 @@ STEP_DURATION = _histogram("torchobs.step.duration", "s", SECONDS_BOUNDS).descri
     "Time from the end of one step to the end of the next, without evaluation, checkpoints and compilation."
 )
 STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", PHASE).described("Time spent in each phase of the steps.")
+STEP_DEVICE_TIME = _gauge("torchobs.step.device.time", "s", PHASE).described(
+    "Time that the CUDA device was in each phase of a step, idle or not, of one step a second."
+)
 LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", survives=True).described(
     "Unix time at which the last step ended."
 )
@@ -373,6 +377,21 @@ PARAM_LAYER_NORM = _gauge("torchobs.param.layer.norm", "", LAYER).described(
 )
 UPDATE_LAYER_RATIO = _gauge("torchobs.update.layer.ratio", "1", LAYER).described(
     "Norm of one step's change of a layer's weights, divided by the norm of the weights. From level advanced on."
+)
+ACTIVATION_LAYER_MEAN_ABS = _gauge("torchobs.activation.layer.mean_abs", "", OUTPUT_LAYER).described(
+    "Mean absolute value of a layer's output. At level extreme."
+)
+ACTIVATION_LAYER_STD = _gauge("torchobs.activation.layer.std", "", OUTPUT_LAYER).described(
+    "Standard deviation of a layer's output. At level extreme."
+)
+ACTIVATION_LAYER_MAX = _gauge("torchobs.activation.layer.max", "", OUTPUT_LAYER).described(
+    "Greatest absolute value of a layer's output. At level extreme."
+)
+ACTIVATION_LAYER_ZERO = _gauge("torchobs.activation.layer.zero", "1", OUTPUT_LAYER, quiet=0.0).described(
+    "Share of a layer's output that is exactly zero. At level extreme."
+)
+ACTIVATION_LAYER_NONFINITE = _gauge("torchobs.activation.layer.nonfinite", "1", OUTPUT_LAYER, quiet=0.0).described(
+    "Share of a layer's output that is NaN or infinite. At level extreme."
 )
 GRAD_NONFINITE_ELEMENTS = _counter("torchobs.grad.nonfinite_elements", "{element}", quiet=0.0).described(
     "Gradient elements that were NaN or infinite in measured steps; on a GPU only in layers that recently had some."
@@ -1174,6 +1193,23 @@ EVENT_UNMOVED_LAYERS = _warning(
     Attribute("layers_measured", "of how many"),
     Attribute("cause", "why", ("vanishing", "dead_units", "cut_off")),
     Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
+)
+EVENT_ACTIVATIONS = _info(
+    "torchobs.activations",
+    "At level extreme: how many layers' outputs are looked at, and how many are not.",
+    Attribute("layers", "looked at"),
+    Attribute("left_out", "not, since there are more than have series"),
+    Attribute("compiled", "not, since torch.compile has compiled a module that they are part of"),
+    Attribute("silent", "not, since they are not called as modules: in a compiled function, or unused"),
+)
+EVENT_LAYER_HISTORY = _info(
+    "torchobs.layer_history",
+    "What the layers put out in the last steps looked at before an anomaly, and in two after it, was written to a file.",
+    Attribute("kind", "the anomaly's"),
+    Attribute("steps", "number of steps in it at first"),
+    EVIDENCE,
+    Attribute("reason", "why it could not be written", ("no_room", "not_permitted", "error")),
+    Attribute("detail", "the system's error message"),
 )
 EVENT_PROBE_DISABLED = _warning(
     "torchobs.probe.disabled",

@@ -34,7 +34,12 @@ _DEBUG = (
 )  # fmt: skip
 WITHOUT_PANEL: Mapping[Metric, str] = dict.fromkeys(
     _DEBUG, "only where a person calls torchobs.debug, whose results, and the API's summaries, show it."
-) | {catalog.GRAD_LAYER_GROWTH: "it is for the alert, which names the layer; the norms by layer have panels."}
+) | {
+    catalog.GRAD_LAYER_GROWTH: "it is for the alert, which names the layer; the norms by layer have panels.",
+    catalog.ACTIVATION_LAYER_MEAN_ABS: "the standard deviation, which has a panel, goes up and down with it.",
+    catalog.ACTIVATION_LAYER_MAX: "the standard deviation, which has a panel, says sooner that outputs grow.",
+    catalog.ACTIVATION_LAYER_NONFINITE: "a loss that is not finite is an anomaly, with its origin, and has panels.",
+}
 """Metrics that no panel shows, with the reason; every other metric of the catalog is on a dashboard."""
 
 

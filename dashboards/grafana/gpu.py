@@ -137,6 +137,14 @@ def work() -> tuple[Panel, ...]:
             width=6,
         ),
         panels.lines(
+            "Phases on the GPU",
+            "Time that the slowest rank's GPU is in each phase of a step, idle or not, of one step a second. Good: forward, "
+            "backward and optimizer make up all of it; data is a GPU that waits for its batch. Empty: without CUDA, and where "
+            "steps are replays of CUDA graphs.",
+            "s",
+            Query(f"max by (phase) ({select(catalog.STEP_DEVICE_TIME, *RANKS)})", "{{phase}}"),
+        ),
+        panels.lines(
             "Memory controller",
             f"Share of the time in which GPU memory was read or written, of the {MOST} busiest. Good: below 80 %, above "
             f"it the memory is the limit. {NO_GPU}",

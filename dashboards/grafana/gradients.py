@@ -154,6 +154,21 @@ def layers() -> tuple[Panel, ...]:
             log_base=10,
         ),
         panels.lines(
+            "Layer outputs",
+            f"Standard deviation of the output of the {MOST_LAYERS} layers where it is greatest. Good: level, and within a "
+            "power of ten from layer to layer. Empty: below level extreme.",
+            "short",
+            Query(worst(f"max by (layer) ({select(catalog.ACTIVATION_LAYER_STD, *LAYERS)})", MOST_LAYERS), "{{layer}}"),
+            log_base=10,
+        ),
+        panels.lines(
+            "Zeros in layer outputs",
+            f"Share of the output that is exactly zero, of the {MOST_LAYERS} layers where it is greatest. Good: about half "
+            "after a ReLU, none elsewhere. Empty: below level extreme, and where no output has a zero.",
+            "percentunit",
+            Query(worst(f"max by (layer) ({select(catalog.ACTIVATION_LAYER_ZERO, *LAYERS)})", MOST_LAYERS), "{{layer}}"),
+        ),
+        panels.lines(
             "Stuck layers and zero gradients",
             "Layers that have learned nothing for a while, and the share of parameters whose gradient is exactly zero, "
             "in percent. Good: 0. Empty: while there are none.",

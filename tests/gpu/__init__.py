@@ -5,6 +5,7 @@ that torchobs supports will do, in the environment that it is in: ``pip install 
 
 * ``test_gradients``: norms of every type equal a float64 reference; no synchronisation in a whole run
   (``set_sync_debug_mode("error")``); two streams; no copy of a large gradient; elements that are not finite.
+* ``test_device_times``: phases of a step on the device; norms of optimizers within the backward pass; a limit on the device.
 * ``test_losses``: the loss of every step, the first ones, accumulated and scaled ones included.
 * ``test_graphs``: captured steps (whole ones, graphed callables, ``mode="reduce-overhead"``) hold nothing of ours, and end
   with the same weights as without us.

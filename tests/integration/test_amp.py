@@ -218,7 +218,7 @@ class SlowDevice:
     """Delivers values when it is told to, as a device does."""
 
     def __init__(self) -> None:
-        self.unread: set[str] = set()
+        self.unread: dict[str, str] = {}
         self.under_way: list[Any] = []
 
     def take(self, value: torch.Tensor, deliver: Any) -> bool:

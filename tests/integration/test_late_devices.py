@@ -22,6 +22,7 @@ from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.gradients.norms import is_l2
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import AmpProbe
 from torchobs.probes.precision.loss_scale import LossScaling
@@ -45,7 +46,7 @@ class Late:
         assert sampler is not None
         sampler.stop()
         self.run, self.device, scaling = run, SlowDevice(), LossScaling()
-        self.context = context = dataclasses.replace(context, device=DeviceValues(self.device))
+        self.context = context = dataclasses.replace(context, device=DeviceValues(self.device, every_s=0.0))
         self.gradients, self.loss, self.amp = GradientProbe(scaling), LossProbe(), AmpProbe(scaling)
         self.probes = (self.gradients, self.loss, self.amp)
         for probe in self.probes:
@@ -133,6 +134,23 @@ def test_clipping_on_a_device_gives_the_norm_and_says_whether_it_clipped(
     assert late.run.errors() == []
 
 
+def test_a_limit_that_is_on_a_device_is_not_waited_for(late: Late) -> None:
+    """The norm is compared with it there, and the limit itself is shown when it has landed."""
+    clip = late.gradients._clip
+    with FakeTensorMode():
+        limit, norm = torch.empty((), device="cuda"), torch.empty((), device="cuda")
+        clip._note_clip(limit, norm)
+        clip._note_value(limit)
+        assert not is_l2(limit)
+    assert (clip.limit, clip.value, clip.take_clamped()) == (None, None, False)
+    assert len(late.device.sent) == 2
+    late.device.land_as([0.5])
+    late.device.land_as([2.0])  # the norm is twice the limit
+    late.context.recorder.step = 1
+    assert [record.step for record in late.late(StepFlag.CLIPPED)] == [1]
+    assert clip.limit == 0.5
+
+
 def test_gradients_clipped_by_value_are_looked_at_later(late: Late, parameters: list[torch.nn.Parameter]) -> None:
     """Whether any reached the limit is known when the largest has landed."""
     optimizer = OPTIMIZERS["foreach"](parameters)
@@ -155,6 +173,41 @@ def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
     assert len(copy[0]) == TENSORS + 1
     late.device.land_as([0.0, 6.0, 8.0, 2.0])
     assert late.norms() == [(1, 5.0)]
+
+
+def test_optimizers_within_a_backward_pass_send_one_copy_for_a_step(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """There are hundreds: two events are recorded, around the largest once that is known, and used again."""
+    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
+    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
+    for step in range(1, 5):
+        recorder.pending.update(map(id, optimizers))
+        for optimizer in optimizers:
+            recorder.pending.discard(id(optimizer))
+            notify(optimizer, False)  # noqa: FBT003  # a listener
+        assert [len(values) for values, _ in late.device.sent] == [TENSORS]
+        late.device.land_as([2.0, 3.0, 6.0 * step])
+        recorder.step = step
+    assert dict(late.norms()) == pytest.approx({step: math.hypot(2.0, 3.0, 6.0 * step) for step in range(1, 5)})
+    assert late.device.events == 2
+    assert late.gradients._devices._largest == {torch.device("cuda:0"): parameters[-1].numel()}
+
+
+def test_a_step_in_which_not_all_optimizers_stepped_is_sent_before_the_next(
+    late: Late, parameters: list[torch.nn.Parameter]
+) -> None:
+    """A layer that was not used: its optimizer is expected in vain."""
+    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
+    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
+    for step, count in ((1, 2), (2, 3)):
+        recorder.pending.update(map(id, optimizers))
+        for optimizer in optimizers[:count]:
+            recorder.pending.discard(id(optimizer))
+            notify(optimizer, False)  # noqa: FBT003  # a listener
+        recorder.step = step
+    assert [len(values) for values, _ in late.device.sent] == [2, 3]
+    late.device.land_as([3.0, 4.0])
+    late.device.land_as([2.0, 3.0, 6.0])
+    assert late.norms() == [(1, 5.0), (2, 7.0)]
 
 
 def test_a_loss_that_never_lands_holds_nobody_up(late: Late, parameters: list[torch.nn.Parameter]) -> None:
@@ -298,8 +351,35 @@ def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_a_device_whose_values_are_not_read_is_said_to_be_one(late: Late, kind: str) -> None:
-    """There is no loss and no norm, and that is told once, with the reason; nothing waits for it."""
+def test_losses_and_norms_of_other_devices_are_recorded(late: Late, kind: str) -> None:
+    """By the same door, without events, and without float64, which not all have."""
+    with FakeTensorMode(), torch.no_grad():
+        parameters = [torch.nn.Parameter(torch.empty(10, 20, device=kind)) for _ in range(TENSORS)]
+        for one in parameters:
+            one.grad = torch.empty_like(one)
+        optimizer = OPTIMIZERS["loop"](parameters)
+        late.loss._take_later(torch.empty((), device=kind, dtype=torch.bfloat16), within=False)
+        torch.nn.utils.clip_grad_value_(parameters, 0.5)
+        optimizer.step()
+    sizes = [len(values) for values, _ in late.device.sent]
+    assert sizes == [1, TENSORS, 1]
+    late.device.land_as([8.0])
+    late.device.land_as([2.0, 3.0, 6.0])
+    late.device.land_as([0.5])
+    assert late.norms() == [(1, 7.0)]
+    assert [record.loss for record in late.late(StepFlag.LOSS)] == [8.0]
+    assert [record.step for record in late.late(StepFlag.CLIPPED)] == [1]
+    assert late.device.events == 0
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_a_device_that_cannot_copy_is_said_to_be_one(late: Late, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no loss, and that is told once, with the reason; nothing waits for it."""
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(late.device, "numbers", refuse)
     with FakeTensorMode():
         loss = torch.empty((), device=kind)
     for _ in range(3):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +40,29 @@ def run(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording
     """A recording on a machine that has graphs."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     yield from recording(flight_dir)
+
+
+def test_the_sampler_rests_while_a_graph_is_captured(run: Recording) -> None:
+    """It keeps the heartbeat, without a garbage collection, which might destroy a graph of the user's; then it goes on."""
+    rounds = list[bool]()
+    run.session._samples.append(("counting", lambda: rounds.append(True)))
+    graph = Graph(lambda: None)
+    graph.capture_begin()
+    captured = len(rounds)
+    run.whole_round()  # two heartbeats
+    assert len(rounds) == captured
+    assert gc.isenabled()
+    graph.capture_end()
+    run.whole_round()
+    assert len(rounds) > captured
+
+
+def test_a_capture_that_cannot_begin_is_none(run: Recording) -> None:
+    """Training goes on, and so does the sampler."""
+    assert run.session.context is not None
+    with pytest.raises(TypeError):
+        Graph(lambda: None).capture_begin(1, 2)  # type: ignore[call-arg]
+    assert not run.session.context.training.captures.in_progress()
 
 
 def test_each_replay_of_a_captured_step_is_a_step_with_its_loss(run: Recording) -> None:

@@ -13,7 +13,15 @@ from torchobs import catalog
 from torchobs.detect.growth import LEAST
 from torchobs.probes.memory.allocators import DeviceMemory, of_stats, used_devices
 from torchobs.probes.memory.device_memory import DeviceMemoryProbe
-from torchobs.probes.memory.oom import MIN_INTERVAL_S, OomObserver, _observe, largest_allocations, summary
+from torchobs.probes.memory.oom import (
+    MIN_INTERVAL_S,
+    MOST_BLOCKS,
+    OomObserver,
+    _observe,
+    largest_allocations,
+    segments_in_time,
+    summary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -219,8 +227,14 @@ class OomCuda(Cuda):
         self.remembers = False
         self.__file__ = "/site-packages/torch/__init__.py"
         self.stats[0] = stats(retries=3)
-        self.cuda.memory = SimpleNamespace(_snapshot=lambda: SNAPSHOT)
+        self.traced: list[bool] = []
+        self.cuda.memory_snapshot = self._segments
         self._C._cuda_isHistoryEnabled = lambda: self.remembers
+
+    def _segments(self, mempool_id: object = None, include_traces: bool = True) -> list[Any]:  # noqa: FBT001, FBT002  # torch's
+        del mempool_id
+        self.traced.append(include_traces)
+        return SNAPSHOT["segments"]
 
 
 FRAMES = [
@@ -286,6 +300,26 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
         f"/site-packages/torch/nn/modules/linear.py:9 {4 * GIB} B in 1 blocks",
         f"unknown {GIB} B in 1 blocks",
     ]
+
+
+def test_a_snapshot_is_not_taken_where_it_would_take_long() -> None:
+    """Without the history of each allocation, which has no bound; blocks of all devices count, whoever ran out."""
+    module = OomCuda()
+    assert segments_in_time(module) == SNAPSHOT["segments"]
+    assert module.traced == [False]
+    module.stats[1] = {"allocation": {"all": {"current": MOST_BLOCKS}}}
+    assert segments_in_time(module) is None
+    assert module.traced == [False]
+
+
+def test_an_older_torch_which_lists_its_history_is_asked_early_only() -> None:
+    """There a snapshot has all that was ever allocated: after a few steps it is taken, after an hour not."""
+    module = OomCuda()
+    module.cuda.memory_snapshot = lambda: SNAPSHOT["segments"]
+    module.stats[0]["allocation"]["all"]["allocated"] = 100
+    assert segments_in_time(module) == SNAPSHOT["segments"]
+    module.stats[0]["allocation"]["all"]["allocated"] = MOST_BLOCKS
+    assert segments_in_time(module) is None
 
 
 def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording) -> None:

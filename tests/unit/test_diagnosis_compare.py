@@ -139,7 +139,7 @@ def test_nobody_failed_first_where_nobody_failed() -> None:
 def averaged(number: int, factor: float = 1.0, shards: float = 1.0) -> RankReport:
     """One of three ranks of DDP, with a gradient so many times that of the others."""
     history = [step(n, norm=factor * (1.0 + n)) for n in range(1, 31)]
-    values: dict[Any, float] = {(catalog.DDP_INFO, "none"): 1.0, catalog.GRAD_NORM_RANKS: shards}
+    values: dict[Any, float] = {(catalog.DISTRIBUTED_INFO, "gloo", "ddp", ""): 1.0, catalog.GRAD_NORM_RANKS: shards}
     return facts(history, resource={"rank": number, "local_world_size": 3, "world_size": 3}, values=values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from functools import partial
@@ -119,3 +120,27 @@ def test_without_one_probe_the_others_are_still_called_before_steps() -> None:
     assert hook.due_at == 0
     hook.unregister("optimizer")
     assert hook.due_at == sys.maxsize
+
+
+@pytest.mark.parametrize(
+    ("text", "is_users"),
+    [
+        ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later", True),
+        ("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`", True),
+        ("HIP error: unspecified launch failure", True),
+        ("CUDA error: operation not permitted when stream is capturing\n", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("the loss had an illegal memory access", False),
+    ],
+)
+def test_a_failure_of_the_user_s_work_on_a_device_is_handed_on(text: str, is_users: bool) -> None:  # noqa: FBT001  # a parameter
+    """It is told by whichever call comes next, and some are told once; it is none of the probe's errors."""
+    breaker = CircuitBreaker("gradients")
+
+    def query() -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError) if is_users else contextlib.nullcontext():
+        breaker.guard(query)()
+    assert breaker.is_open
+    assert breaker.errors == (not is_users)

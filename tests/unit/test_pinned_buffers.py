@@ -10,14 +10,14 @@ import torch
 
 from tests.slow_device import SlowDevice
 from torchobs.probes.core.device_scalars import DeviceValues
-from torchobs.probes.core.pinned_buffers import UNSET, PendingCopies
+from torchobs.probes.core.pinned_buffers import UNSET, UNSET_32, Buffer, PendingCopies
 
 
 @pytest.mark.parametrize("value", [2.5, 0.0, -0.0, math.inf, math.nan, 5e-324])
 def test_a_value_is_delivered_when_it_has_landed(value: float) -> None:
     """Whatever it is: a NaN that was computed is a value like any other."""
     device, found = SlowDevice(), list[float]()
-    values = DeviceValues(device)
+    values = DeviceValues(device, every_s=0.0)
     for _ in range(3):
         assert values.expect(torch.tensor(value, dtype=torch.float64), found.append)
         values.poll()
@@ -30,7 +30,7 @@ def test_a_value_is_delivered_when_it_has_landed(value: float) -> None:
 def test_values_come_in_order() -> None:
     """One that overtook another waits for it."""
     device, found = SlowDevice(), list[float]()
-    values = DeviceValues(device)
+    values = DeviceValues(device, every_s=0.0)
     for number in range(3):
         values.expect(torch.tensor(float(number)), found.append)
     device.sent.reverse()
@@ -46,7 +46,7 @@ def test_values_come_in_order() -> None:
 def test_a_full_ring_drops_and_a_capture_takes_nothing() -> None:
     """And no slot is used again before its value was delivered."""
     device, found = SlowDevice(), list[float]()
-    values = DeviceValues(device)
+    values = DeviceValues(device, every_s=0.0)
     taken = [values.expect(torch.tensor(float(number)), found.append) for number in range(1025)]
     assert taken == [True] * 1024 + [False]
     assert values.dropped == 1
@@ -81,20 +81,100 @@ def test_memory_is_used_again_but_never_while_a_copy_is_on_its_way() -> None:
         landing = landings.send(torch.ones(100))
         device.land()
         landing.take()
-    assert device.made == 1
     landing = landings.send(torch.ones(100))
     del landing
     gc.collect()
     second = landings.send(torch.full((100,), 2.0))
-    assert device.made == 2
     device.land()
     assert not second.ready()
     device.land()
     assert second.take() == [2.0] * 100
     third = landings.send(torch.full((100,), 3.0))
-    assert device.made == 2
     device.land()
     assert third.take() == [3.0] * 100
+    assert device.made == 1
+
+
+def test_memory_is_allocated_at_the_first_measurement_and_doubled_when_the_device_is_far_behind() -> None:
+    """To pin it waits for the device."""
+    device = SlowDevice()
+    landings = PendingCopies(device)
+    under_way = [landings.send(torch.ones(100)) for _ in range(64)]
+    assert device.made == 1
+    under_way += [landings.send(torch.ones(100)) for _ in range(64)]
+    assert device.made == 2
+    under_way += [landings.send(torch.ones(100)) for _ in range(128)]
+    assert device.made == 3
+    while device.sent:
+        device.land()
+    assert all(landing.take() == [1.0] * 100 for landing in under_way)
+    landings.send(torch.ones(3000))
+    assert device.made == 4
+
+
+def test_a_tenth_of_a_second_is_one_copy() -> None:
+    """The first value is sent at once, then what was stored since the last copy, if that is long enough ago."""
+    device, found, now = SlowDevice(), list[float](), [5.0]
+    values = DeviceValues(device, clock=lambda: now[0])
+    for number in range(10):
+        values.expect(torch.tensor(float(number)), found.append)
+        now[0] += 0.03
+    assert [len(copy) for copy, _ in device.sent] == [1, 4, 4]
+    while device.sent:
+        device.land()
+    values.poll()
+    assert found == [float(number) for number in range(9)]
+    values.send_rest()
+    device.land()
+    values.poll()
+    assert found[-1] == 9.0
+    values.send_rest()
+    assert not device.sent
+
+
+def test_what_is_stored_at_the_end_of_the_memory_is_sent_before_it_is_used_again() -> None:
+    """A copy is of consecutive slots."""
+    device, found = SlowDevice(), list[float]()
+    values = DeviceValues(device, clock=lambda: 1.0)
+    for number in range(3000):
+        assert values.expect(torch.tensor(float(number)), found.append)
+        while device.sent:
+            device.land()
+        values.poll()
+    values.send_rest()
+    device.land()
+    values.poll()
+    assert found == [float(number) for number in range(3000)]
+
+
+def test_a_slow_device_holds_up_no_other_and_no_other_stream() -> None:
+    """Each has an order of its own."""
+    device, found = SlowDevice(), list[float]()
+    values = DeviceValues(device, every_s=0.0)
+    values.expect(torch.tensor(1.0), found.append)
+    device.current = 7
+    values.expect(torch.tensor(2.0), found.append)
+    slow = device.sent.pop(0)
+    device.land()
+    values.poll()
+    assert found == [2.0]
+    device.sent.append(slow)
+    device.land()
+    values.poll()
+    assert found == [2.0, 1.0]
+
+
+def test_a_float32_that_was_not_sent_is_a_signalling_nan_too() -> None:
+    """For devices without float64; arithmetic's own NaN is another."""
+    numbers = torch.empty(3, dtype=torch.float32)
+    buffer = Buffer(numbers)
+    into = buffer.expect(0, 3)
+    assert not buffer.arrived(0, 1)
+    into.copy_(torch.tensor([math.nan, 1.5, math.inf]))
+    assert buffer.arrived(0, 3)
+    assert buffer.values(0, 3) == pytest.approx([math.nan, 1.5, math.inf], nan_ok=True)
+    assert UNSET_32 >> 23 == 0xFF
+    assert not UNSET_32 >> 22 & 1
 
 
 def test_what_is_not_there_is_a_signalling_nan() -> None:
@@ -107,7 +187,7 @@ def test_what_is_not_there_is_a_signalling_nan() -> None:
 def test_the_end_gives_numbers_under_way_a_moment_and_no_more() -> None:
     """The last step's are written if they come at once; a device that is far behind is not waited for."""
     device, found, rests = SlowDevice(), list[float](), list[float]()
-    values = DeviceValues(device)
+    values = DeviceValues(device, every_s=0.0)
     values.settle(rests.append)
     assert rests == []
     values.expect(torch.tensor(2.0), found.append)

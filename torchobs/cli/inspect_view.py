@@ -117,6 +117,7 @@ def _rank(report: RankReport, options: Options, style: TerminalStyle, *, alone: 
         (f"Course{of}", _course(report, style)),
         (f"Time{of}", shares(report.by_attribute(catalog.GOODPUT_TIME), style.width)),
         (f"Phases of a step{of}", shares(report.by_attribute(catalog.STEP_PHASE_TIME), style.width)),
+        (f"Phases on the GPU{of}", shares(report.by_attribute(catalog.STEP_DEVICE_TIME), style.width)),
         (f"Memory{of}", _memory(report, style.width)),
         (f"Mixed precision{of}", _amp(report, style.width)),
         (f"torch.compile{of}", _compile(report, style.width)),

@@ -20,7 +20,7 @@ __all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "n
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
     "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile", "nonfinite", "resume",
-    "leak", "collectives",
+    "leak", "activations", "device_time", "collectives",
 )  # fmt: skip
 """Names of the probes that can be disabled; listed here because this module loads without torch. Append new ones: a command
 refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""
@@ -64,6 +64,7 @@ class Settings:
     native: bool = True
     watchdog: bool = True
     run_details: bool = True
+    tensor_samples: bool = True
     log_level: LogLevel = "WARNING"
     set_global_providers: bool = True
 
@@ -167,6 +168,11 @@ OPTIONS = (
         "run_details", kinds.BOOLEAN, "Whether the command line, the git commit, versions, device names and the seed of the "
         "run are kept in the flight file, for `torchobs inspect`, `report` and `compare` alone; secrets are removed.",
         "true", ("TORCHOBS_RUN_DETAILS",),
+    ),
+    Option(
+        "tensor_samples", kinds.BOOLEAN, "Whether at level `extreme` 32 elements of every layer's output are kept of the last "
+        "16 steps looked at, and are written beside the flight file, with the statistics, when a step is anomalous.",
+        "true", ("TORCHOBS_TENSOR_SAMPLES",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
     Option(

@@ -110,6 +110,7 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
         },
         "goodput": report.by_attribute(catalog.GOODPUT_TIME),
         "phases": report.by_attribute(catalog.STEP_PHASE_TIME),
+        "device_phases": report.by_attribute(catalog.STEP_DEVICE_TIME),
         "typical_phases": typical_phases(report.steps),
         "anomalies": report.by_attribute(catalog.ANOMALIES),
         "memory": memory(report),

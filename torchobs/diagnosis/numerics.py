@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.activations import activations
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
@@ -55,9 +56,10 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     yield from _unmoved(report)
     yield from _scaler(report)
     yield from _scheduler(report)
+    yield from activations(report)
     for fact in report.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
-        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
+        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: torch copies no value from {kind}.")
 
 
 def _onset(steps: Sequence[Step]) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torchobs.probes.activations import ActivationProbe
 from torchobs.probes.compile.compile import CompileProbe
 from torchobs.probes.data.epochs import EpochCount, EpochProbe
 from torchobs.probes.data.fetches import DataProbe
@@ -27,6 +28,7 @@ from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, RateSource
 from torchobs.probes.optimizer.resumed import ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.step.device_times import DeviceTimeProbe
 from torchobs.probes.step.loss import LossProbe
 from torchobs.probes.step.phases import PhaseProbe
 from torchobs.probes.step.steps import StepProbe
@@ -49,6 +51,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
     return {
         StepProbe.name: partial(StepProbe, scaling, rates),
         PhaseProbe.name: PhaseProbe,
+        DeviceTimeProbe.name: DeviceTimeProbe,
         DataProbe.name: DataProbe,
         LoaderProbe.name: LoaderProbe,
         EpochProbe.name: partial(EpochProbe, epochs),
@@ -68,4 +71,5 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         CollectivesProbe.name: CollectivesProbe,
         CompileProbe.name: CompileProbe,
         NonfiniteProbe.name: NonfiniteProbe,
+        ActivationProbe.name: ActivationProbe,
     }

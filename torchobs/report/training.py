@@ -129,27 +129,35 @@ def _counts(report: RankReport) -> Table | None:
 
 
 def layers(report: RankReport, of: str) -> Section:
-    """Return gradient norms by layer over time."""
-    curves = {text_format.clean(name, 80): points for name, points in report.history.of(catalog.GRAD_LAYER_NORM.name).items()}
+    """Return gradient norms by layer over time, and at level extreme how widely each layer's output is spread."""
+    few = Text("Only the largest layers and those that had anomalies have series of their own.", "note")
+    blocks = [
+        *_by_layer(report, catalog.GRAD_LAYER_NORM, "Gradient norm", "the norms were"),
+        *_by_layer(report, catalog.ACTIVATION_LAYER_STD, "Standard deviation of the output", "the outputs were"),
+    ]
+    return section("layers", f"Layers{of}", *blocks, *([few] if blocks else []), wide=bool(blocks))
+
+
+def _by_layer(report: RankReport, metric: catalog.Metric, what: str, were: str) -> Iterator[HeatMap | Table]:
+    """Yield a metric by layer and time, and its range by layer; nothing if it was not recorded."""
+    curves = {text_format.clean(name, 80): points for name, points in report.history.of(metric.name).items()}
     if not curves:
-        return section("layers", f"Layers{of}")
+        return
     columns = sorted({row.time_s: row for points in curves.values() for row, _ in points}.values(), key=lambda row: row.time_s)
     columns = [row for index, row in enumerate(columns) if row.step and (not index or row.step != columns[index - 1].step)]
     values = tuple(
         _row({row.time_s: value for row, value in points}, [row.time_s for row in columns]) for points in curves.values()
     )
-    heat = HeatMap(
-        "Gradient norm by layer and time", tuple(curves), tuple(row.step for row in columns), values,
-        note="Each column is one moment at which the norms were read, evenly in time over the whole run; white: not measured.",
+    yield HeatMap(
+        f"{what} by layer and time", tuple(curves), tuple(row.step for row in columns), values,
+        note=f"Each column is one moment at which {were} read, evenly in time over the whole run; white: not measured.",
     )  # fmt: skip
     rows = tuple(
         (name, *(text_format.number(value) for value in (min(own), median(own), max(own), own[-1])))
         for name, points in curves.items()
         if (own := [value for _, value in points if isfinite(value)])
     )
-    table = Table("Gradient norm by layer, as read", ("Layer", "Least", "Median", "Greatest", "Last"), rows)
-    few = Text("Only the largest layers and those that had anomalies have series of their own.", "note")
-    return section("layers", f"Layers{of}", heat, table, few, wide=True)
+    yield Table(f"{what} by layer, as read", ("Layer", "Least", "Median", "Greatest", "Last"), rows)
 
 
 def _row(known: dict[float, float], times: Sequence[float]) -> tuple[float | None, ...]:

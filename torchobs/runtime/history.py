@@ -1,4 +1,4 @@
-"""Gauges over time since the start, for the report: memory, loss scale, gradient norms by layer.
+"""Gauges over time since the start, for the report: memory, loss scale, gradient norms and outputs by layer.
 
 The step ring holds the last steps only, and the series have no past. Here are at most 128 rows; when they are full every second
 one goes and the interval doubles, so that a run of any length is covered evenly, in 27 KiB.
@@ -24,6 +24,8 @@ METRICS = (
     catalog.MEMORY_HOST_RSS, catalog.MEMORY_HOST_CHILDREN_RSS, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_RESERVED, catalog.AMP_SCALE, catalog.GRAD_LAYER_NORM,
 )  # fmt: skip
+MOST_ACTIVATIONS = 24
+"""More curves of layers' outputs, at level extreme"""
 
 
 class GaugeHistory:
@@ -33,6 +35,8 @@ class GaugeHistory:
         self._context = context
         self._series = 0
         self._names: list[str] = []
+        self._activations = 0
+        """How many of them are of layers' outputs"""
         self._cells: list[Cell] = []
         self._rows: list[tuple[float, int, tuple[float, ...]]] = []
         self._interval_s, self._due_s = FIRST_INTERVAL_S, 0.0
@@ -67,6 +71,13 @@ class GaugeHistory:
         for metric in METRICS:
             for attribute, cell in self._context.writer.table.cells_of(metric).items():
                 name = f"{metric.name}{{{attribute[:120]}}}" if attribute else metric.name
-                if name not in self._names and len(self._names) < MOST_CURVES:
+                if name not in self._names and len(self._names) - self._activations < MOST_CURVES:
                     self._names.append(name)
                     self._cells.append(cell)
+        metric = catalog.ACTIVATION_LAYER_STD
+        for layer, cell in self._context.writer.table.cells_of(metric).items():
+            name = f"{metric.name}{{{layer[:120]}}}"
+            if name not in self._names and self._activations < MOST_ACTIVATIONS:
+                self._names.append(name)
+                self._cells.append(cell)
+                self._activations += 1

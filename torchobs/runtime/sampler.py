@@ -6,6 +6,7 @@ Every call into torch releases the GIL, and the training thread gets it back whe
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -108,13 +109,30 @@ class Sampler:
 
     def _run(self) -> None:
         survive_limits()
+        captures = self._context.training.captures
         while not self._pauses.stop.wait(INTERVAL_S):
-            self._context.writer.heartbeat()
-            with self._busy:
-                if not self._pauses.stop.is_set():
-                    call(self._breaker, self.round)
-                    self._context.spent_ns["sampler"] = time.thread_time_ns()  # here: ``end`` is called by another thread
-            self._breaker.is_open = False  # the heartbeat must go on; the error is counted all the same
+            captures.sampling = True
+            if captures.in_progress():
+                self._beat_alone()
+            else:
+                self._beat_and_sample()
+            captures.sampling = False
+
+    def _beat_alone(self) -> None:
+        """Only keep the heartbeat, without a garbage collection in this thread (``captures``)."""
+        collects = gc.isenabled()
+        gc.disable()
+        self._context.writer.heartbeat()
+        if collects:
+            gc.enable()
+
+    def _beat_and_sample(self) -> None:
+        self._context.writer.heartbeat()
+        with self._busy:
+            if not self._pauses.stop.is_set():
+                call(self._breaker, self.round)
+                self._context.spent_ns["sampler"] = time.thread_time_ns()  # here: ``end`` is called by another thread
+        self._breaker.is_open = False  # the heartbeat must go on; the error is counted all the same
 
     def end(self) -> None:
         """Run the last round, in the thread that ends the session; the sampler thread may hang in a round of its own."""
@@ -122,13 +140,12 @@ class Sampler:
             self._context.writer.fold()
             return
         with self._busy:  # see flight.writer.value_block.ValueBlock.publish
-            self._context.device.settle()
             self.round(last=True)
 
     def round(self, *, last: bool = False) -> None:
         """Run one round. Expensive work that changes little runs once a second, and in the ``last`` round."""
         context, writer, yield_gil = self._context, self._context.writer, self._context.yield_gil
-        context.device.poll()
+        self._receive(last=last)
         context.scalars.set_left()
         self._write_scalars(last=last)
         phase, since_ns = context.recorder.phase()
@@ -161,6 +178,14 @@ class Sampler:
                 yield_gil()
         writer.publish()
 
+    def _receive(self, *, last: bool) -> None:
+        """Deliver what has arrived from devices; what was not sent yet is, in the thread that ends the session."""
+        context = self._context
+        if last and not context.training.captures.in_progress():
+            call(context.breaker("device"), context.device.send_rest)
+            context.device.settle()
+        context.device.poll()
+
     def _write_scalars(self, *, last: bool) -> None:
         points = self._context.scalars.points(time.monotonic(), last=last)
         if points is not None:
@@ -177,6 +202,8 @@ class Sampler:
                 more |= self._origin(anomaly) | self._blown_layer(anomaly)
                 attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
                 writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
+            for take in self._context.after_anomaly:
+                call(self._context.breaker("activations"), take, anomaly)
             self._notify(anomaly)
         self._run_span.anomalous.extend(anomaly.step for anomaly in found[:100])
         if found:

@@ -3,6 +3,10 @@
 The hooks of every step do without the frame of :meth:`CircuitBreaker.guard`: they look at ``is_open`` themselves, and have an
 ``except Exception`` that asks :meth:`CircuitBreaker.takes` and raises again if it does not.
 
+An **error of the device** that the user's work caused propagates, too. A device works behind the program's back, and what its
+work failed with (an illegal memory access) is told by whichever call comes next, perhaps ours. Most such errors come again with
+every later call (CUDA's runtime API, "sticky"), but a launch that was refused is told once (``cudaGetLastError``).
+
 The first exception inside a probe trips its breaker: every guarded function of that probe does nothing from then on, the
 error is counted and published (``torchobs.probe.errors``, ``torchobs.probe.disabled``, an event) and logged once, by the
 sampler thread. The pattern is trio's instruments: the first exception removes the instrument, and the program goes on.
@@ -15,6 +19,7 @@ C++ is handled at the next call of a Python function, which is often our hook.
 from __future__ import annotations
 
 import functools
+import re
 import signal
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -56,8 +61,11 @@ class CircuitBreaker:
         self.failures.append(ProbeFailure(self.probe, type(error).__name__, location))
 
     def takes(self, error: Exception) -> bool:
-        """Record the error and disable the probe; return False for a signal handler's, which has to be raised again."""
+        """Record the error and disable the probe; return False for one that is the user's and has to be raised again."""
         if _raised_by_signal_handler(error):
+            return False
+        if is_of_device(error):
+            self.is_open = True
             return False
         self.trip(error)
         return True
@@ -104,6 +112,14 @@ def settle(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, 
 
 
 _SETTLE_TRIES = 5
+_OF_DEVICE = re.compile(r"\A(?:CUDA|HIP) error: (.*)")
+_FAILURES = (
+    "an illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address",
+    "an illegal instruction", "uncorrectable ECC error", "invalid program counter", "hardware stack error",
+    "the launch timed out", "operation not supported on global/shared address space", "uncorrectable NVLink error",
+    "invalid configuration argument", "too many resources requested for launch",
+)  # fmt: skip
+"""Parts of CUDA's texts (``cudaGetErrorString``) for what work on a device did, or its launch, and no call of ours can do"""
 _CALL = "__call__"
 
 
@@ -111,6 +127,12 @@ def _raised_by_signal_handler(error: BaseException) -> bool:
     """Return True if a Python signal handler, or a function it called, raised the error: its frame is in the traceback."""
     handlers = {code for number in signal.valid_signals() for code in _codes(signal.getsignal(number))}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Return True if the error tells of a failure of the user's own work on a device (``torch.AcceleratorError``)."""
+    found = _OF_DEVICE.match(str(error)) if isinstance(error, RuntimeError) else None
+    return found is not None and any(text in found[1] for text in _FAILURES)
 
 
 def _codes(handler: object) -> Iterator[CodeType]:

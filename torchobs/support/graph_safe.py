@@ -8,6 +8,7 @@ wrapped here.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,6 +55,36 @@ def no_hook_in_graphs(watched: Callable[..., Any]) -> Callable[..., None]:
             watched(*args)
 
     return unless_compiling
+
+
+class OutputHook:
+    """A module's forward hook that calls ``watched(module, output)``, and inside a compiled region does nothing.
+
+    A model that is copied or saved as a whole while it has the hook gets one that does nothing, and that is made of the
+    standard library, so that the copy can be loaded where there is no torchobs.
+    """
+
+    __slots__ = ("_watched",)
+
+    def __init__(self, watched: Callable[[Any, Any], object]) -> None:
+        self._watched = watched
+
+    def __call__(self, module: Any, _args: object, output: Any) -> None:
+        """See :meth:`torch.nn.Module.register_forward_hook`."""
+        if not is_compiling():
+            self._watched(module, output)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        """Return a function that takes any arguments and returns ``None``."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+def transformed() -> Callable[[], bool]:
+    """Return a function that returns True inside of ``torch.func``'s transformations, whose tensors must not be kept."""
+    import torch  # torch is optional until training begins
+
+    level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None)  # noqa: SLF001  # as below
+    return lambda: level() is not None
 
 
 def dispatch_modes() -> Callable[[], int]:

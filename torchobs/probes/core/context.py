@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchobs.catalog import Event, Metric
     from torchobs.config.settings import Settings
     from torchobs.detect.blown_layer import BlownLayer
+    from torchobs.flight.metrics.totals import Anomaly
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
     from torchobs.probes.core.hooks import Hooks
@@ -80,6 +81,10 @@ class ProbeContext:
     blown_layer: list[Callable[[int], BlownLayer | None]] = field(default_factory=list)
     """Functions that name the layer whose gradient has grown most in a step, if it was measured lately; for the sampler
     thread. None, or the gradient probe's"""
+    layer_norms: list[Callable[[int], list[tuple[int, dict[str, float]]]]] = field(default_factory=list)
+    """Functions that return the gradient norm of each layer in so many of the last measured steps; as ``blown_layer``"""
+    after_anomaly: list[Callable[[Anomaly], object]] = field(default_factory=list)
+    """Called for each anomaly, by the sampler thread, when its event has been written. None, or the activation probe's"""
     watched: list[ref[Any]] = field(default_factory=list)
     """Models given to ``torchobs.watch``"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)

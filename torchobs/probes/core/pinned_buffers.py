@@ -1,4 +1,7 @@
-"""Pinned memory for asynchronous copies from a device, and detection of their arrival without CUDA calls.
+"""Host memory for asynchronous copies from a device, and detection of their arrival without calls of the device.
+
+On CUDA and XPU it is pinned, and allocated at the first step: to pin memory later would synchronise with the device, of which
+torch's sync-debug mode knows nothing. Other devices (Metal's) copy into ordinary memory.
 
 Every word holds a signalling NaN before its copy begins, which no arithmetic yields (IEEE 754-2019, 6.2: the NaN that an
 operation delivers is a quiet one): a word that holds something else has arrived. Each word is checked by itself, so nothing
@@ -16,6 +19,7 @@ events: hence the pool of buffers. What needs such a call is done by the trainin
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -25,7 +29,13 @@ if TYPE_CHECKING:
     import torch
 
 UNSET = 0x7FF4_B5E7_0B5E_7ED1
+UNSET_32 = 0x7FA0_B5E7
+"""The same in float32"""
 _LEAST = 64
+_MOST_AT_ONCE, _FEWEST_AT_ONCE, _WORDS_AT_ONCE = 64, 4, 8192
+"""Buffers that are allocated together: the device may be so many measurements behind before more are needed"""
+PINNED = frozenset({"cuda", "xpu"})
+"""Device types that copy asynchronously into pinned memory only"""
 
 
 class DeviceEvent(Protocol):
@@ -39,36 +49,60 @@ class DeviceEvent(Protocol):
 
 
 class Device(Protocol):
-    """All CUDA calls that probes make; for the training thread."""
+    """All calls of a device that probes make; for the training thread."""
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context in which ``device`` and its current stream are the current ones."""
 
     def capturing(self) -> bool:
-        """Return True if the current stream is being captured into a graph. Does not initialise CUDA."""
+        """Return True if the current CUDA stream is being captured into a graph. Does not initialise CUDA."""
+
+    def stream(self, device: torch.device) -> Any:
+        """Return the device's current stream; streams can be compared. ``None`` where there are none."""
+
+    def within(self, device: torch.device, stream: Any) -> AbstractContextManager[object]:
+        """Return a context in which that stream of the device, of :meth:`stream`, is the current one."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor has data; a fake tensor has a shape and a device only."""
 
-    def event(self) -> DeviceEvent:
-        """Record an event with timing on the current stream."""
+    def event(self, again: DeviceEvent | None = None) -> DeviceEvent:
+        """Record a CUDA event with timing on the current stream: ``again`` one of the same device, or a new one."""
 
-    def empty(self, size: int) -> torch.Tensor:
-        """Return an uninitialised float64 vector of ``size`` elements in pinned memory."""
+    def empty(self, size: int, kind: str) -> torch.Tensor:
+        """Return an uninitialised vector in host memory, for copies from that type of device, of the type :func:`wide`."""
+
+    def numbers(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised vector on the device, of the same type as :meth:`empty` returns."""
+
+    def store(self, value: torch.Tensor, numbers: torch.Tensor, slot: int) -> None:
+        """Copy a one-element tensor into a slot of :meth:`numbers`, on the device, which is the current one."""
 
     def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy asynchronously, converted to float64. The values' device is the current one."""
+        """Copy asynchronously, converted to the type of ``into``. The values' device is the current one."""
 
 
 class Cuda:
-    """:class:`Device` by ``torch.cuda``."""
+    """:class:`Device` by ``torch.cuda``, and for other types of devices by what their module of torch has of the same."""
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """See :class:`Device`."""
         import torch  # torch is optional until training begins
 
-        there: AbstractContextManager[object] = torch.cuda.device(device)
-        return there
+        there: Any = torch.cuda.device if device.type == "cuda" else _of(device, "device")
+        found: AbstractContextManager[object] = there(device) if there is not None else nullcontext()
+        return found
+
+    def stream(self, device: torch.device) -> Any:
+        """See :class:`Device`."""
+        current = _of(device, "current_stream")
+        return current() if current is not None else None
+
+    def within(self, device: torch.device, stream: Any) -> AbstractContextManager[object]:
+        """See :class:`Device`."""
+        there: Any = _of(device, "stream")
+        found: AbstractContextManager[object] = there(stream) if there is not None and stream is not None else nullcontext()
+        return found
 
     def capturing(self) -> bool:
         """See :class:`Device`."""
@@ -83,17 +117,17 @@ class Cuda:
 
         return type(tensor) is torch.Tensor or getattr(tensor, "fake_mode", None) is None
 
-    def event(self) -> DeviceEvent:
+    def event(self, again: Any = None) -> DeviceEvent:
         """See :class:`Device`."""
         import torch
 
         made: Any = torch.cuda.Event
-        event = made(enable_timing=True)
+        event = made(enable_timing=True) if again is None else again
         event.record()
         found: DeviceEvent = event
         return found
 
-    def empty(self, size: int) -> torch.Tensor:
+    def empty(self, size: int, kind: str) -> torch.Tensor:
         """See :class:`Device`.
 
         The device is explicit because ``set_default_device("cuda")`` applies here, too, and only CPU memory can be pinned.
@@ -102,34 +136,59 @@ class Cuda:
         import torch
 
         with torch.inference_mode(mode=False):
-            return torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=True)
+            return torch.empty(size, dtype=wide(torch, kind), device="cpu", pin_memory=kind in PINNED)
+
+    def numbers(self, size: int, device: torch.device) -> torch.Tensor:
+        """See :class:`Device`."""
+        import torch
+
+        with torch.inference_mode(mode=False):
+            return torch.empty(size, dtype=wide(torch, device.type), device=device)
+
+    def store(self, value: torch.Tensor, numbers: torch.Tensor, slot: int) -> None:
+        """See :class:`Device`. One launch, which converts."""
+        numbers[slot].copy_(value.detach().reshape(()), non_blocking=True)
 
     def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """See :class:`Device`. Converted on the device: a copy that converts goes through pageable memory and blocks."""
         import torch
 
         with torch.no_grad():
-            into.copy_(values.detach().double(), non_blocking=True)
+            into.copy_(values.detach().to(into.dtype), non_blocking=True)
+
+
+def wide(torch: Any, kind: str) -> Any:
+    """Return the type in which a type of device computes norms: float64, which Metal and some of Intel's GPUs lack."""
+    return torch.float64 if kind in {"cuda", "cpu"} else torch.float32
+
+
+def _of(device: torch.device, name: str) -> Any:
+    """Return what the device type's module of torch calls so; ``None`` if it has none."""
+    import torch
+
+    return getattr(getattr(torch, device.type, None), name, None)
 
 
 class Buffer:
-    """Words of pinned memory."""
+    """Words of host memory."""
 
-    __slots__ = ("_bits", "_numbers", "words")
+    __slots__ = ("_bits", "_numbers", "_unset", "words")
 
     def __init__(self, numbers: torch.Tensor) -> None:
         import torch
 
-        self._numbers, self._bits, self.words = numbers, numbers.view(torch.int64), len(numbers)
+        self._numbers, self.words, double = numbers, len(numbers), numbers.dtype is torch.float64
+        self._bits = numbers.view(torch.int64 if double else torch.int32)
+        self._unset = UNSET if double else UNSET_32
 
     def expect(self, begin: int, count: int) -> torch.Tensor:
         """Mark words as not arrived and return them, as the destination of a copy."""
-        self._bits[begin : begin + count].fill_(UNSET)
+        self._bits[begin : begin + count].fill_(self._unset)
         return self._numbers[begin : begin + count]
 
     def arrived(self, begin: int, count: int) -> bool:
         """Return True if all these words have arrived. From any thread."""
-        return UNSET not in self._bits[begin : begin + count].tolist()
+        return self._unset not in self._bits[begin : begin + count].tolist()
 
     def values(self, begin: int, count: int) -> list[float]:
         """Return the words as numbers."""
@@ -149,6 +208,10 @@ class PendingCopy:
     def ready(self) -> bool:
         """Return True if all numbers have arrived."""
         return self._buffer is not None and self._buffer.arrived(0, self._count)
+
+    def has_landed(self) -> bool:
+        """Return True if the last number has arrived, taken or not: what the device did before the copy is done."""
+        return self._buffer is None or self._buffer.arrived(self._count - 1, 1)
 
     def take(self) -> list[float]:
         """Return the numbers, which must have arrived, and release the buffer; the second call returns nothing."""
@@ -170,24 +233,35 @@ class PendingCopies:
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device if device is not None else Cuda()
-        self._returned: deque[tuple[Buffer, int]] = deque()
-        self._free: dict[int, list[Buffer]] = {}
+        self._returned: deque[tuple[tuple[str, int], Buffer, int]] = deque()
+        self._free: dict[tuple[str, int], list[Buffer]] = {}
+        self._made: dict[tuple[str, int], int] = {}
 
     def send(self, values: torch.Tensor) -> PendingCopy:
         """Start to copy a vector of the current device."""
         self._collect()
         count = len(values)
-        words = max(_LEAST, 1 << (count - 1).bit_length())
-        free = self._free.setdefault(words, [])
-        buffer = free.pop() if free else Buffer(self._device.empty(words))
+        key = values.device.type, max(_LEAST, 1 << (count - 1).bit_length())
+        free = self._free.setdefault(key, [])
+        if not free:
+            self._allocate(key)
+        buffer = free.pop()
         self._device.send(values, buffer.expect(0, count))
-        return PendingCopy(buffer, count, self._returned.append)
+        return PendingCopy(buffer, count, lambda released: self._returned.append((key, *released)))
+
+    def _allocate(self, key: tuple[str, int]) -> None:
+        """Allocate buffers of a size, and as many again whenever all are in use."""
+        (kind, words), made = key, self._made.get(key, 0)
+        count = made or min(_MOST_AT_ONCE, max(_FEWEST_AT_ONCE, _WORDS_AT_ONCE // words))
+        together = self._device.empty(count * words, kind)
+        self._free[key] += [Buffer(together[words * index : words * (index + 1)]) for index in range(count)]
+        self._made[key] = made + count
 
     def _collect(self) -> None:
         """Reclaim released buffers, except those with a copy in progress, which would overwrite the next one's words."""
         for _ in range(len(self._returned)):
-            buffer, awaited = self._returned.popleft()
+            key, buffer, awaited = self._returned.popleft()
             if awaited and not buffer.arrived(0, awaited):
-                self._returned.append((buffer, awaited))
+                self._returned.append((key, buffer, awaited))
             else:
-                self._free.setdefault(buffer.words, []).append(buffer)
+                self._free.setdefault(key, []).append(buffer)

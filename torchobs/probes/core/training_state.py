@@ -6,6 +6,7 @@ from collections import deque
 from threading import get_ident
 from typing import NamedTuple
 
+from torchobs.probes.core.captures import Captures
 from torchobs.probes.core.training_loop import TrainingLoop
 
 
@@ -25,7 +26,7 @@ class TrainingState:
     and adds to ``epochs``, from which the run's spans take.
     """
 
-    __slots__ = ("backwards", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "loop", "thread")
+    __slots__ = ("backwards", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "loop", "thread")
 
     def __init__(self) -> None:
         self.thread = get_ident()
@@ -34,6 +35,8 @@ class TrainingState:
         """1 while a backward pass runs in it"""
         self.in_closure = False
         """Whether an optimizer is evaluating its closure"""
+        self.captures = Captures()
+        """Captures of CUDA graphs, in whatever thread"""
         self.loop = TrainingLoop()
         """The loops of the training on that thread's stack"""
         self.idle = False

@@ -15,8 +15,10 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
+from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Measurement, from_norms
+from torchobs.probes.gradients.norms import is_l2
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -27,14 +29,13 @@ if TYPE_CHECKING:
     from torchobs.probes.core.capture_results import CapturedResults
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
-    from torchobs.probes.gradients.measurement import Devices
+    from torchobs.probes.gradients.devices import Devices
     from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
     Measure = Callable[[list[int], list[Any]], Measurement | None]
 
 _KEPT = 8
-_L2 = 2.0
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _EACH_NS = 500_000_000
 """Norms of single tensors are gauges, not recorded by step: two a second are enough, unless the user sets the interval"""
@@ -192,7 +193,7 @@ class ClipWatch:
 
     def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
         """Return a capture of the tensors' norms, in a step that is due."""
-        due = _is_l2(norm_type) and tensors and self._pace.would_be_due(self._context.recorder.step)
+        due = is_l2(norm_type) and tensors and self._pace.would_be_due(self._context.recorder.step)
         if due and self._pace.fixed is None:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
@@ -205,7 +206,7 @@ class ClipWatch:
 
     def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
         """Take a total norm: that of all gradients, unless the optimizer turns out to have more."""
-        if not _is_l2(norm_type) or not tensors:
+        if not is_l2(norm_type) or not tensors:
             return
         begun_ns = monotonic_ns()
         made = self._clipping(tensors)
@@ -280,13 +281,17 @@ class ClipWatch:
         return self._captured_results(self._torch.clamp) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
-        self.limit = limit = float(max_norm)
+        limit: float | None = max_norm if type(max_norm) is float else self._take_limit(max_norm)
+        self.limit = self.limit if limit is None else limit
         if seen is not None:
             for coefficient in seen.results:
                 local = getattr(coefficient, "_local_tensor", coefficient)
                 self.decide(local, lambda value: value < 1.0)
             return
         noted, self._noted = self._noted, None
+        if limit is None:
+            self._decide_there(total, max_norm)
+            return
         if noted is not None:
             if limit < noted:
                 self._context.recorder.values.flags |= StepFlag.CLIPPED  # inline: in nearly every step
@@ -298,6 +303,21 @@ class ClipWatch:
                 return  # decided when its norm arrives
             total = last.total
         self.decide(total, lambda value: limit < value < inf)
+
+    def _take_limit(self, max_norm: Any) -> float | None:
+        """Set the threshold; return it, or ``None`` if a device has yet to deliver it: ``float`` would wait for that."""
+        if is_on_device(max_norm):
+            if self._devices.cuda.holds(max_norm):
+                self._context.device.take(max_norm.detach(), functools.partial(setattr, self, "limit"))
+            return None
+        self.limit = float(max_norm)
+        return self.limit
+
+    def _decide_there(self, total: Any, max_norm: Any) -> None:
+        """Compare a norm with a threshold that is on a device, by their quotient, which arrives later."""
+        if not self._devices.cuda.capturing():  # the division would become part of the graph
+            with self._torch.no_grad():
+                self.decide(total / max_norm, lambda quotient: 1.0 < quotient < inf)
 
     def decide(self, value: Any, clipped: Callable[[float], bool]) -> None:
         """Flag the step in progress if ``clipped(value)``, now or when a device has delivered the value."""
@@ -326,7 +346,8 @@ class ClipWatch:
         return clip_grad_value_
 
     def _note_value(self, clip_value: Any) -> None:
-        self.value, self._clamped = float(clip_value), True
+        self._clamped = not is_on_device(clip_value)  # ``float`` would wait for the device
+        self.value = float(clip_value) if self._clamped else None
 
     def _watch_fsdp(self) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -348,7 +369,7 @@ class ClipWatch:
 
     def _before_fsdp(self, module: Any, norm_type: Any) -> Clipping | None:
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        if not _is_l2(norm_type) or not gradients:
+        if not is_l2(norm_type) or not gradients:
             return None
         made = self._clipping(gradients)
         self._measure_shards(gradients, made)
@@ -357,20 +378,15 @@ class ClipWatch:
     def _after_fsdp(self, made: Clipping | None, max_norm: Any, norm: Any) -> None:
         if made is not None:
             self._keep(made)
-        self.limit = limit = float(max_norm)
-        self.decide(norm, lambda value: limit < value < inf)
+        limit = self._take_limit(max_norm)
+        if limit is None:
+            self._decide_there(norm, max_norm)
+        else:
+            self.decide(norm, lambda value: limit < value < inf)
 
 
 def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return once(lambda original: outside_of_graphs(original, watched(original)))
-
-
-def _is_l2(norm_type: Any) -> bool:
-    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse."""
-    try:
-        return float(norm_type) == _L2
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:

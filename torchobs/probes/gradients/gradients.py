@@ -17,7 +17,8 @@ from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
-from torchobs.probes.gradients.measurement import Devices, PendingNorms, measure, scaled
+from torchobs.probes.gradients.devices import Devices
+from torchobs.probes.gradients.measurement import PendingNorms, measure, scaled
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.publish import GradientPublisher
 from torchobs.probes.gradients.updates import UpdateWatch
@@ -150,7 +151,10 @@ class GradientProbe:
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
         keys, suspects = list(map(id, parameters)), self._publisher.suspects
+        self._devices.of_step(self._context.recorder.step, following=bool(self._context.recorder.pending))
         made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
+        if self._devices.batches and not self._devices.batching:
+            self._devices.flush()
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)

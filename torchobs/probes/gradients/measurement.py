@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from math import hypot, inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.core.pinned_buffers import PendingCopies
+from torchobs.probes.core.pinned_buffers import wide
+from torchobs.probes.gradients.devices import Timing
 from torchobs.probes.gradients.norms import count_nonfinite, count_on_device, device_norms, host_norms, local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from weakref import ref
 
-    from torchobs.probes.core.pinned_buffers import Device, DeviceEvent, PendingCopy
+    from torchobs.probes.gradients.devices import Devices, Numbers
 
     Part = tuple[Callable[[], float | None], float]
-
-_MOST_TIMED = 64
-"""Pending device timings that are kept; of a device that is further behind, the last ones"""
 
 
 class NonFiniteGradient(NamedTuple):
@@ -31,36 +28,10 @@ class NonFiniteGradient(NamedTuple):
     infinities: int
 
 
-class Timing(NamedTuple):
-    """CUDA events around a device's part of a measurement; queried in the training thread only (``pinned_buffers``)."""
-
-    begun: DeviceEvent
-    done: DeviceEvent
-
-
-class Devices:
-    """Resources for measuring on devices: the pool of copies, and device timings."""
-
-    __slots__ = ("copies", "cuda", "timings")
-
-    def __init__(self, cuda: Device) -> None:
-        self.cuda, self.copies = cuda, PendingCopies(cuda)
-        self.timings: deque[Timing] = deque(maxlen=_MOST_TIMED)
-
-    def take_ns(self) -> int:
-        """Return the device time in ns of work finished since the last call. In the training thread; never waits."""
-        spent_ns = 0
-        if self.timings and not self.cuda.capturing():
-            while self.timings and self.timings[0].done.query():
-                begun, done = self.timings.popleft()
-                spent_ns += int(begun.elapsed_time(done) * 1e6)
-        return spent_ns
-
-
 class Arriving(NamedTuple):
     """Numbers that are being copied from a device."""
 
-    numbers: PendingCopy
+    numbers: Numbers
     order: list[int]
     """Indices of the gradients that the first numbers are the norms of"""
     counted: list[int]
@@ -119,7 +90,7 @@ class Measurement:
 def measure(
     torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
 ) -> Measurement | None:
-    """Measure gradients; ``None`` during graph capture, on a device other than CPU and CUDA, or for fake tensors.
+    """Measure gradients; ``None`` during graph capture, for fake tensors and for those that have no values.
 
     ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys whose non-finite elements are
     counted on a device, which costs six more passes over each; on the CPU they are counted whenever a norm is not finite.
@@ -129,7 +100,7 @@ def measure(
     by_device: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
-    if any(device.type not in {"cpu", "cuda"} for device in by_device) or not all(map(devices.cuda.holds, tensors[:1])):
+    if any(device.type == "meta" for device in by_device) or not all(map(devices.cuda.holds, tensors[:1])):
         return None
     if scale is not None and scale.is_cpu:
         made.scale, scale = float(scale), None
@@ -143,13 +114,14 @@ def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) 
     if first.is_cpu:
         made.norms = [norm.item() for norm in norms]
         return made
-    if not first.is_cuda or len({norm.device for norm in norms}) > 1:
+    if first.is_meta or len({norm.device for norm in norms}) > 1:
         return None
     with torch.no_grad(), devices.cuda.on(first.device):
         if devices.cuda.capturing():
             return None
         same = len({norm.dtype for norm in norms}) == 1
-        numbers = devices.copies.send(torch.stack(norms if same else [norm.double() for norm in norms]))
+        dtype = wide(torch, first.device.type)
+        numbers = devices.copies.send(torch.stack(norms if same else [norm.to(dtype) for norm in norms]))
     made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
     return made
 
@@ -168,7 +140,8 @@ def _from_devices(
             if devices.cuda.capturing():
                 return None
             counted = [index for index in indices if made.keys[index] in suspects and tensors[index].layout is torch.strided]
-            made.arriving.append(_send(torch, here, indices, [(index, tensors[index]) for index in counted], scale, devices))
+            among = [(index, tensors[index]) for index in counted]
+            made.arriving.append(_send(torch, here, indices, among, scale, devices))
     if scale is not None and not made.arriving:
         return scaled(made, scale, devices)
     return made
@@ -186,21 +159,33 @@ def _send(
     torch: Any, tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices
 ) -> Arriving:
     """Compute norms, counts and scale on the current device and start to copy them. ``indices`` are the tensors'."""
-    begun = devices.cuda.event()
+    device = tensors[0].device
+    batch = devices.batch(device) if devices.batching or device in devices.batches else None
+    elements = sum(tensor.numel() for tensor in tensors) if batch is not None else 0
+    timed = device.type == "cuda" and (batch is None or (batch.timed is None and elements >= batch.expected))
+    begun = devices.events.record(device) if timed else None
     vector, order = device_norms(tensors)
     more = [count_on_device(tensor) for _, tensor in counted]
     if scale is not None:
         more.append(scale.to(vector.device, non_blocking=True))
     if more:
-        vector = torch.cat([vector, *(number.reshape(1).double() for number in more)])
-    numbers = devices.copies.send(vector)
-    devices.timings.append(Timing(begun, devices.cuda.event()))
+        vector = torch.cat([vector, *(number.reshape(1).to(vector.dtype) for number in more)])
+    numbers: Numbers
+    if batch is None:
+        numbers = sent = devices.copies.send(vector)
+        if begun is not None:
+            devices.time(Timing(device, begun, devices.events.record(device), sent, 1.0))
+    else:
+        numbers = batch.add(vector)
+        batch.elements, batch.largest = batch.elements + elements, max(batch.largest, elements)
+        if begun is not None:
+            batch.timed = begun, devices.events.record(device), elements
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
 
 def scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
     """Add a device's scale to a measurement with norms on the CPU (offloaded gradients), known or pending."""
-    if not scale.is_cuda:
+    if scale.is_cpu or scale.is_meta:
         return None
     with devices.cuda.on(scale.device):
         if devices.cuda.capturing():

@@ -14,6 +14,9 @@ from __future__ import annotations
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.probes.core.device_scalars import is_on_device
+from torchobs.probes.core.pinned_buffers import wide
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -25,8 +28,19 @@ _DEVICE_CHUNK = 1 << 23
 _DEVICE_LARGE = 1 << 24
 """Elements from which CUDA's norms are computed apart from those of smaller tensors: for each tensor, a call clears a
 partial sum for each 65,536 elements of the largest one (``kChunkSize``)"""
+_L2 = 2.0
 TINY = 1e-15
 """A smaller float32 norm may have lost squares to underflow (they leave the normal range at 1e-38)."""
+
+
+def is_l2(norm_type: Any) -> bool:
+    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse; one on a device is unknown."""
+    if type(norm_type) is float:  # in nearly every call
+        return norm_type == _L2
+    try:
+        return not is_on_device(norm_type) and float(norm_type) == _L2
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 class Local(NamedTuple):
@@ -99,7 +113,7 @@ def host_norms(tensors: Sequence[Any]) -> list[float]:
 
 
 def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Return the norms as one float64 tensor on the tensors' device, and the index of the tensor for each. Never waits.
+    """Return the norms as one tensor on the tensors' device (float64 on CUDA), and the index of each one's tensor. Never waits.
 
     An uncoalesced sparse gradient counts with its values as they are, since coalescing waits for the device: its norm is
     then approximate. A tensor that is not dense in memory is computed alone, since its whole group would be copied.
@@ -125,7 +139,7 @@ def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
 
 
 def _together(torch: Any, tensors: list[Any]) -> Any:
-    return torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
+    return torch._foreach_norm(tensors, 2.0, dtype=wide(torch, tensors[0].device.type))
 
 
 def _in_parts(torch: Any, plain: Any) -> Any:
@@ -166,14 +180,16 @@ def largest(gradients: Sequence[Any]) -> Any:
     tensors = [_plain(torch, tensor) for tensor in local([0] * len(gradients), gradients).tensors]
     maxima = [_maximum(torch, tensor) for tensor in tensors]
     device = next((maximum.device for maximum in maxima if not maximum.is_cpu), None)
-    if device is not None:  # one on the CPU is passed as a number: a copy would wait
-        maxima = [torch.full((), one.item(), device=device).double() if one.is_cpu else one.to(device) for one in maxima]
+    if device is not None:
+        dtype = wide(torch, device.type)
+        # one on the CPU is passed as a number: a copy would wait
+        maxima = [torch.full((), one.item(), dtype=dtype, device=device) if one.is_cpu else one.to(device) for one in maxima]
     return torch.stack(maxima).max() if maxima else torch.zeros(())
 
 
 def _maximum(torch: Any, plain: Any) -> Any:
     parts = [plain] if plain.dtype.itemsize > 1 else _chunks(torch, plain, _DEVICE_CHUNK)
-    return torch.stack([torch.linalg.vector_norm(part, inf) for part in parts]).max().double()
+    return torch.stack([torch.linalg.vector_norm(part, inf) for part in parts]).max().to(wide(torch, plain.device.type))
 
 
 def _norm(torch: Any, plain: Any) -> Any:
@@ -232,8 +248,8 @@ def flat(tensor: Any) -> Any:
 def _plain(torch: Any, tensor: Any) -> Any:
     """Return a strided real tensor with the same norm."""
     if tensor.layout is torch.sparse_coo:
-        cuda = tensor.is_cuda and not tensor.is_coalesced()
-        tensor = tensor._values() if cuda else tensor.coalesce().values()
+        there = not tensor.is_cpu and not tensor.is_coalesced()
+        tensor = tensor._values() if there else tensor.coalesce().values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.values()
     if tensor.is_complex():

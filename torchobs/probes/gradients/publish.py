@@ -50,6 +50,7 @@ class GradientPublisher:
         self._past: deque[tuple[int, list[Measurement]]] = deque(maxlen=_PAST)
         """The last measured steps, oldest first"""
         context.blown_layer[:] = [self.blown_layer]
+        context.layer_norms[:] = [self.recent_norms]
         self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
@@ -128,6 +129,13 @@ class GradientPublisher:
             return None
         before = [self.layers.norms(parts) for at, parts in self._past if at < step]
         return blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
+
+    def recent_norms(self, most: int) -> list[tuple[int, dict[str, float]]]:
+        """Return the norms of the last ``most`` measured steps by layer, of the layers that have series, oldest first."""
+        self._receive()
+        chosen = {layer.name for layer in self.layers.chosen}
+        found = [(step, self.layers.norms(parts)) for step, parts in list(self._past)[-most:]]
+        return [(step, {name: one for name, one in norms.items() if name in chosen}) for step, norms in found if norms]
 
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
         """Count non-finite elements and report their layers: at once, then at most once a minute."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.probes.core.sampling_interval import SamplingInterval
-from torchobs.probes.gradients.measurement import Devices, Measurement, measure
+from torchobs.probes.gradients.devices import Devices
+from torchobs.probes.gradients.measurement import Measurement, measure
 from torchobs.probes.gradients.norms import flat
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ attached once per process, by CUDA's own initialization, and does nothing while 
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import time
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _ASKED = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d{1,18}) bytes)?")
 MAX_LOCATIONS = 8
 MOST_BLOCKS = 50_000
-"""Blocks in use up to which a snapshot is taken: it lists them all, with their stacks, some 10 µs each"""
+"""Blocks of all devices up to which a snapshot is taken: it lists them all, with their stacks, some 10 µs each"""
 MIN_INTERVAL_S = 1.0
 """At most one event a second: a script that halves the batch until it fits fails often, and the ring is small."""
 
@@ -79,9 +80,9 @@ class OomObserver:
             **summary(stats),
         }
         attributes |= held(self._context, f"cuda:{device}")
-        if has_history(self._torch) and attributes.get("allocations", 0) <= MOST_BLOCKS:
+        if has_history(self._torch) and (segments := segments_in_time(self._torch)) is not None:
             package = os.path.dirname(self._torch.__file__)
-            attributes["largest"] = largest_allocations(self._torch.cuda.memory._snapshot(), device, package)
+            attributes["largest"] = largest_allocations({"segments": segments}, device, package)
         self._context.event(catalog.EVENT_OUT_OF_MEMORY, attributes)
 
 
@@ -89,6 +90,26 @@ def has_history(torch: Any) -> bool:
     """Return True if torch records where each block was allocated."""
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return bool(enabled is not None and enabled())
+
+
+def segments_in_time(torch: Any) -> Any:
+    """Return the allocators' segments, or ``None`` if to list them would take longer than some 0.5 s.
+
+    A snapshot is of all devices. Unless it is told not to, which older versions of torch cannot be, it also lists the history
+    of all that was ever allocated and freed, which may take minutes.
+    """
+    stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in range(torch.cuda.device_count())]
+    listed = sum(_count(one, "allocation", "current") + _count(one, "inactive_split", "current") for one in stats)
+    without = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
+    if not without:
+        listed += 2 * sum(_count(one, "allocation", "allocated") for one in stats)  # each is freed, too
+    if listed > MOST_BLOCKS:
+        return None
+    return torch.cuda.memory_snapshot(include_traces=False) if without else torch.cuda.memory_snapshot()
+
+
+def _count(stats: Mapping[str, Any], what: str, which: str) -> int:
+    return int(stats.get(what, {}).get("all", {}).get(which) or 0)
 
 
 def held(context: ProbeContext, device: str) -> dict[str, Any]:

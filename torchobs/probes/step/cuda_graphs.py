@@ -57,8 +57,15 @@ class CudaGraphs:
         def capture_begin(begin: Any) -> Any:
             @functools.wraps(begin)
             def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
+                has_begun = False
                 begins(graph)
-                return begin(graph, *args, **kwargs)
+                try:
+                    result = begin(graph, *args, **kwargs)
+                    has_begun = True
+                    return result
+                finally:
+                    if not has_begun:
+                        ends(graph)
 
             return watched
 
@@ -115,6 +122,7 @@ class CudaGraphs:
             self._losses.append(ref(loss))
 
     def _capture_begins(self, graph: object) -> None:
+        self._training.captures.begin(id(graph))
         if get_ident() != self._training.thread or self._training.backwards:
             return
         self._capture = _Capture(id(graph), self._context.recorder.begin_capture())
@@ -122,6 +130,7 @@ class CudaGraphs:
         self._takes_loss.divert(self._breaker.guard(self._note_loss))
 
     def _capture_ends(self, graph: object) -> None:
+        self._training.captures.end(id(graph))
         begun = self._capture
         if begun is None or begun.graph != id(graph):
             return

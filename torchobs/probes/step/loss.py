@@ -218,18 +218,18 @@ class LossProbe:
             parts.append(arriving)
 
     def _report_unread(self, kind: str) -> None:
-        """Report once why there is no loss and no norm: reading them would synchronise with the device in every step."""
+        """Report once why there is no loss and no norm."""
         self._reported.add(kind)
         context = self._context
         context.event(catalog.EVENT_DEVICE_UNREAD, {"device_type": kind})
-        why = "values can be read without waiting from CUDA devices only"
+        why = f"torch copies no value from there ({self._context.device.unread[kind]})"
         context.warn_limited(
             f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is"
         )
 
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
-        for kind in self._context.device.unread - self._reported:
+        for kind in self._context.device.unread.keys() - self._reported:
             self._report_unread(kind)
         recorder, pending = self._context.recorder, self._pending
         while pending:

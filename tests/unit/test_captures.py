@@ -1,0 +1,73 @@
+"""Captures of CUDA graphs, as the sampler sees them: it rests meanwhile, not for ever, and a capture waits for its round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchobs.probes.core import captures
+from torchobs.probes.core.captures import LONGEST_S, Captures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Clock:
+    """A time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 1000.0, 0
+        self.each_time: Callable[[], object] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += 1
+        self.each_time()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the module."""
+    made = Clock()
+    monkeypatch.setattr(captures, "time", made)
+    return made
+
+
+def test_a_capture_is_in_progress_until_it_ends(clock: Clock) -> None:
+    """Of several, until the last one ends; what never began may end."""
+    found = Captures()
+    assert not found.in_progress()
+    for graph in (1, 2):
+        found.begin(graph)
+    found.end(1)
+    assert found.in_progress()
+    found.end(2)
+    found.end(3)
+    assert not found.in_progress()
+    assert clock.slept == 0
+
+
+def test_a_capture_without_an_end_is_forgotten(clock: Clock) -> None:
+    """The sampler would rest for ever."""
+    found = Captures()
+    found.begin(1)
+    clock.now += LONGEST_S + 1
+    assert not found.in_progress()
+    found.begin(2)
+    assert found.in_progress()
+
+
+def test_a_capture_waits_for_the_round_in_progress_but_not_long(clock: Clock) -> None:
+    """A round that hangs holds nobody up."""
+    found = Captures()
+    found.sampling = True
+    clock.each_time = lambda: setattr(found, "sampling", clock.slept < 3)
+    found.begin(1)
+    assert clock.slept == 3
+    found.sampling, clock.each_time, before = True, lambda: None, clock.now
+    found.begin(2)
+    assert clock.now - before == pytest.approx(0.2, abs=0.01)

@@ -1,0 +1,325 @@
+"""Look at what every layer puts out on some steps, at level extreme.
+
+Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the
+next one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates
+gradients one part is looked at. How often is decided by ``SamplingInterval``, within three times the overhead budget. In the
+other steps, and at the other levels, no module has a hook.
+
+Numbers leave a device by one copy for all layers, and nothing waits for it.
+
+``torch.compile`` does not look for hooks where there were none when it compiled, so a compiled region is neither compiled anew
+nor interrupted, and its modules are silent. A module that is silent in two windows gets no hook any more: only what is
+compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
+part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
+selective checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from threading import get_ident
+from time import monotonic, monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.flight.writer.series_table import LAYERS
+from torchobs.probes.activations.history import Around, StepRow
+from torchobs.probes.activations.modules import Chosen, choose
+from torchobs.probes.activations.statistics import NUMBERS, SAMPLED, combine, first_tensor, numbers
+from torchobs.probes.core.pinned_buffers import PendingCopies
+from torchobs.probes.core.sampling_interval import MAX_INTERVAL, SamplingInterval
+from torchobs.probes.gradients.layers import WIDER
+from torchobs.probes.gradients.parameter_names import all_modules, roots
+from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.core.pinned_buffers import PendingCopy
+
+EXTREME = 3
+MOST_LAYERS = 64
+_BUDGETS = 3
+"""Share of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
+_FIRST_STEP = 3
+"""Ended steps before modules are looked for: a compiled training compiles most of what it does in its first two"""
+_SILENT = 2
+"""Windows without a call of a module, after which it gets no hook any more"""
+_MOST_CALLS = 4
+"""Calls of a module that are looked at in one step"""
+_LONGEST = 8
+"""Backward passes after which a window closes in which nothing was called"""
+_SHOW_S = 1.0
+_MOST_SCANS = 4
+_TRAINING, _FROZEN, _WITHOUT_GRAD = 3, 2, 1
+"""What a call is worth: the best ones of a window count. In training with grad; in evaluation mode with grad, as frozen layers
+run; in training mode without grad, as reentrant checkpointing runs the forward pass"""
+
+
+class _Slot:
+    """One module in the window that is open."""
+
+    __slots__ = ("calls", "name", "silent", "worth")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[tuple[Any, int]] = []
+        self.worth = self.silent = 0
+
+
+class _Sent(NamedTuple):
+    """One step's numbers of one device, that may not have arrived yet."""
+
+    step: int
+    rows: list[tuple[str, list[tuple[int, int]]]]
+    """For each layer its calls: length of the vector, and how many elements were looked at"""
+    copies: PendingCopy | list[float]
+
+
+class ActivationProbe:
+    """Looks at layers' outputs."""
+
+    name = "activations"
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._context, self._torch, self._breaker = context, torch, context.breaker(self.name)
+        self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
+        self._modes, self._transformed = dispatch_modes(), transformed()
+        self._copies, self._around = PendingCopies(context.device.cuda), Around(context)
+        self._on = self._listening = self._removed = False
+        self._chosen: Chosen | None = None
+        self._model, self._scans = 0, 0
+        self._slots: list[tuple[_Slot, Any]] = []
+        self._window: list[tuple[_Slot, Any]] = []
+        """Those of the window that is open; the sampler thread may choose others meanwhile"""
+        self._opened_in = -1
+        """The step in which the last window was opened"""
+        self._latest: StepRow | None = None
+        self._handles: list[Any] = []
+        self._open = 0
+        self._sent: deque[_Sent] = deque(maxlen=64)
+        self._shown_s = 0.0
+        self._told: tuple[int, ...] = ()
+        context.after_anomaly[:] = [self._note_anomaly]
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._removed = True  # the sampler's last round comes later, and must arm nothing
+        self._context.after_anomaly[:] = []
+        self._end()
+
+    # -- in the sampler thread ---------------------------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """Follow the level and the model, and take in what has arrived."""
+        self._receive(now=False)
+        self._around.proceed(now=False)
+        if not self._removed:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Begin and end looking, as level and model have changed."""
+        context, on = self._context, self._context.hooks.level.value >= EXTREME
+        if on != self._on:
+            self._on, self._chosen, self._scans = on, None, 0
+        if self._model != context.recorder.models.changes:
+            self._model, self._chosen, self._scans = context.recorder.models.changes, None, 0
+        if self._on and self._chosen is None and context.recorder.step >= _FIRST_STEP and self._scans < _MOST_SCANS:
+            self._choose()
+        if (self._on and self._chosen is not None) != self._listening:
+            self._listening = not self._listening
+            context.at_backward(self._breaker.guard(self._begin if self._listening else self._end))
+        self._pace.most = 1 if self._around.waits else MAX_INTERVAL
+
+    def observe(self) -> None:
+        """Publish the last step, and finish a history that waits for more steps; say what is looked at."""
+        self._receive(now=True)
+        self._around.proceed(now=True)
+        self._tell()
+
+    def _choose(self) -> None:
+        """Look for the modules that are trained."""
+        context = self._context
+        self._scans += 1
+        groups = [group for optimizer in context.recorder.optimizers() for group in optimizer.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        known = [model for watched in context.watched if (model := watched()) is not None]
+        models = [model for model in known if _trains(model, trained)]
+        models = models or [model for model in roots(all_modules(context.yield_gil)) if _trains(model, trained)]
+        if models:
+            self._chosen = choose(models, min(MOST_LAYERS, context.settings.layers * WIDER))
+            self._slots = [(_Slot(each.name), each.module) for each in self._chosen.modules]
+
+    def _receive(self, *, now: bool) -> None:
+        """Take in the numbers of steps that have ended; once a second, or ``now``, set the series by the last one."""
+        last = self._context.recorder.step
+        while self._sent and self._sent[0].step <= last:
+            sent = self._sent[0]
+            if not isinstance(sent.copies, list) and not sent.copies.ready():
+                break
+            self._sent.popleft()
+            self._latest = self._around.add(sent.step, _unpacked(sent))
+            self._context.yield_gil()
+        row = self._latest
+        if row is not None and (now or monotonic() - self._shown_s >= _SHOW_S):
+            self._shown_s, self._latest = monotonic(), None
+            self._show(row)
+
+    def _show(self, row: StepRow) -> None:
+        cell = self._context.writer.table.cell
+        for name, (stats, _) in row.layers.items():
+            for metric, value in (
+                (catalog.ACTIVATION_LAYER_MEAN_ABS, stats.mean_abs),
+                (catalog.ACTIVATION_LAYER_STD, stats.std),
+                (catalog.ACTIVATION_LAYER_MAX, stats.max_abs),
+                (catalog.ACTIVATION_LAYER_ZERO, stats.zero),
+                (catalog.ACTIVATION_LAYER_NONFINITE, stats.nonfinite),
+            ):
+                series = cell(metric, {"layer": name}, LAYERS)
+                if series is not None:
+                    series.set(value)
+            self._context.yield_gil()
+
+    def _tell(self) -> None:
+        """Say how many layers are looked at, and why the others are not; whenever that has changed."""
+        chosen = self._chosen
+        if chosen is None or not self._on:
+            return
+        silent = sum(1 for slot, _ in self._slots if slot.silent >= _SILENT)
+        told = len(chosen.modules) - silent, chosen.left_out, chosen.compiled, silent
+        if told != self._told:
+            self._told = told
+            named = dict(zip(("layers", "left_out", "compiled", "silent"), told, strict=True))
+            self._context.event(catalog.EVENT_ACTIVATIONS, named)
+
+    def _note_anomaly(self, anomaly: Any) -> None:
+        if self._on and self._around.note(anomaly):
+            self._pace.most, self._pace.due_at = 1, 0
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        hook = self._context.hooks.takes_loss
+        hook.unregister(self.name)
+        hook.register(self._breaker, self._backward_begins)
+
+    def _end(self) -> None:
+        self._context.hooks.takes_loss.unregister(self.name)
+        self._close()
+
+    def _backward_begins(self, _tensors: Any, _gradients: Any, _accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        begun_ns, step = monotonic_ns(), self._context.recorder.step
+        if self._open:
+            self._open += 1
+            if not any(slot.calls for slot, _ in self._window) and self._open <= _LONGEST:
+                return  # another model's backward pass, perhaps
+            self._close()
+            self._send(step + 1)
+            self._spend(monotonic_ns() - begun_ns)
+        if self._opened_in != step and self._pace.is_due(step + 1):
+            begun_ns, self._opened_in = monotonic_ns(), step
+            self._open_window()
+            self._spend(monotonic_ns() - begun_ns)
+
+    def _spend(self, ns: int) -> None:
+        """Count our own time; of a device its launches, which take longer than the work on 262,144 elements."""
+        self._pace.spend(ns)
+        spent = self._context.spent_ns
+        spent[self.name] = spent.get(self.name, 0) + ns
+
+    def _open_window(self) -> None:
+        """Put a hook on every module that is not known to be silent."""
+        self._window = self._slots
+        for slot, known in self._window:
+            module = known()
+            slot.calls, slot.worth = [], 0
+            if module is not None and slot.silent < _SILENT:
+                take = self._breaker.guard(_Taker(self, slot, known).take)
+                self._handles.append(module.register_forward_hook(OutputHook(take)))
+        self._open = 1 if self._handles else 0
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._open = [], 0
+
+    def take(self, slot: _Slot, module: Any, output: Any) -> None:
+        """Look at an output of a module; called by its hook."""
+        context, torch = self._context, self._torch
+        if not self._open or context.training.backwards or get_ident() != context.training.thread:
+            return
+        grad = torch.is_grad_enabled()
+        worth = (_TRAINING if module.training else _FROZEN) if grad else _WITHOUT_GRAD if module.training else 0
+        if worth < max(slot.worth, 1) or (worth == slot.worth and len(slot.calls) >= _MOST_CALLS):
+            return
+        if self._modes() or self._transformed() or torch.jit.is_tracing():
+            return
+        begun_ns = monotonic_ns()
+        tensor = first_tensor(output, torch.Tensor)
+        if tensor is None or not tensor.numel() or tensor.layout is not torch.strided or not context.device.cuda.holds(tensor):
+            return
+        if tensor.device.type not in {"cpu", "cuda"} or (tensor.is_cuda and context.device.cuda.capturing()):
+            return
+        with torch.no_grad():
+            row = numbers(torch, tensor, SAMPLED if context.settings.tensor_samples else 0)
+        if worth > slot.worth:
+            slot.calls, slot.worth = [], worth
+        slot.calls.append(row)
+        self._spend(monotonic_ns() - begun_ns)
+
+    def _send(self, step: int) -> None:
+        """Begin to copy what was taken: one copy for each device, which is one."""
+        by_device: dict[Any, list[tuple[str, list[tuple[Any, int]]]]] = {}
+        for slot, _ in self._window:
+            slot.silent = 0 if slot.calls else slot.silent + 1
+            if slot.calls:
+                by_device.setdefault(slot.calls[0][0].device, []).append((slot.name, slot.calls))
+            slot.calls = []
+        for device, layers in by_device.items():
+            rows = [(name, [(len(row), count) for row, count in calls]) for name, calls in layers]
+            vectors = [row.to(device) for _, calls in layers for row, _ in calls]
+            with self._torch.no_grad():
+                if device.type == "cpu":
+                    self._sent.append(_Sent(step, rows, self._torch.cat(vectors).tolist()))
+                    continue
+                with self._context.device.cuda.on(device):
+                    if not self._context.device.cuda.capturing():
+                        self._sent.append(_Sent(step, rows, self._copies.send(self._torch.cat(vectors))))
+
+
+class _Taker:
+    """The hook of one module; not of a copy of it."""
+
+    __slots__ = ("_known", "_probe", "_slot")
+
+    def __init__(self, probe: ActivationProbe, slot: _Slot, known: Any) -> None:
+        self._probe, self._slot, self._known = probe, slot, known
+
+    def take(self, module: Any, output: Any) -> None:
+        """See :meth:`ActivationProbe.take`."""
+        if self._known() is module:
+            self._probe.take(self._slot, module, output)
+
+
+def _unpacked(sent: _Sent) -> dict[str, Any]:
+    """Return each layer's statistics and samples."""
+    values = sent.copies if isinstance(sent.copies, list) else sent.copies.take()
+    found, at = {}, 0
+    for name, calls in sent.rows:
+        rows, samples = [], list[float]()
+        for length, count in calls:
+            rows.append((values[at : at + NUMBERS], count))
+            samples = samples or values[at + NUMBERS : at + length]
+            at += length
+        found[name] = combine(rows), samples
+    return found
+
+
+def _trains(model: Any, trained: set[int]) -> bool:
+    """Return True if a model has any of these parameters; False if it is being changed meanwhile."""
+    try:
+        return any(id(parameter) in trained for parameter in model.parameters())
+    except RuntimeError:  # a dictionary changed size
+        return False

@@ -1,0 +1,43 @@
+"""Know when a CUDA graph is being captured, so that the sampler thread rests meanwhile.
+
+A garbage collection runs in whichever thread makes the object that is one too many. In the sampler thread it could destroy a
+graph or an event of the user's that was part of a cycle, and in a capture's default mode an unsafe CUDA call of any thread
+(the ``cudaFree`` of a graph's private pool) ends the capture with an error. The statistics of ``cudaMallocAsync``'s allocator
+are CUDA calls, too (``cudaMemPoolGetAttribute``). So the sampler does no round while a capture is in progress, and a capture
+waits for the round in progress.
+"""
+
+from __future__ import annotations
+
+import time
+
+LONGEST_S = 60.0
+"""A capture without an end for so long has failed: the sampler goes on"""
+_PATIENCE_S, _REST_S = 0.2, 0.0005
+"""Most that a capture waits for the sampler's round, of some ms. A training makes a few captures in all."""
+
+
+class Captures:
+    """Captures in progress in any thread. Their threads begin and end them, the sampler asks."""
+
+    __slots__ = ("_begun_s", "sampling")
+
+    def __init__(self) -> None:
+        self._begun_s: dict[int, float] = {}
+        self.sampling = False
+        """Whether the sampler's round is in progress; the sampler sets it before it asks :meth:`in_progress`"""
+
+    def begin(self, graph: int) -> None:
+        """Note that this graph, by id, is about to be captured, and wait for the sampler's round, but not for long."""
+        now = time.monotonic()
+        self._begun_s[graph] = now
+        while self.sampling and time.monotonic() - now < _PATIENCE_S:
+            time.sleep(_REST_S)
+
+    def end(self, graph: int) -> None:
+        """Note that the capture has ended or did not begin."""
+        self._begun_s.pop(graph, None)
+
+    def in_progress(self) -> bool:
+        """Return True if a graph is being captured."""
+        return bool(self._begun_s) and max(self._begun_s.values()) > time.monotonic() - LONGEST_S
