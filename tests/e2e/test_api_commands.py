@@ -133,7 +133,7 @@ def test_two_ranks_obey(local: Caller, ranks: list[Rank]) -> None:
 
 def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank]) -> None:
     """With Python's lock held it has written its stacks down itself; stopped it cannot, and the answer says why."""
-    ranks[0].say("hold", "9", told="holds")
+    ranks[0].say("hold", "15", told="holds")
     wait_until(lambda: shown(local, 0)["state"] == "unresponsive")
 
     def look() -> dict[str, Any] | None:
@@ -145,7 +145,7 @@ def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank]) -> No
     assert not ranks[0].said("hold"), "it holds the lock all the while"
     assert "in hold" in fetched(local, stuck["evidence"]).decode()
     assert stuck["command"] is None
-    wait_until(lambda: shown(local, 0)["state"] == "alive", timeout_s=20)
+    wait_until(lambda: shown(local, 0)["state"] == "alive", timeout_s=60)
     (event,) = wait_until(lambda: local.get("/events?rank=0&kind=torchobs.stacks")["events"])
     assert event["attributes"]["cause"] == "stuck"
 
