@@ -1,7 +1,8 @@
 """One rank of a gloo job of two, of which rank 1 stops in its sixth step: `python -m tests.hanging_rank DIRECTORY PLACE`.
 
 PLACE: it sleeps in its `forward`, in its `data` set or in a `hook` of its backward, or leaves a collective out (`skip`),
-so that the other waits for one more when it is done. With `bypass` both ranks go around DDP from that step on.
+so that the other waits for one more when it is done. With `bypass` both ranks go around DDP from that step on. A third
+argument is how often the slow sensors are asked, in seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchobs
+from torchobs.runtime import sampler
 
 AT = 6
 
@@ -54,6 +56,8 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
 def main() -> None:
     """Train until stopped."""
     torch.set_num_threads(1)
+    if len(sys.argv) > 3:  # as above
+        sampler.OBSERVE_INTERVAL_S = float(sys.argv[3])
     torchobs.init(flight_dir=sys.argv[1])
     dist.init_process_group("gloo")
     place = sys.argv[2] if os.environ["RANK"] == "1" else ""

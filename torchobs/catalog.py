@@ -95,6 +95,8 @@ class Span(NamedTuple):
 # an anomaly, with its size in the gauge and the event.
 SECONDS_BOUNDS = tuple(2.0**exponent for exponent in range(-11, 11))
 NORM_BOUNDS = tuple(4.0**exponent for exponent in range(-6, 7))
+SIZE_BOUNDS = tuple(4.0**exponent for exponent in range(3, 16))
+COLLECTIVE_SECONDS_BOUNDS = tuple(4.0**exponent for exponent in range(-8, 4))
 
 _UNITS = {
     "s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds", "min": "minutes", "h": "hours",
@@ -235,6 +237,13 @@ DDP_PART = Attribute(
     ("forward", "backward", "communication", "overlap"),
 )
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
+COLLECTIVE_OPERATIONS = (
+    "none", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "send", "recv", "coalesced", "other",
+)  # fmt: skip
+PROCESS_GROUP = Attribute("group", "process group: default, or its description and name in torch, the first eight")
+PROCESS_GROUP_BACKEND = Attribute("backend", "the backend whose recorder counts it", ("gloo", "nccl", "other"))
+COLLECTIVE_OPERATION = Attribute("operation", "what waits longest; none: nothing does", COLLECTIVE_OPERATIONS)
 SCHEDULER_MISUSE_KIND = Attribute("kind", "kind of misuse", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
@@ -618,6 +627,35 @@ DDP_INFO = _gauge(
     Attribute("comm_hook", "the communication hook's name, if there is one"),
     survives=True,
 ).described("Constant 1; its labels are the settings of DistributedDataParallel.")
+COLLECTIVE_ENQUEUED = _gauge("torchobs.collective.enqueued", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP, survives=True).described(
+    "Sequence number of the last collective that this rank has called in a process group of several, by torch's flight"
+    " recorder: the same on all its ranks, but for those in flight. In a hang the lowest is that of the rank that did not come."
+)
+COLLECTIVE_COMPLETED = _gauge("torchobs.collective.completed", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP).described(
+    "Sequence number of the last collective of a process group that has come back on this rank. Absent while training moves."
+)
+COLLECTIVE_PENDING_AGE = _gauge(
+    "torchobs.collective.pending.age", "s", PROCESS_GROUP_BACKEND, PROCESS_GROUP, COLLECTIVE_OPERATION
+).described(
+    "Time since this rank called its oldest collective that has not come back, where neither a step nor a collective has ended"
+    " for ten seconds; 0: nothing waits here. Absent while training moves."
+)
+COLLECTIVE_PENDING_SIZE = _gauge(
+    "torchobs.collective.pending.size", "By", PROCESS_GROUP_BACKEND, PROCESS_GROUP, COLLECTIVE_OPERATION
+).described("Size of that collective's input on this rank.")
+COLLECTIVE_INPUT = _counter(
+    "torchobs.collective.input", "By", Attribute("operation", "which collective", COLLECTIVE_OPERATIONS[1:])
+).described(
+    "Size of what this rank gave to collectives, of those that torch's flight recorder still holds every ten seconds: the last"
+    " 2,000 by default. From level advanced on."
+)
+COLLECTIVE_SIZE = _histogram("torchobs.collective.size", "By", SIZE_BOUNDS).described(
+    "Size of the input of each of these collectives. From level advanced on."
+)
+COLLECTIVE_DURATION = _histogram("torchobs.collective.duration", "s", COLLECTIVE_SECONDS_BOUNDS).described(
+    "Duration of each of these collectives on the device, where it is recorded: by NCCL with TORCH_NCCL_ENABLE_TIMING=1. From"
+    " level advanced on."
+)
 
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
 HW_GPU_UTILIZATION = _gauge("hw.gpu.utilization", "1", GPU_ID, GPU_TASK).described(
@@ -967,6 +1005,11 @@ EVENT_DISTRIBUTED = _info(
     Attribute("world_size", "its ranks"),
     Attribute("parallelism", "what was recognised"),
     Attribute("mesh", "dimensions of the device mesh"),
+)
+EVENT_COLLECTIVES_UNKNOWN = _info(
+    "torchobs.collectives.unknown",
+    "torch's flight recorder tells nothing of this rank's collectives.",
+    Attribute("reason", "why"),
 )
 EVENT_GPU_LOST = _error(
     "torchobs.gpu.lost",

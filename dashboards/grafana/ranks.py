@@ -276,6 +276,68 @@ def joined() -> tuple[Panel, ...]:
             labels={name: name.replace("_", " ") for name in DDP_SETTINGS},
             width=12,
         ),
+        *collectives(),
+    )
+
+
+def collectives() -> tuple[Panel, ...]:
+    """Return what torch's flight recorder says."""
+    group = ("backend", "group")
+    called = select(catalog.COLLECTIVE_ENQUEUED, *RANKS)
+    apart = f"{per_run('max', called, *group)} - {per_run('min', called, *group)}"
+    size, duration = (
+        f"sum(rate({select(metric, *RANKS, suffix='_sum')}[$__rate_interval]))"
+        f" / (sum(rate({select(metric, *RANKS, suffix='_count')}[$__rate_interval])) > 0)"
+        for metric in (catalog.COLLECTIVE_SIZE, catalog.COLLECTIVE_DURATION)
+    )
+    given = f"sum by (operation) (rate({select(catalog.COLLECTIVE_INPUT, *RANKS)}[$__rate_interval]))"
+    return (
+        panels.lines(
+            "Collectives between the first rank and the last",
+            "Collectives of a process group that the rank with the most has called, and the one with the fewest has not. Good: "
+            "some, as ranks are asked at different moments; in a hang it stays above zero, and the last rank is the one that "
+            "the others wait for. Empty: without process groups of several ranks, or without torch's flight recorder.",
+            "short",
+            Query(apart, "{{group}} ({{backend}})"),
+            width=12,
+        ),
+        panels.rows(
+            "Ranks in a collective",
+            "Where no step ends: how long each rank has waited in a collective, how large its input is, and the number of the "
+            "last that it has called and that has come back. Good: an empty table. Waiting for 0 s: it did not come, or waits "
+            "for nothing.",
+            (
+                Column("waits for", per_rank(select(catalog.COLLECTIVE_PENDING_AGE, *RANKS), *group, "operation"), "s"),
+                Column("input", per_rank(select(catalog.COLLECTIVE_PENDING_SIZE, *RANKS), *group, "operation"), "bytes"),
+                Column("last done", per_rank(select(catalog.COLLECTIVE_COMPLETED, *RANKS), *group)),
+            ),
+            labels={"rank": "rank", "instance": "exporter", **{name: name for name in (*group, "operation")}},
+            width=12,
+        ),
+        panels.lines(
+            "Input of collectives",
+            "What the ranks give to collectives, by operation, of those that torch's flight recorder holds when it is asked. "
+            "Good: level. Empty: below level advanced.",
+            "Bps",
+            Query(given, "{{operation}}"),
+            width=12,
+        ),
+        panels.lines(
+            "Mean size of a collective",
+            "Mean input of the collectives that are seen. Good: megabytes; many small ones cost latency. Empty: below level "
+            "advanced.",
+            "bytes",
+            Query(size, "mean input"),
+            width=6,
+        ),
+        panels.lines(
+            "Mean duration of a collective",
+            "Mean time of a collective on the device, waiting for late ranks included. Good: level. Empty: below level "
+            "advanced, and without NCCL's timing (TORCH_NCCL_ENABLE_TIMING=1).",
+            "s",
+            Query(duration, "mean"),
+            width=6,
+        ),
     )
 
 

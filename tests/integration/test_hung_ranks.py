@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 QUIET_S = 1.5
 
 
-def train(start: Any, flight_dir: Path, place: str) -> None:
+def train(start: Any, flight_dir: Path, place: str, *often: str, **variables: str) -> None:
     """Start both ranks."""
     port = support.free_port()
     for rank in range(2):
@@ -39,8 +40,9 @@ def train(start: Any, flight_dir: Path, place: str) -> None:
             "OMP_NUM_THREADS": "1",
             "TORCHOBS_RUN_ID": "hung",
             "TORCHOBS_GRAD_INTERVAL": "1",
+            **variables,
         }
-        command = (sys.executable, "-m", "tests.hanging_rank", str(flight_dir), place)
+        command = (sys.executable, "-m", "tests.hanging_rank", str(flight_dir), place, *often)
         start(*command, torch=True, env=environment, cwd=support.ROOT)
 
 
@@ -98,7 +100,7 @@ def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
 ) -> None:
     """Both are in backward of step 6; the exporter asks all ranks of a hung run for stacks, and inspect reads them."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
-    train(start, flight_dir, "hook")
+    train(start, flight_dir, "hook", TORCHOBS_DISABLE_PROBES="collectives")  # which would name it after half a minute
     support.wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
     config = ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S)
     with closing(Scanner(config)) as scanner:
@@ -109,6 +111,42 @@ def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
     (text,) = support.wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
     assert "hanging_rank.py:" in text
     assert text.endswith("in backward of step 6, and the other rank waits in backward of step 6.")
+
+
+def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
+    start: Any, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without stacks: both are in backward of step 6, and rank 1 did not come to the all-reduce of its gradients."""
+    monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
+    train(start, flight_dir, "hook", "0.3")
+    told = re.compile(
+        r"Rank 1 stays in backward of step 6, and the other rank waits in backward of step 6\. Rank 1 has not come to"
+        r" all_reduce number (\d+) of group default \(gloo\), in which 1 rank waits \(the last called there is number (\d+)\)\."
+    )
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S))) as scanner:
+
+        def named() -> list[re.Match[str]]:
+            runs = Modeller().runs(scanner.scan(), {})
+            return [found for run in runs if (found := told.search(run.health.text))]
+
+        (found,) = support.wait_until(named, 60.0, 0.2)
+        assert int(found[1]) == int(found[2]) + 1
+    support.wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 30.0, 0.5)
+
+
+def test_a_recorder_that_is_off_is_said_once_and_leaves_no_series(start: Any, flight_dir: Path) -> None:
+    """The other ways to name a hung rank are at work all the same."""
+    train(start, flight_dir, "hook", "0.3", TORCH_FR_BUFFER_SIZE="0")
+
+    def told() -> list[list[str]]:
+        reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+        reasons = [[fact.text("reason") for fact in one.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN)] for one in reports]
+        assert not any(name[0].startswith("torchobs.collective.") for one in reports for name in one.values)
+        return reasons if len(reasons) == 2 and all(reasons) else []
+
+    reasons = support.wait_until(told, 60.0, 0.3)
+    assert [len(of_one) for of_one in reasons] == [1, 1]
+    assert "TORCH_FR_BUFFER_SIZE is 0" in reasons[0][0]
 
 
 def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: Path) -> None:

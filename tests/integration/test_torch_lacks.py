@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LACKING: dict[str, set[str]] = {
     "torch._C._ImperativeEngine": set(),
+    "torch._C._distributed_c10d._dump_fr_trace_json": set(),
     "torch._dynamo.callback.callback_handler": {"compile"},
     "torch._dynamo.trace_rules.add": {"dynamo"},
     "torch._dynamo.utils.CompilationMetrics": {"compile"},

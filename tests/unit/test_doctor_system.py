@@ -70,3 +70,19 @@ def test_this_machine() -> None:
     checks = {check.name: check for check in doctor_system.examine()}
     assert {"cpu", "memory", "torch build", "dependencies"} <= set(checks)
     assert all(check.text for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "words"),
+    [
+        ({}, OK, "2,000 collectives in torch 2.13"),
+        ({"TORCH_FR_BUFFER_SIZE": "500"}, OK, "the last 500 collectives"),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "500"}, OK, "the last 500 collectives"),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, WARN, "no collectives"),
+    ],
+)
+def test_torch_s_flight_recorder_is_judged_by_its_variable(environ: dict[str, str], status: str, words: str) -> None:
+    """Off, it has a remedy; a torch without one is no error."""
+    check = doctor_system.flight_recorder(environ, readable=True)
+    assert (check.status, words in check.text, bool(check.remedy)) == (status, True, status == WARN)
+    assert doctor_system.flight_recorder(environ, readable=False).status == OK

@@ -243,7 +243,7 @@ def test_no_environment_makes_it_raise(environ: dict[str, str]) -> None:
 def test_a_long_value_is_shortened_in_the_log(variable: str) -> None:
     """A megabyte in a variable makes a line, not a megabyte of log."""
     _, [problem] = resolve({}, {variable: "x" * 1_000_000})
-    assert len(str(problem)) < 500  # the names of all probes are in it
+    assert len(str(problem)) < 600  # it lists what is allowed: the names of all probes
 
 
 def test_settings_are_frozen_and_slotted() -> None:

@@ -6,10 +6,11 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchobs.cli.doctor_checks import OK, WARN, Check
+from torchobs.config import settings
 from torchobs.diagnosis import text_format
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
@@ -74,6 +75,22 @@ def torch_build() -> Iterator[Check]:
         ]
         nccl = f"; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""  # type: ignore[no-untyped-call]
         yield Check("distributed", OK, f"{', '.join(backends) or 'no backend'}{nccl}")
+        bindings = torch._C._distributed_c10d  # noqa: SLF001  # there is no public name
+        readable = any(hasattr(bindings, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+        yield flight_recorder(settings.environment(), readable=readable)
+
+
+def flight_recorder(environ: Mapping[str, str], *, readable: bool) -> Check:
+    """Judge whether torch records collectives, which names the rank of a hung run that did not come to one."""
+    if not readable:
+        return Check("flight recorder", OK, "this torch has none that can be read: hung ranks are told by phases and stacks")
+    size = environ.get("TORCH_FR_BUFFER_SIZE") or environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if size == "0":
+        remedy = "TORCH_FR_BUFFER_SIZE=2000: then the rank that did not come to a collective is named"
+        return Check("flight recorder", WARN, "torch records no collectives: TORCH_FR_BUFFER_SIZE is 0", remedy)
+    if size:
+        return Check("flight recorder", OK, f"torch records the last {text_format.clean(size)} collectives")
+    return Check("flight recorder", OK, "torch's default: the last 2,000 collectives in torch 2.13, none in older versions")
 
 
 def cuda_missing(*, devices: bool) -> Check:

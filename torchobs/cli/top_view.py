@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,12 +16,13 @@ from torchobs.detect import stragglers
 from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
-from torchobs.diagnosis.rank_report import Step, values_of
+from torchobs.diagnosis.rank_report import Step, by_attributes, values_of
 from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import RankStatus, RunStatus, alike_norms, last_known, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
 from torchobs.flight.reader.decode import Distribution, Value
+from torchobs.ranks import collectives
 from torchobs.ranks.snapshot import Rank
 from torchobs.ranks.state import PATIENT_PHASES
 
@@ -139,6 +140,7 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
             distributed=[key[1:] for key in one.values if key[0] == catalog.DISTRIBUTED_INFO.name],
             norm_ranks=one.value(catalog.GRAD_NORM_RANKS),
         ),
+        collectives=collectives.group_progress(partial(by_attributes, one.values)),
     )
 
 

@@ -20,7 +20,7 @@ __all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "n
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
     "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile", "nonfinite", "resume",
-    "leak", "activations", "device_time", "flops",
+    "leak", "activations", "device_time", "flops", "collectives",
 )  # fmt: skip
 """Names of the probes that can be disabled; listed here because this module loads without torch. Append new ones: a command
 refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""

@@ -5,12 +5,13 @@ age of the last step does not distinguish them; where they are does. The evidenc
 
 1. A rank that has ended never calls the next collective; one that does not respond (stopped, or Python's lock held in native
    code) does not either; nor does one that evaluates, saves, compiles, or has left its training loop.
-2. Stacks: a rank whose innermost frame is in torch.distributed or in the autograd engine's wait is in a collective. Of ranks in
+2. Torch's flight recorder: a rank that has not called the collective in which others wait (:mod:`torchobs.detect.collectives`).
+3. Stacks: a rank whose innermost frame is in torch.distributed or in the autograd engine's wait is in a collective. Of ranks in
    the same place some that are not are to blame. Stacks of waits on a GPU end in the user's own line, and decide nothing.
-3. A rank that fetches data, if others do not: no loader waits for a peer.
-4. Steps and phases: where most ranks are at the same place, the rest is to blame. Otherwise, as for two ranks, it is those in
+4. A rank that fetches data, if others do not: no loader waits for a peer.
+5. Steps and phases: where most ranks are at the same place, the rest is to blame. Otherwise, as for two ranks, it is those in
    forward or between two phases if others are in backward or in the optimizer, where gradients are exchanged; else the least
-   advanced. A collective in forward (FSDP's gathers, SyncBatchNorm) is waited for by ranks in forward, and met by rule 4.
+   advanced. A collective in forward (FSDP's gathers, SyncBatchNorm) is waited for by ranks in forward, and met by rule 5.
 
 Without any difference nobody is named.
 """
@@ -19,7 +20,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
+
+from torchobs.detect import collectives
+from torchobs.detect.collectives import GroupProgress
 
 LEAST_RANKS = 2
 ASIDE = frozenset({"evaluation", "checkpoint", "compile", "idle"})
@@ -33,8 +38,8 @@ _WAITS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "_engine_run
 _COLLECTIVES = "distributed_c10d.py"
 """Sign of one in any frame: it is wrapped by a few lines of logging."""
 
-ENDED, SILENT, ASIDE_OF_TRAINING, NOT_IN_COLLECTIVE, FETCHING, ELSEWHERE = (
-    "ended", "silent", "aside", "not_in_collective", "fetching", "elsewhere",
+ENDED, SILENT, NOT_ARRIVED, ASIDE_OF_TRAINING, NOT_IN_COLLECTIVE, FETCHING, ELSEWHERE = (
+    "ended", "silent", "not_arrived", "aside", "not_in_collective", "fetching", "elsewhere",
 )  # fmt: skip
 """Reasons for which a rank is named, in the order of the evidence."""
 
@@ -50,6 +55,8 @@ class Position(NamedTuple):
     """phase in progress; ``None``: unknown"""
     frames: Sequence[str] = ()
     """frames of the training thread as ``file:line in function``, the innermost first; empty: unknown"""
+    collectives: Mapping[str, GroupProgress] = MappingProxyType({})
+    """by process group; empty: unknown"""
 
 
 class Blamed(NamedTuple):
@@ -99,6 +106,12 @@ def _silent(ranks: Mapping[str, Position]) -> set[str]:
     return {name for name, one in ranks.items() if one.state == "unresponsive"}
 
 
+def _not_arrived(ranks: Mapping[str, Position]) -> set[str]:
+    """Return those that did not come; but for what waits in an operation that is not recorded, by its stack."""
+    found = collectives.absent({name: one.collectives for name, one in ranks.items()})
+    return {name for name in found if not waits(ranks[name].frames)}
+
+
 def _aside(ranks: Mapping[str, Position]) -> set[str]:
     return {name for name, one in ranks.items() if one.phase in ASIDE}
 
@@ -129,6 +142,6 @@ def _not_exchanging(ranks: Mapping[str, Position]) -> set[str]:
 
 
 _RULES = (
-    (ENDED, _ended), (SILENT, _silent), (ASIDE_OF_TRAINING, _aside), (NOT_IN_COLLECTIVE, _out_of_collective),
-    (FETCHING, _fetching), (ELSEWHERE, _elsewhere),
+    (ENDED, _ended), (SILENT, _silent), (NOT_ARRIVED, _not_arrived), (ASIDE_OF_TRAINING, _aside),
+    (NOT_IN_COLLECTIVE, _out_of_collective), (FETCHING, _fetching), (ELSEWHERE, _elsewhere),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from torchobs.detect import hang
 from torchobs.detect.hang import Blamed, Position
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import collectives, text_format
 from torchobs.diagnosis.status import RankStatus
 
 _MOST_NAMED = 4
@@ -32,7 +32,8 @@ def sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
     kinds = groupby(sorted(found, key=lambda name: _what(found[name])), key=lambda name: _what(found[name]))
     parts = [f"{_ranks(list(names))} {what}" for what, names in kinds]
     named = text_format.joined(parts, _MOST_GROUPS)
-    return f"{named[:1].upper()}{named[1:]}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
+    told = f"{named[:1].upper()}{named[1:]}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
+    return " ".join([told, *collectives.evidence(ranks, found)])
 
 
 def _ranks(names: Sequence[str]) -> str:
@@ -45,11 +46,12 @@ def _what(one: Blamed) -> str:
         return "ended in order" if one.position.state == "finished" else "ended"
     if one.why == hang.SILENT:
         return f"gave no sign of life since it was {_where(one.position)}"
-    if one.why == hang.ASIDE_OF_TRAINING:
+    arrived = one.why != hang.NOT_ARRIVED
+    if one.why == hang.ASIDE_OF_TRAINING or (not arrived and one.position.phase in hang.ASIDE):
         return _ASIDE[one.position.phase or "idle"]
-    if one.why == hang.NOT_IN_COLLECTIVE:
+    if one.why == hang.NOT_IN_COLLECTIVE or (not arrived and one.position.frames):
         return f"runs {text_format.clean(one.position.frames[0])} {_where(one.position)}"
-    if one.why == hang.FETCHING:
+    if one.why == hang.FETCHING or (not arrived and one.position.phase == "data"):
         return f"fetches data{_step(one.position)}"
     return f"stays {_where(one.position)}"
 
@@ -65,4 +67,4 @@ def _step(position: Position) -> str:
 
 
 def _position(rank: RankStatus) -> Position:
-    return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames)
+    return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames, rank.collectives)

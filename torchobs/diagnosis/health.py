@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.disagreement import differing
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.diagnosis import hang, text_format
+from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -157,10 +157,12 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def waited_for(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield the ranks that the others of a hung run wait for."""
+    """Yield the ranks that the others of a hung run wait for, and who called another collective than the others."""
     found = hang.blamed(ranks)
     if found:
         yield Finding(ERROR, "waited_for", hang.sentence(ranks, found))
+    for text in collectives.mismatches(ranks):
+        yield Finding(ERROR, "collectives_differ", text)
 
 
 def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -219,6 +219,11 @@ def values_of(view: View) -> dict[tuple[str, ...], Value]:
     return {(series.name, *(str(text) for _, text in series.attributes)): value for series, value in points}
 
 
+def by_attributes(values: Mapping[tuple[str, ...], Value], metric: Metric) -> dict[tuple[str, ...], float]:
+    """Return the values of a metric's series by those of all its attributes, which are sorted by name."""
+    return {key[1:]: value for key, value in values.items() if key[0] == metric.name and not isinstance(value, Distribution)}
+
+
 def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -> tuple[Fact, ...]:
     """Return the valid events among the frames of a ring, oldest first."""
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, nan
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -12,9 +13,11 @@ from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
+from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.stragglers import Slowness
-from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import RankReport, by_attributes
 from torchobs.flight.format.step_record import StepFlag, StepRecord
+from torchobs.ranks.collectives import group_progress
 
 
 class Get(Protocol):
@@ -73,6 +76,8 @@ class RankStatus:
     slowness: Slowness | None = None
     frames: tuple[str, ...] = ()
     """innermost frames of the training thread, as for ``detect.hang``; empty: unknown"""
+    collectives: Mapping[str, GroupProgress] = field(default_factory=dict)
+    """progress in each process group while no step ends; empty: unknown"""
     probes_off: tuple[str, ...] = ()
     """probes that failed"""
     alike_norms: Mapping[int, float] = field(default_factory=dict)
@@ -172,8 +177,12 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     lately: Mapping[str, int] | None = None,
     steps: int | None = None,
     alike: Mapping[int, float] | None = None,
+    collectives: Mapping[str, GroupProgress] | None = None,
 ) -> RankStatus:
-    """Return a rank's status; ``get`` looks up its values. ``loss``, ``alike``: of :func:`last_loss`, :func:`alike_norms`."""
+    """Return a rank's status; ``get`` looks up its values.
+
+    ``loss``, ``alike``, ``collectives``: of :func:`last_loss`, :func:`alike_norms`, ``ranks.collectives.group_progress``.
+    """
     return RankStatus(
         rank=rank,
         state=state,
@@ -196,6 +205,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         slowness=slowness,
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
         alike_norms=alike or {},
+        collectives=collectives or {},
     )
 
 
@@ -242,6 +252,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
             distributed=[key[1:] for key in report.values if key[0] == catalog.DISTRIBUTED_INFO.name],
             norm_ranks=report.value(catalog.GRAD_NORM_RANKS),
         ),
+        collectives=group_progress(partial(by_attributes, report.values)),
     )
 
 

@@ -17,6 +17,7 @@ from torchobs.probes.data.loaders import LoaderProbe
 from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
+from torchobs.probes.lifecycle.collectives import CollectivesProbe
 from torchobs.probes.lifecycle.distributed import DistributedProbe
 from torchobs.probes.memory.cgroup import CgroupProbe
 from torchobs.probes.memory.device_memory import DeviceMemoryProbe
@@ -68,6 +69,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         DeviceMemoryProbe.name: partial(DeviceMemoryProbe, suspicion=suspicion),
         LeakProbe.name: partial(LeakProbe, suspicion),
         DistributedProbe.name: DistributedProbe,
+        CollectivesProbe.name: CollectivesProbe,
         CompileProbe.name: CompileProbe,
         NonfiniteProbe.name: NonfiniteProbe,
         ActivationProbe.name: ActivationProbe,

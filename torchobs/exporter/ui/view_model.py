@@ -17,7 +17,7 @@ from torchobs.exporter import exporter_metrics
 from torchobs.exporter.ui.data import NO_DETAILS
 from torchobs.exporter.ui.events import log_of
 from torchobs.flight.metrics.throughput import time_left_s
-from torchobs.ranks import labels
+from torchobs.ranks import collectives, labels
 from torchobs.ranks.incarnations import DIGITS
 from torchobs.ranks.metric_values import Reader
 from torchobs.report.charts import curve
@@ -55,7 +55,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *collectives.METRICS,
 )  # fmt: skip
 """Metrics read from a rank."""
 
@@ -218,6 +218,7 @@ class Modeller:
                 distributed=readings.of(catalog.DISTRIBUTED_INFO),
                 norm_ranks=readings.get(catalog.GRAD_NORM_RANKS),
             ),
+            collectives=collectives.group_progress(readings.of),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
         return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))

@@ -1,0 +1,59 @@
+"""Collectives of a real process group, by torch's flight recorder: what is counted, at which level, and what is shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training import loss_of, mlp, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+SIZE = ("torchobs.collective.size",)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def of_collectives(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    """The series that are about them."""
+    return {key: value for key, value in values.items() if key[0].startswith("torchobs.collective.")}
+
+
+@pytest.mark.usefixtures("group")
+def test_sizes_are_counted_once_each_from_level_advanced_on(flight_dir: Path) -> None:
+    """What came before the first reading is still in the recorder, and so counted, too; gloo has no durations."""
+    model, tensor, read = mlp(), torch.ones(1000), []
+    for run in recording(flight_dir, level="advanced"):
+        for calls in (2, 3):
+            for _ in range(calls):
+                dist.all_reduce(tensor)
+            run.look()  # the slow sensors are asked, and the next backward reads
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            read.append(of_collectives(run.look()))
+    first, second = ([one["torchobs.collective.input", "all_reduce"], sum(one[SIZE].counts)] for one in read)
+    assert [after - before for before, after in zip(first, second, strict=True)] == [3 * 4000, 3]
+    assert first[0] >= 2 * 4000
+    assert {key[0] for key in read[1]} == {SIZE[0], "torchobs.collective.input"}
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_of_one_has_no_series_at_level_basic(flight_dir: Path) -> None:
+    """It waits for nobody."""
+    for run in recording(flight_dir):
+        dist.all_reduce(torch.ones(8))
+        run.look()
+        loss_of(mlp()).backward()  # type: ignore[no-untyped-call]
+        assert of_collectives(run.look()) == {}

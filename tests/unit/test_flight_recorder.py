@@ -1,0 +1,157 @@
+"""What torch's flight recorder dumps is parsed, of each version and backend; what is damaged is refused, or left out."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchobs import catalog
+from torchobs.probes.lifecycle import flight_recorder
+from torchobs.probes.lifecycle.flight_recorder import GroupStatus, UnreadableError, decode, operation, parse
+
+GLOO = (Path(__file__).parent / "golden" / "flight_recorder" / "gloo-2.10.json").read_bytes()
+"""Recorded by rank 0 of two with torch 2.13 on a CPU: it waits in an all-reduce and a broadcast of the default group."""
+
+
+def nccl_entry(number: int, **given: Any) -> dict[str, Any]:
+    """An entry as NCCL's recorder writes it, by torch/csrc/distributed/c10d/FlightRecorder.hpp of torch 2.5 (version 2.4)."""
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": 0,
+        "op_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": 1_730_000_000_000_000_000 + number,
+        "input_sizes": [[3, 4]], "input_dtypes": ["Float"], "output_sizes": [[3, 4]], "output_dtypes": ["Float"],
+        "state": "completed", "time_discovered_started_ns": 1, "time_discovered_completed_ns": 2, "retired": True,
+        "timeout_ms": 600_000, "is_p2p": False, "duration_ms": 0.25, **given,
+    }  # fmt: skip
+
+
+NCCL: dict[str, Any] = {
+    "version": "2.4",
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "pg_status": {"0": {"last_enqueued_collective": "3", "last_started_collective": "3", "last_completed_collective": "2"}},
+    "entries": [
+        nccl_entry(1),
+        nccl_entry(2, profiling_name="nccl:_all_gather_base"),
+        nccl_entry(3, state="started", retired=False, profiling_name="nccl:recv 0<-1", input_dtypes=["Float8_e5m2"]),
+    ],
+    "nccl_comm_state": {},
+}
+
+
+def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
+    """Its state stays at scheduled for ever: what has come back is retired."""
+    dump = decode(GLOO)
+    assert dump.groups == {0: GroupStatus(4, 2), 1: GroupStatus(1, 1)}
+    assert [(one.group_name, one.kind, one.pending, one.size) for one in dump.operations] == [
+        ("0", "all_reduce", False, 4000),
+        ("1", "all_gather", False, 12),
+        ("0", "barrier", False, 0),
+        ("0", "all_reduce", True, 4000),
+        ("0", "broadcast", True, 4000),
+    ]
+    assert [one.record for one in dump.operations] == [0, 1, 2, 3, 4]
+    assert {one.duration_s for one in dump.operations} == {None}
+    assert {(one.description, one.backend) for one in dump.operations} == {("default_pg", "gloo"), ("mesh_tp", "gloo")}
+
+
+def test_a_dump_of_nccl_is_understood() -> None:
+    """There the state counts."""
+    dump = parse(NCCL)
+    assert dump.groups == {0: GroupStatus(3, 2)}
+    assert [(one.kind, one.pending, one.size) for one in dump.operations] == [
+        ("all_reduce", False, 48), ("all_gather", False, 48), ("recv", True, 12),
+    ]  # fmt: skip
+    assert dump.operations[0].duration_s == 0.25e-3
+
+
+def test_the_pickled_form_says_the_same() -> None:
+    """It has numbers, tuples and None where JSON has text, lists and 0."""
+    pickled = json.loads(GLOO)
+    for status in pickled["pg_status"].values():
+        status.update({name: int(value) for name, value in status.items()})
+    for entry in pickled["entries"]:
+        entry |= {"process_group": tuple(entry["process_group"]), "time_discovered_completed_ns": None}
+    assert parse(pickled) == decode(GLOO)
+
+
+def test_a_recorder_that_is_off_has_no_groups() -> None:
+    """As torch 2.13 dumps it with TORCH_FR_BUFFER_SIZE=0, without entries."""
+    off = b'{"comm_lib_version":"","nccl_comm_state":{},"pg_config":{},"pg_status":{},"version":"2.10"}'
+    assert decode(off) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("dumped", "reason"),
+    [
+        (b"", "no valid JSON"),
+        (GLOO[:-9], "no valid JSON"),
+        (b"\xff\xfe", "no valid JSON"),
+        (b"[" * 100_000, "no valid JSON"),
+        (b"[]", "no mapping"),
+        (b'{"version": "3.0", "pg_status": {}}', "'3.0'"),
+        (b'{"version": "1.5"}', "'1.5'"),
+        (b'{"version": 2.4}', "'2.4'"),
+        (b'{"pg_status": {}}', "'None'"),
+        (b'{"version": "2.1"}', "no status"),
+        (b'{"version": "2.4", "pg_status": []}', "no status"),
+        (b'{"version": "2.4", "pg_status": {}, "entries": {"a": 1}}', "no status"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_a_reason(dumped: bytes, reason: str) -> None:
+    """Other versions changed fields that are relied on."""
+    with pytest.raises(UnreadableError, match=reason):
+        decode(dumped)
+
+
+def test_damaged_parts_are_left_out() -> None:
+    """The rest is still there."""
+    status = {"0": {"last_enqueued_collective": "x"}, "a": {}, "1": 3, "2": NCCL["pg_status"]["0"]}
+    entries = [
+        None, {}, nccl_entry(1, process_group=["0"]), nccl_entry(2, profiling_name=None), nccl_entry(3, time_created_ns="now"),
+        nccl_entry(4, pg_id=True), nccl_entry(5, input_sizes=None), nccl_entry(6, input_sizes=[[-1]]),
+        nccl_entry(7, input_dtypes=["Quaternion"]), nccl_entry(8, input_dtypes=[]), nccl_entry(9),
+    ]  # fmt: skip
+    dump = parse(NCCL | {"pg_status": status, "entries": entries})
+    assert dump.groups == {2: GroupStatus(3, 2)}
+    assert [one.size for one in dump.operations] == [None, None, None, None, 48]
+
+
+def test_no_damage_raises_anything_else() -> None:
+    """Each byte of a dump may be another."""
+    generator = random.Random(1)
+    for _ in range(300):
+        damaged = bytearray(GLOO)
+        for _ in range(3):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        try:
+            dump = decode(bytes(damaged))
+        except UnreadableError:
+            continue
+        assert all(status.enqueued >= 0 for status in dump.groups.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gloo:all_reduce", "all_reduce"), ("nccl:_all_gather_base", "all_gather"), ("nccl:ALLGATHER_coalesced", "all_gather"),
+        ("nccl:_reduce_scatter_base", "reduce_scatter"), ("nccl:reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("nccl:REDUCE_SCATTER_coalesced", "reduce_scatter"), ("nccl:all_to_all_v_single", "all_to_all"),
+        ("nccl:all_reduce_barrier", "barrier"), ("nccl:allreduce_coalesced", "all_reduce"), ("nccl:reduce", "reduce"),
+        ("nccl:_broadcast_oop", "broadcast"), ("nccl:send 0->1", "send"), ("nccl:recv 1<-0", "recv"),
+        ("nccl:coalesced", "coalesced"),
+        ("nccl:split", "other"), ("", "other"), ("all_reduce", "other"),
+    ],
+)  # fmt: skip
+def test_operations_have_a_name_of_a_closed_set(name: str, kind: str) -> None:
+    """The names are those of torch/distributed/flight_recorder/components/types.py."""
+    assert operation(name) == kind
+    assert kind in catalog.COLLECTIVE_OPERATIONS
+
+
+def test_the_operations_known_here_are_in_the_catalog() -> None:
+    """So that no label is outside of it."""
+    known = {*flight_recorder._OPERATIONS.values(), *flight_recorder._FAMILIES, *flight_recorder._PLAIN, "other"}
+    assert known == set(catalog.COLLECTIVE_OPERATIONS) - {"none"}

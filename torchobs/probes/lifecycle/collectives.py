@@ -1,0 +1,250 @@
+"""Collectives by process group, from torch's own flight recorder: what was called, what came back, what waits.
+
+While training moves, the training thread asks for the numbers alone, at the start of a backward, every ten seconds (some 60 µs
+for two groups). There, because the recorder reads its maps of process groups without its lock, and they change when that thread
+makes a group. When no step and no phase has ended for ten seconds the sampler thread asks instead. Once the numbers stand
+still, too, it asks for the operations: these hold what waits. A full recorder of 2,000 operations takes 22 ms with Python's
+lock held, and NCCL's asks for the CUDA events of those in flight, which must not go meanwhile. Never from a signal handler: the
+recorder has a mutex. No thread that holds it waits for Python's lock, so that asking with that lock held cannot block for good.
+
+From level advanced on the training thread reads the operations, too, for their sizes and durations.
+
+The recorder is torch's: on by default in torch 2.13, off in older versions; TORCH_FR_BUFFER_SIZE=2000 (in older ones
+TORCH_NCCL_TRACE_BUFFER_SIZE) turns it on, 0 off, before the first process group exists. Nothing here turns it on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import takewhile
+from math import nan
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.probes.lifecycle import flight_recorder
+from torchobs.probes.lifecycle.coordinates import group_count
+from torchobs.probes.lifecycle.flight_recorder import Dump, Operation, UnreadableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchobs.catalog import Metric
+    from torchobs.probes.core.context import ProbeContext
+
+ADVANCED = 2
+"""The debug level from which sizes and durations are counted"""
+MOST_GROUPS = 8
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""The recorder that gloo and others fill (torch 2.8), and NCCL's own (torch 2.5, builds with NCCL)"""
+_UNDESCRIBED = "undefined"
+_NAME_LENGTH, _DESCRIPTION_LENGTH = 12, 40
+"""A group's name is a number, or a hash of 40 digits."""
+_TINY_S = 1e-3
+"""Shortest age of what waits: 0 means that nothing does."""
+
+_Id = tuple[str, int]
+"""A recorder, and the number of a group in it"""
+
+
+class _Group(NamedTuple):
+    name: str
+    attributes: dict[str, str]
+
+
+class CollectivesProbe:
+    """Reads torch's flight recorder, where there is one and process groups exist."""
+
+    name = "collectives"
+
+    def __init__(self) -> None:
+        self._dumps: dict[str, Callable[..., bytes]] = {}
+        self._groups: dict[_Id, _Group | None] = {}
+        self._taken: dict[str, Dump] | None = None
+        self._last: object = None
+        self._mark: object = None
+        self._counted: dict[str, int] = {}
+        self._told = ""
+        self._gauges: dict[tuple[Metric, str, str], dict[str, str]] = {}
+        self._installed = False
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch.distributed
+
+        self._context, self._distributed = context, torch.distributed
+        if not torch.distributed.is_available():
+            return
+        bindings = torch._C._distributed_c10d
+        self._dumps = {name: dump for name in _RECORDERS if (dump := getattr(bindings, name, None)) is not None}
+        self._take = context.breaker(self.name).guard(self._read_in_training)
+        self._installed = True
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._installed = False
+
+    def sample(self) -> None:
+        """Publish what the training thread has read."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._last = {name: dump.groups for name, dump in taken.items()}
+            self._publish(taken)
+            self._remove_pending()
+            if self._context.hooks.level.value >= ADVANCED:
+                self._count(taken)
+
+    def observe(self) -> None:
+        """Have the training thread read the numbers; if it does not get anywhere, read here."""
+        if not self._installed:
+            return
+        if not self._distributed.is_initialized():
+            self._mark = None
+            self._remove_gauges(())
+            return
+        if not self._dumps:
+            self._say("this torch has no flight recorder that can be read")
+            return
+        recorder = self._context.recorder
+        mark, before = (recorder.step, recorder.phase(), group_count()), self._mark
+        self._mark = mark
+        if mark != before:
+            self._context.at_backward(self._take)
+            self._remove_pending()
+        else:
+            self._read_stalled()
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    def _read_in_training(self) -> None:
+        if self._distributed.is_initialized():
+            detailed = self._context.hooks.level.value >= ADVANCED
+            self._taken = self._learn(self._read(operations=True)) if detailed else self._numbers()
+
+    def _numbers(self) -> dict[str, Dump]:
+        """Read the numbers; when there are new groups once the operations, too, which have the groups' names."""
+        read = self._read(operations=False)
+        if any((name, number) not in self._groups for name, dump in read.items() for number in dump.groups):
+            return self._learn(self._read(operations=True))
+        return read
+
+    def _read_stalled(self) -> None:
+        """Read the numbers; if they stand still, the operations."""
+        self._taken = None  # of the time before
+        read = self._numbers()
+        now = {name: dump.groups for name, dump in read.items()}
+        still, self._last = now == self._last, now
+        self._publish(read)
+        if still:
+            self._publish_pending(self._read(operations=True, only_active=True))
+        else:
+            self._remove_pending()
+
+    def _read(self, *, operations: bool, only_active: bool = False) -> dict[str, Dump]:
+        read = {}
+        for name, dump in self._dumps.items():
+            try:
+                read[name] = flight_recorder.decode(dump(includeCollectives=operations, onlyActive=only_active))
+            except UnreadableError as problem:
+                self._say(f"its dump {problem}")
+        return read
+
+    def _learn(self, read: dict[str, Dump]) -> dict[str, Dump]:
+        """Note the groups by number, and return what was read. Groups whose operations are no longer held stay nameless."""
+        for recorder, dump in read.items():
+            named = {one.group_id: _group(one) for one in dump.operations}
+            for number in dump.groups:
+                known = self._groups.get((recorder, number))
+                self._groups[recorder, number] = known or named.get(number)
+        return read
+
+    def _shown(self, read: dict[str, Dump]) -> list[tuple[_Id, _Group]]:
+        """Return the first groups that still exist and are not of one rank."""
+        world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+        living = {name for group, name in list(getattr(world, "pg_names", {}).items()) if group.size() > 1}
+        ids = [(name, number) for name, dump in read.items() for number in sorted(dump.groups)]
+        found = [(one, group) for one in ids if (group := self._groups.get(one)) is not None and group.name in living]
+        return found[:MOST_GROUPS]
+
+    # -- publishing, in the sampler thread ---------------------------------------------------------------------------------
+
+    def _publish(self, read: dict[str, Dump]) -> None:
+        self._say_if_empty(read)
+        shown = self._shown(read)
+        for (recorder, number), group in shown:
+            status = read[recorder].groups[number]
+            self._set(catalog.COLLECTIVE_ENQUEUED, status.enqueued, group.attributes)
+        self._remove_gauges([group.attributes["group"] for _, group in shown])
+
+    def _publish_pending(self, read: dict[str, Dump]) -> None:
+        now_ns = time.time_ns()
+        for (recorder, number), group in self._shown(read):
+            status = read[recorder].groups[number]
+            self._set(catalog.COLLECTIVE_COMPLETED, status.completed, group.attributes)
+            waiting = [one for one in read[recorder].operations if one.group_id == number and one.pending]
+            oldest = min(waiting, key=lambda one: one.created_ns, default=None)
+            attributes = group.attributes | {"operation": oldest.kind if oldest else "none"}
+            age_s = max(_TINY_S, (now_ns - oldest.created_ns) / 1e9) if oldest else 0.0
+            self._set(catalog.COLLECTIVE_PENDING_AGE, age_s, attributes)
+            size = oldest.size if oldest else None
+            self._set(catalog.COLLECTIVE_PENDING_SIZE, nan if size is None else size, attributes)
+
+    def _count(self, read: dict[str, Dump]) -> None:
+        """Count the operations that have come back since the last time; those behind one that has not, the next time."""
+        for recorder, dump in read.items():
+            last = self._counted.get(recorder, -1)
+            if dump.operations and dump.operations[-1].record < last:
+                last = -1  # the recorder was reset
+            for one in takewhile(lambda one: not one.pending, (one for one in dump.operations if one.record > last)):
+                self._counted[recorder] = one.record
+                self._observe(catalog.COLLECTIVE_DURATION, one.duration_s)
+                self._observe(catalog.COLLECTIVE_SIZE, one.size)
+                self._context.count(catalog.COLLECTIVE_INPUT, one.size or 0, {"operation": one.kind})
+            self._context.yield_gil()
+
+    def _observe(self, metric: Metric, value: float | None) -> None:
+        cell = self._context.writer.table.cell(metric, {}) if value is not None else None
+        if cell is not None and value is not None:
+            cell.observe(value)
+
+    def _remove_pending(self) -> None:
+        for metric, backend, group in list(self._gauges):
+            if metric is not catalog.COLLECTIVE_ENQUEUED:
+                self._context.set_gauge(metric, nan, self._gauges.pop((metric, backend, group)))
+
+    def _remove_gauges(self, kept: Iterable[str]) -> None:
+        """Remove the series of groups that are gone."""
+        for metric, backend, group in list(self._gauges):
+            if group not in kept:
+                self._context.set_gauge(metric, nan, self._gauges.pop((metric, backend, group)))
+
+    def _set(self, metric: Metric, value: float, attributes: dict[str, str]) -> None:
+        key = metric, attributes["backend"], attributes["group"]
+        before = self._gauges.get(key)
+        if before is not None and before != attributes:
+            self._context.set_gauge(metric, nan, before)
+        if before is None and value != value:  # noqa: PLR0124  # NaN: no series is made for what is absent
+            return
+        self._gauges[key] = attributes
+        self._context.set_gauge(metric, value, attributes)
+
+    def _say_if_empty(self, read: dict[str, Dump]) -> None:
+        if self._context.recorder.step and self._distributed.get_world_size() > 1 and not any(d.groups for d in read.values()):
+            self._say("it is empty: TORCH_FR_BUFFER_SIZE is 0, or is not set in a torch that needs it, or the backend has none")
+
+    def _say(self, reason: str) -> None:
+        """Record once why nothing is known."""
+        if reason != self._told:
+            self._told = reason
+            self._context.event(catalog.EVENT_COLLECTIVES_UNKNOWN, {"reason": reason})
+
+
+def _group(one: Operation) -> _Group:
+    """Return a group's labels. Names alone are not readable, and descriptions alone not unique: ``mesh_tp`` is many groups."""
+    described = one.description if one.description != _UNDESCRIBED else ""
+    if described == "default_pg":
+        label = "default"
+    else:
+        label = ":".join(part for part in (described[:_DESCRIPTION_LENGTH], one.group_name[:_NAME_LENGTH]) if part)
+    backend = one.backend if one.backend in catalog.PROCESS_GROUP_BACKEND.values else "other"
+    return _Group(one.group_name, {"backend": backend, "group": label})
