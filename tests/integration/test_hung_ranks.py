@@ -129,9 +129,9 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
             runs = Modeller().runs(scanner.scan(), {})
             return [found for run in runs if (found := told.search(run.health.text))]
 
-        (found,) = support.wait_until(named, 60.0, 0.2)
+        (found,) = support.wait_until(named, 180.0, 0.2)
         assert int(found[1]) == int(found[2]) + 1
-    support.wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 30.0, 0.5)
+    support.wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 90.0, 0.5)
 
 
 def test_a_recorder_that_is_off_is_said_once_and_leaves_no_series(start: Any, flight_dir: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_recorder_that_is_off_is_said_once_and_leaves_no_series(start: Any, fl
         assert not any(name[0].startswith("torchobs.collective.") for one in reports for name in one.values)
         return reasons if len(reasons) == 2 and all(reasons) else []
 
-    reasons = support.wait_until(told, 60.0, 0.3)
+    reasons = support.wait_until(told, 180.0, 0.3)
     assert [len(of_one) for of_one in reasons] == [1, 1]
     assert "TORCH_FR_BUFFER_SIZE is 0" in reasons[0][0]
 
