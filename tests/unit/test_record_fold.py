@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from tests import flights
 from torchobs import catalog
+from torchobs.detect.vanishing import LASTING
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold
@@ -365,3 +366,22 @@ def test_another_model_has_a_start_of_its_own() -> None:
     given = [{"loss": 0.5, "flags": StepFlag.LOSS} for _ in range(30)]
     given += [{"loss": 5e3, "flags": StepFlag.LOSS | (0 if n else StepFlag.NEW_MODEL)} for n in range(30)]
     assert fold_steps(*given)[1] == []
+
+
+@pytest.mark.parametrize(("loss", "vanishes"), [(0.0, False), (0.3, True)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_zero_gradient_has_vanished_unless_the_loss_is_zero(*, loss: float, vanishes: bool, apart: bool) -> None:
+    """Also where a device delivers the loss in a record of its own, behind the norm's, and in another batch."""
+    usual = [
+        flights.step_record(HEADER, n, step=n, loss=0.3 + n % 5 * 0.01, grad_norm=1.0 + n % 7 * 0.1) for n in range(1, 101)
+    ]
+    flags, seq, later = (StepFlag.GRAD_NORM, StepFlag.LOSS), 100, list[StepRecord]()
+    for step in range(101, 141):
+        values = {"step": step, "loss": loss, "grad_norm": 0.0}
+        for own in flags if apart else (flags[0] | flags[1],):
+            seq += 1
+            kind = RecordKind.LATE if own is StepFlag.LOSS else RecordKind.STEP
+            later.append(flights.step_record(HEADER, seq, flags=own, kind=kind, **values))
+    for batches in ([[*usual, *later]], [[one] for one in (*usual, *later)]):
+        found = [one.kind for one in folded(batches)[1]]
+        assert found.count("gradient_vanishing") == (40 - LASTING + 1 if vanishes else 0)

@@ -84,8 +84,8 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     if steps:
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
+    converged = _converged(totals, records)
     _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found)
-    converged = {record.step for record in records if record.flags & StepFlag.LOSS and not record.loss}
     fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, converged)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
@@ -138,6 +138,22 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         floats[Word.PHASE_TIME + index] = value
     for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint, compiling)):
         floats[Word.GOODPUT + index] = value
+
+
+def _converged(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
+    """Return the numbers of the records with a gradient norm that follow a loss of exactly 0.
+
+    It is the newest loss before each record in ring order, or in it, so that it does not matter how the records were cut into
+    batches; a device may deliver the loss of the same step later.
+    """
+    newest, found = totals.ints[Word.LOSS_STEP], set[int]()
+    zero = newest > 0 and not totals.floats[Word.LOSS] and not is_active(totals, NONFINITE_LOSS)
+    for record in records:
+        if record.flags & StepFlag.LOSS and record.step >= newest:
+            newest, zero = record.step, not record.loss
+        if zero and record.step >= newest and record.flags & StepFlag.GRAD_NORM:
+            found.add(record.seq)
+    return found
 
 
 def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:

@@ -38,8 +38,8 @@ LEAST_NORM_EXCESS = log(8.0)
 def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], converged: Collection[int] = ()) -> None:
     """Add the norms of ``records``, in ring order (see :func:`torchobs.flight.metrics.fold.fold`).
 
-    ``converged``: steps with a loss of exactly zero. A margin loss (hinge, triplet) that every example of a batch satisfies
-    has a zero gradient because nothing is left to learn; it has not vanished.
+    ``converged``: numbers of records after a loss of exactly zero. A margin loss (hinge, triplet) that every example of a
+    batch satisfies has a zero gradient because nothing is left to learn; it has not vanished.
     """
     if not records:
         return
@@ -56,7 +56,7 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
             kind = NONFINITE_GRADIENT
             add_anomaly(found, kind, record, norm, exp(usual) if active[GRADIENT_EXPLOSION] else last)
         elif record.step >= since:
-            at_rest = not norm and record.step in converged
+            at_rest = not norm and record.seq in converged
             vanished, low = (False, 0) if at_rest else judge_low(norm, mean, variance, seen, low)
             exploded, early, start, mean, variance, seen = _assess(norm, start, mean, variance, seen)
             if early and start > 0.0:
