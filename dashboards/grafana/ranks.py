@@ -29,6 +29,8 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.catalog import Metric
+
 RANK = "rank {{rank}} {{instance}}"
 LISTED = 20
 
@@ -280,16 +282,20 @@ def joined() -> tuple[Panel, ...]:
     )
 
 
+def mean(metric: Metric) -> str:
+    """Return the mean of a histogram's new values, classic or native."""
+    total, number, native = (
+        f"sum(rate({select(metric, *RANKS, suffix=suffix)}[$__rate_interval]))" for suffix in ("_sum", "_count", "")
+    )
+    return f"{total} / ({number} > 0) or histogram_sum({native}) / (histogram_count({native}) > 0)"
+
+
 def collectives() -> tuple[Panel, ...]:
     """Return what torch's flight recorder says."""
     group = ("backend", "group")
     called = select(catalog.COLLECTIVE_ENQUEUED, *RANKS)
     apart = f"{per_run('max', called, *group)} - {per_run('min', called, *group)}"
-    size, duration = (
-        f"sum(rate({select(metric, *RANKS, suffix='_sum')}[$__rate_interval]))"
-        f" / (sum(rate({select(metric, *RANKS, suffix='_count')}[$__rate_interval])) > 0)"
-        for metric in (catalog.COLLECTIVE_SIZE, catalog.COLLECTIVE_DURATION)
-    )
+    size, duration = mean(catalog.COLLECTIVE_SIZE), mean(catalog.COLLECTIVE_DURATION)
     given = f"sum by (operation) (rate({select(catalog.COLLECTIVE_INPUT, *RANKS)}[$__rate_interval]))"
     return (
         panels.lines(
@@ -304,8 +310,8 @@ def collectives() -> tuple[Panel, ...]:
         panels.rows(
             "Ranks in a collective",
             "Where no step ends: how long each rank has waited in a collective, how large its input is, and the number of the "
-            "last that it has called and that has come back. Good: an empty table. Waiting for 0 s: it did not come, or waits "
-            "for nothing.",
+            "last that it has called and that has come back. Waiting for 0 s: it did not come, or waits for nothing. Good: "
+            "nothing to see. Empty: as long as steps end, and without torch's flight recorder.",
             (
                 Column("waits for", per_rank(select(catalog.COLLECTIVE_PENDING_AGE, *RANKS), *group, "operation"), "s"),
                 Column("input", per_rank(select(catalog.COLLECTIVE_PENDING_SIZE, *RANKS), *group, "operation"), "bytes"),

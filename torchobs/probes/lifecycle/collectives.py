@@ -229,8 +229,15 @@ class CollectivesProbe:
         self._context.set_gauge(metric, value, attributes)
 
     def _say_if_empty(self, read: dict[str, Dump]) -> None:
-        if self._context.recorder.step and self._distributed.get_world_size() > 1 and not any(d.groups for d in read.values()):
+        if self._context.recorder.step and self._world_size() > 1 and not any(dump.groups for dump in read.values()):
             self._say("it is empty: TORCH_FR_BUFFER_SIZE is 0, or is not set in a torch that needs it, or the backend has none")
+
+    def _world_size(self) -> int:
+        """Return the number of ranks, 0 if the training thread has just destroyed the process group."""
+        try:
+            return int(self._distributed.get_world_size())
+        except (ValueError, RuntimeError):
+            return 0
 
     def _say(self, reason: str) -> None:
         """Record once why nothing is known."""

@@ -116,7 +116,11 @@ class DistributedProbe:
         if kinds != self._seen or "torch.distributed.fsdp" in sys.modules:
             self._seen = kinds
             self._parallelism = recognise(optimizers, ddp=bool(self._living()))
-        self._publish_group(str(distributed.get_backend()), distributed.get_world_size())
+        try:
+            backend, world_size = str(distributed.get_backend()), distributed.get_world_size()
+        except ValueError:  # the training thread has just destroyed the group
+            return
+        self._publish_group(backend, world_size)
 
     def _publish_group(self, backend: str, world_size: int) -> None:
         spread = self._parallelism
