@@ -241,7 +241,10 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "workloads", nargs="*", default=["mlp", "cnn", "gpt"], help=f"which ones: {', '.join(WORKLOADS)} (default: all but one)"
+        "workloads",
+        nargs="*",
+        default=["mlp", "cnn", "gpt"],
+        help=f"which ones: {', '.join(WORKLOADS)} (default: mlp, cnn, gpt)",
     )
     parser.add_argument("--level", default="basic", help="debug level (default: basic)")
     parser.add_argument("--blocks", type=int, help="blocks of each kind, with and without torchobs")

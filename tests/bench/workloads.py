@@ -1,8 +1,9 @@
-"""What the benchmarks train: four models, each an endless generator that yields after every step."""
+"""What the benchmarks train: five models, each an endless generator that yields after every step."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -112,10 +113,42 @@ def gpt(observer: Observer = NOBODY, *, device: str = "cpu", large: bool = False
             yield
 
 
+def pinn(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
+    """A physics-informed network, in steps of some ms: Burgers' equation at 1,000 points, whose terms are derivatives.
+
+    Four calls of ``torch.autograd.grad`` come before each backward pass, and no loader. The layers and points are those that
+    tutorials of DeepXDE have for it.
+    """
+    torch.manual_seed(0)
+    widths = (2, 20, 20, 20, 20)
+    hidden = [part for pair in pairwise(widths) for part in (torch.nn.Linear(*pair), torch.nn.Tanh())]
+    model = torch.nn.Sequential(*hidden, torch.nn.Linear(widths[-1], 1)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    points = torch.rand(1000, 2, device=device, requires_grad=True)
+    edges = torch.rand(200, 2, device=device)
+
+    def slope(of: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(of, points, torch.ones_like(of), create_graph=True)[0]
+
+    while True:
+        with observer.step(model):
+            u = model(points)
+            u_x, u_t = slope(u)[:, :1], slope(u)[:, 1:]
+            u_xx, u_tt = slope(u_x)[:, :1], slope(u_t)[:, 1:]
+            equation = u_t + u * u_x - 0.01 / torch.pi * u_xx + 0.0 * u_tt
+            loss = equation.square().mean() + model(edges).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        observer.after(model, loss)
+        yield
+
+
 WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int, int]] = {
     "mlp": (mlp, 400, 8),
     "compiled": (compiled, 400, 8),
     "cnn": (cnn, 15, 5),
     "gpt": (gpt, 12, 5),
+    "pinn": (pinn, 200, 8),
 }
 """Name → (training, steps per block, blocks of each kind)."""
