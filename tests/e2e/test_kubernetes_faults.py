@@ -95,8 +95,12 @@ def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
     pod = wait_until(restarted, timeout_s=STARTS_S, interval_s=0.3)
     assert pod is not None
     assert pod.container("torchobs")["lastState"]["terminated"]["exitCode"] == 137
-    printed = printed_steps(stage.namespace.logs(pod, "trainer"))
-    assert wait_until(lambda: steps(pod), timeout_s=STARTS_S) >= printed > seen
+
+    def has_all() -> bool:  # a page is of the moment before; lost steps would be missing at any moment
+        printed = printed_steps(stage.namespace.logs(pod, "trainer"))
+        return steps(pod) >= printed > seen
+
+    assert wait_until(has_all, timeout_s=STARTS_S, interval_s=0.2)
     assert pod.container("trainer")["restartCount"] == 0
     page = get(f"{pod.ip}:{PORT}", User_Agent="tests")[1]
     assert value(page, "torchobs_rank_state", state="alive") == 1
