@@ -120,7 +120,7 @@ class Stage:
     def scraped(self, metric: str, pod: Pod, **labels: str) -> float:
         """The last value that Prometheus has of a pod's metric, though the pod has ended since."""
         chosen = "".join(f',{name}="{text}"' for name, text in labels.items())
-        return self.prometheus.value(f'last_over_time({metric}{{pod="{pod.name}"{chosen}}}[5m])')
+        return self.prometheus.value(f'last_over_time({metric}{{pod="{pod.name}"{chosen}}}[1h])')
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_prometheus_has_the_exact_end_of_a_job(stage: Stage) -> None:
     assert printed_steps(stage.namespace.logs(pod, "trainer")) == 450
     assert stage.scraped("torchobs_steps_total", pod) == 450
     assert stage.scraped("torchobs_rank_exit", pod, reason="finished") == 1
-    (info,) = stage.prometheus.query(f'last_over_time(torchobs_rank_info{{pod="{pod.name}"}}[5m])')
+    (info,) = stage.prometheus.query(f'last_over_time(torchobs_rank_info{{pod="{pod.name}"}}[1h])')
     uid = json.loads(stage.namespace.kubectl("get", "job", "trains", "-o", "json"))["metadata"]["uid"]
     assert (info.labels["job_name"], info.labels["run_id"]) == ("trains", uid)
 
@@ -311,7 +311,7 @@ def own(labels: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def last_scraped(stage: Stage, pod: Pod) -> Values:
     """What the last scrape of the pod had of its rank; what had ended by then is older."""
     selector = f'{{pod="{pod.name}",rank!="",__name__!~".*_(bucket|sum)"}}'
-    found = stage.prometheus.query(f"{selector}[5m]")
+    found = stage.prometheus.query(f"{selector}[1h]")
     newest_s = max(one.points[-1][0] for one in found)
     return {
         (one.labels["__name__"], frozenset(own(one.labels))): one.points[-1][1]
@@ -335,6 +335,6 @@ def test_a_rank_that_the_kernel_ends_is_shown_with_its_last_step_and_the_next_co
     assert (first.container("torchobs")["restartCount"], first.ended("torchobs")["exitCode"]) == (0, 0)
     assert stage.scraped("torchobs_steps_total", second) == printed_steps(stage.namespace.logs(second, "trainer")) == 400
     assert stage.scraped("torchobs_rank_exit", second, reason="finished") == 1
-    infos = stage.prometheus.query('last_over_time(torchobs_rank_info{job_name="killed"}[5m])')
+    infos = stage.prometheus.query('last_over_time(torchobs_rank_info{job_name="killed"}[1h])')
     assert {info.labels["pod"] for info in infos} == {first.name, second.name}
     assert len({(info.labels["run_id"], info.labels["rank"]) for info in infos}) == 1

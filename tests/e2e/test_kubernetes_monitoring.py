@@ -84,10 +84,10 @@ def test_a_training_with_a_wrong_clock_is_alive_to_its_exact_end(stage: Stage, n
     assert stage.scraped("torchobs_rank_exit", pod, reason="finished") == 1
     assert stage.scraped("torchobs_rank_start_time_seconds", pod) == pytest.approx(stage.began_s + ahead_s, abs=SKEW_S / 4)
     (sick,) = stage.prometheus.query(
-        f'sum(max_over_time(torchobs_rank_state{{pod="{pod.name}",state=~"lost|failed"}}[5m])) or vector(0)'
+        f'sum(max_over_time(torchobs_rank_state{{pod="{pod.name}",state=~"lost|failed"}}[1h])) or vector(0)'
     )
     assert sick.value == 0
-    oldest = stage.prometheus.value(f'max_over_time(torchobs_rank_progress_age_seconds{{pod="{pod.name}"}}[5m])')
+    oldest = stage.prometheus.value(f'max_over_time(torchobs_rank_progress_age_seconds{{pod="{pod.name}"}}[1h])')
     assert oldest < SKEW_S / 4
     stage.assert_silence_of(stage.uid(name))
 
@@ -113,7 +113,7 @@ def test_a_drained_node_s_training_is_terminated_and_wakes_nobody(stage: Stage) 
 def lives(stage: Stage, run: str) -> int:
     """How many pods a run has had."""
     return len(
-        {one.labels["pod"] for one in stage.prometheus.query(f'last_over_time(torchobs_rank_info{{run_id="{run}"}}[10m])')}
+        {one.labels["pod"] for one in stage.prometheus.query(f'last_over_time(torchobs_rank_info{{run_id="{run}"}}[1h])')}
     )
 
 
@@ -126,7 +126,7 @@ def test_a_deleted_training_is_terminated_and_wakes_nobody(stage: Stage) -> None
 
 def assert_terminated(stage: Stage, pod: Pod, run: str) -> None:
     """A pod's last state says that it was told to end, and nobody is told of its run."""
-    exits = stage.prometheus.query(f'last_over_time(torchobs_rank_exit{{pod="{pod.name}"}}[5m]) == 1')
+    exits = stage.prometheus.query(f'last_over_time(torchobs_rank_exit{{pod="{pod.name}"}}[1h]) == 1')
     assert [one.labels["reason"] for one in exits] == ["terminated"]
     stage.assert_silence_of(run)
 

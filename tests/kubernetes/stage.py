@@ -67,7 +67,7 @@ class Stage:
     def scraped(self, metric: str, pod: Pod, **labels: str) -> float:
         """The last value that Prometheus has of a pod's metric, though the pod has ended since."""
         chosen = "".join(f',{name}="{text}"' for name, text in labels.items())
-        return self.prometheus.value(f'last_over_time({metric}{{pod="{pod.name}"{chosen}}}[5m])')
+        return self.prometheus.value(f'last_over_time({metric}{{pod="{pod.name}"{chosen}}}[1h])')
 
     def told(self, name: str, alert: str) -> dict[str, Any]:
         """The alert of a Job's run that arrived, with its receiver."""
