@@ -56,7 +56,11 @@ class Rounds(NamedTuple):
     what is measured now and then is found."""
 
 
-ROUNDS = {"mlp": Rounds(11, 60, 0.3), "compiled": Rounds(11, 60, 0.3), "cnn": Rounds(1, 20, 3.0), "gpt": Rounds(1, 16, 3.0)}
+ROUNDS = {
+    **dict.fromkeys(("mlp", "compiled", "pinn"), Rounds(11, 60, 0.3)),
+    "cnn": Rounds(1, 20, 3.0),
+    "gpt": Rounds(1, 16, 3.0),
+}
 COUNTED_STEPS = {"mlp": 30, "gpt": 6}
 """Whose operations are counted, and over how many steps of each kind."""
 SHARES = {"gpt": 0.005, "cnn": 0.005}
