@@ -179,6 +179,23 @@ def test_compiled_model_computes_the_same_and_is_compiled_once(monkeypatch: pyte
     assert plan.compile_failure is None
 
 
+def test_every_model_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: torch's limit of recompilations is each model's own."""
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+        compiled.append(str(graph))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for width in range(4, 9):
+            model = nn.Sequential(nn.Linear(width, 2), nn.ReLU())
+            with tune.optimize(model, mode="compile"):
+                model(torch.ones(1, width))
+    assert len(compiled) == 5
+
+
 def test_a_container_of_torch_s_own_is_one_graph() -> None:
     """Promise: an nn.Sequential of torch's modules is compiled, although torch compiles no file of its own."""
     torch._dynamo.reset()
