@@ -21,7 +21,7 @@ from tests.kubernetes.injection import (
     job,
     pod,
     pod_template,
-    served_version,
+    require_policy,
     wait_for_injection,
 )
 from tests.kubernetes.jobs import EXPORTER, READY
@@ -105,10 +105,7 @@ def child_of_a_jobset(index: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[Namespace]:
     """One with the policy, Pod Security `restricted`, and all Jobs of these tests running."""
-    if missing := support.why_missing("helm"):
-        pytest.skip(missing)
-    if not served_version():
-        pytest.skip(f"{support.NEEDS_KUBERNETES} that serves MutatingAdmissionPolicy")
+    require_policy()
     scripts = {name: (SCRIPTS / name).read_text() for name in ("pod.py", "plain_training.py")}
     with Namespace() as made, injection(made, EXPORTER):
         made.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}, "data": scripts})

@@ -16,10 +16,10 @@ from tests.kubernetes.injection import (
     RESTRICTED,
     admitted,
     annotated,
+    injecting,
     injection,
     pod,
     rendered,
-    served_version,
     wait_for_injection,
 )
 from tests.kubernetes.jobs import EXPORTER, READY
@@ -36,12 +36,7 @@ TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[Namespace]:
     """One with the policy and Pod Security `restricted`."""
-    if missing := support.why_missing("helm"):
-        pytest.skip(missing)
-    if not served_version():
-        pytest.skip(f"{support.NEEDS_KUBERNETES} that serves MutatingAdmissionPolicy")
-    with Namespace() as made, injection(made, EXPORTER):
-        wait_for_injection(made, pod())
+    with injecting(EXPORTER) as made:
         yield made
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests import support
 from tests.kubernetes.cluster import Namespace
-from tests.kubernetes.injection import injection, pod, pod_template, served_version, wait_for_injection
+from tests.kubernetes.injection import injecting, pod_template
 from tests.kubernetes.jobs import EXPORTER, READY
 from tests.support import wait_until
 
@@ -34,12 +34,7 @@ BEGUN = "import time; print(time.time())"
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[Namespace]:
     """One with the policy."""
-    if missing := support.why_missing("helm"):
-        pytest.skip(missing)
-    if not served_version():
-        pytest.skip(f"{support.NEEDS_KUBERNETES} that serves MutatingAdmissionPolicy")
-    with Namespace() as made, injection(made, EXPORTER):
-        wait_for_injection(made, pod())
+    with injecting(EXPORTER) as made:
         yield made
 
 

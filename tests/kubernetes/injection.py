@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import yaml
 
 from tests import support
@@ -132,6 +133,23 @@ def injection(namespace: Namespace, exporter: str, change: Callable[[Policy], No
     finally:
         for made in policy:
             namespace.kubectl("delete", made["kind"], made["metadata"]["name"])
+
+
+@contextmanager
+def injecting(exporter: str) -> Iterator[Namespace]:
+    """A namespace with Pod Security `restricted` in which the policy is at work; the test is skipped where it cannot be."""
+    require_policy()
+    with Namespace() as made, injection(made, exporter):
+        wait_for_injection(made, pod())
+        yield made
+
+
+def require_policy() -> None:
+    """Skip the test where there is no helm, or the cluster serves no MutatingAdmissionPolicy."""
+    if missing := support.why_missing("helm"):
+        pytest.skip(missing)
+    if not served_version():
+        pytest.skip(f"{support.NEEDS_KUBERNETES} that serves MutatingAdmissionPolicy")
 
 
 def admitted(namespace: Namespace, pod: Mapping[str, Any]) -> dict[str, Any]:

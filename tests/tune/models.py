@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -32,3 +34,15 @@ def convolutions() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
     )
+
+
+class SlowUnlessAutocast(nn.Module):
+    """Takes ten times as long without autocast, whatever the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.001 if torch.is_autocast_enabled("cpu") else 0.01)
+        return self.layer(x)  # type: ignore[no-any-return]

@@ -9,25 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.tune.models import blocks
+from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
-
-
-class _FastUnderAutocast(nn.Module):
-    """Takes ten times as long without autocast, whatever the machine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.001 if torch.is_autocast_enabled("cpu") else 0.01)
-        return self.layer(x)  # type: ignore[no-any-return]
 
 
 def test_a_plan_is_recommended_with_its_evidence() -> None:
     """Promise: the plan is of the caller's own model, not applied, checkable, and the benchmark is beside it."""
-    model, x = _FastUnderAutocast(), torch.ones(2, 4)
+    model, x = SlowUnlessAutocast(), torch.ones(2, 4)
     found = tune.auto(model, x, budget_s=1, modes=("amp",), amp_dtype=torch.bfloat16)
     assert found.plan is not None
     assert (found.plan.mode, found.plan.applied) == ("amp", False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import time
 from math import comb
 from pathlib import Path
 from statistics import median
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tune.models import blocks
+from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
 from torchobs.tune.intervals import Interval, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, ModeResult, recommend
@@ -27,21 +26,9 @@ def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = Tru
     return ModeResult(name, (), once, Interval(*speedup), 1.0, None, None, 0.0, accepted)
 
 
-class _SlowUnlessAutocast(nn.Module):
-    """Takes ten times as long without autocast, whatever the machine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.001 if torch.is_autocast_enabled("cpu") else 0.01)
-        return self.layer(x)  # type: ignore[no-any-return]
-
-
 def test_a_real_gain_is_found_and_recommended() -> None:
     """Promise: a mode that is faster beyond noise is recommended, with its factor and interval."""
-    result = tune.benchmark(_SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "amp"), rounds=8, amp_dtype=torch.bfloat16)
+    result = tune.benchmark(SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "amp"), rounds=8, amp_dtype=torch.bfloat16)
     amp = result["amp"]
     assert result.recommended == "amp"
     assert 1 < amp.speedup_factor.low <= amp.speedup_factor.median <= amp.speedup_factor.high
@@ -120,7 +107,7 @@ def test_a_mode_that_fails_is_left_out() -> None:
 
 def test_what_does_not_fit_into_a_budget_is_left_out() -> None:
     """Promise: a mode whose fewest rounds would take longer than the budget is named, and the first mode is measured."""
-    result = tune.benchmark(_SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "memory_efficient", "amp"), budget_s=1e-3)
+    result = tune.benchmark(SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "memory_efficient", "amp"), budget_s=1e-3)
     assert {each.mode for each in result.left_out} == {"memory_efficient", "amp"}
     assert [each.mode for each in result.modes] == ["none"]
     assert result.rounds < 20
