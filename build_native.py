@@ -1,4 +1,4 @@
-"""Hatchling's build hook: compile ``torchobs/_native.c`` where that can be done, and go on without it where it cannot.
+"""Hatchling's build hook: compile ``torchobs/_native*.c`` where that can be done, and go on without it where it cannot.
 
 The compiled part is optional (docs/overhead.md): without a compiler, or Python's headers, the wheel is a pure one, and one line
 says so. With them it holds one module for all Pythons from 3.10 on (the limited API), and is tagged for the machine.
@@ -16,7 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NAME, SOURCE = "torchobs._native", "torchobs/_native.c"
+NAME = "torchobs._native"
+SOURCES = ["torchobs/_native.c", "torchobs/_native_hook.c", "torchobs/_native_hooks.c"]
 FLAGS = [
     "-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wstrict-prototypes",
     "-Werror",
@@ -54,7 +55,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         from setuptools.command.build_ext import build_ext
 
         work = tempfile.mkdtemp(prefix="torchobs-native-")
-        extension = Extension(NAME, [SOURCE], extra_compile_args=FLAGS, py_limited_api=True)
+        extension = Extension(NAME, SOURCES, extra_compile_args=FLAGS, py_limited_api=True, libraries=["m"])
         command = build_ext(Distribution({"name": "torchobs", "ext_modules": [extension]}))
         command.build_lib, command.build_temp = f"{work}/lib", f"{work}/temp"
         before = Path.cwd()

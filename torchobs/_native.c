@@ -8,18 +8,15 @@
  * outside of the objects, and nothing of the process that a fork would duplicate.
  */
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
+#include "_native.h"
 
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 #include <time.h>
 
 /* Raised with every change of what Python calls: torchobs/flight/writer/native.py takes no other. */
-enum { INTERFACE = 1 };
-enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, BOUNDARIES = 5, WITHOUT_FETCH = 3 };
+enum { INTERFACE = 2 };
+enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, WITHOUT_FETCH = 3 };
 
 /* torchobs.flight.format.step_record.PLAIN_CODES */
 static const uint64_t plain_codes[BOUNDARIES] = {0, 1, 5, 6, 7};
@@ -64,13 +61,6 @@ static unsigned char *put_float(unsigned char *at, float value)
     return put(at, bits, sizeof bits);
 }
 
-typedef struct {
-    uint64_t stamps[BOUNDARIES];
-    uint64_t step, end_ns, begun_ns, flags, losses, tokens, samples;
-    double loss, grad_norm, learning_rate;
-    float norm_scale;
-} Step;
-
 /* As `step_record.PLAIN` and its CRC. */
 static void pack(unsigned char *record, uint64_t seq, const Step *step, uint32_t seed)
 {
@@ -96,7 +86,7 @@ static void pack(unsigned char *record, uint64_t seq, const Step *step, uint32_t
 
 /* -- its values, from Python's: 1, or 0 without an exception where the reference has to look ---------------------------- */
 
-static int to_unsigned(PyObject *object, uint64_t most, uint64_t *value)
+int to_unsigned(PyObject *object, uint64_t most, uint64_t *value)
 {
     if (!PyLong_Check(object))
         return 0;
@@ -108,7 +98,7 @@ static int to_unsigned(PyObject *object, uint64_t most, uint64_t *value)
     return *value <= most;
 }
 
-static int to_double(PyObject *object, double *value)
+int to_double(PyObject *object, double *value)
 {
     if (!PyFloat_Check(object))
         return 0; /* another object's __float__ is the user's code */
@@ -116,7 +106,7 @@ static int to_double(PyObject *object, double *value)
     return 1;
 }
 
-static int to_float(PyObject *object, float *value)
+int to_float(PyObject *object, float *value)
 {
     double wide;
     if (!to_double(object, &wide) || !isfinite(wide))
@@ -126,7 +116,7 @@ static int to_float(PyObject *object, float *value)
 }
 
 /* 1: a plain step's boundaries; 0: others; -1: the reference has to look. */
-static int to_stamps(PyObject *boundaries, uint64_t *stamps)
+int to_stamps(PyObject *boundaries, uint64_t *stamps)
 {
     if (!PyList_Check(boundaries))
         return -1;
@@ -198,7 +188,7 @@ static PyType_Spec map_spec = {"torchobs._native.Map", sizeof(Map), 0, Py_TPFLAG
 
 /* -- PlainSteps ------------------------------------------------------------------------------------------------------- */
 
-typedef struct {
+struct PlainSteps {
     PyObject_HEAD
     PyObject *sequence, *memory, *recent, *force, *reference;
     PyObject *map_type, *map_name, *store_name, *append_name;
@@ -206,7 +196,7 @@ typedef struct {
     uint64_t mask;
     Py_ssize_t forced_at;
     uint32_t seed;
-} PlainSteps;
+};
 
 static PyObject *plain_steps_new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
@@ -285,7 +275,7 @@ static void plain_steps_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyObject *refer(PlainSteps *self, PyObject *const *args, Py_ssize_t count)
+PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count)
 {
     PyObject *given = PyTuple_New(count);
     if (given == NULL)
@@ -294,7 +284,7 @@ static PyObject *refer(PlainSteps *self, PyObject *const *args, Py_ssize_t count
         Py_INCREF(args[index]);
         PyTuple_SetItem(given, index, args[index]);
     }
-    PyObject *result = PyObject_Call(self->reference, given, NULL);
+    PyObject *result = PyObject_Call(function, given, NULL);
     Py_DECREF(given);
     return result;
 }
@@ -326,12 +316,48 @@ static int store(PlainSteps *self, uint64_t seq, PyObject *raw, const unsigned c
     return done == NULL ? -1 : 0;
 }
 
+int append_step(PlainSteps *self, const Step *step)
+{
+    PyObject *number = PyIter_Next(self->sequence);
+    if (number == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError, "no more numbers");
+        return -1;
+    }
+    uint64_t seq = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    if (seq == UINT64_MAX && PyErr_Occurred())
+        return -1;
+    unsigned char record[RECORD_SIZE];
+    pack(record, seq, step, self->seed);
+    PyObject *raw = PyBytes_FromStringAndSize((const char *)record, RECORD_SIZE);
+    if (raw == NULL)
+        return -1;
+    PyObject *kept = store(self, seq, raw, record) < 0
+        ? NULL
+        : PyObject_CallMethodObjArgs(self->recent, self->append_name, raw, NULL);
+    Py_DECREF(raw);
+    if (kept == NULL)
+        return -1;
+    Py_DECREF(kept);
+    Py_ssize_t unfolded = PyObject_Size(self->recent);
+    if (unfolded < 0)
+        return -1;
+    if (unfolded >= self->forced_at) {
+        PyObject *forced = PyObject_CallObject(self->force, NULL);
+        if (forced == NULL)
+            return -1;
+        Py_DECREF(forced);
+    }
+    return 0;
+}
+
 static PyObject *append_plain(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     PlainSteps *self = (PlainSteps *)object;
     Step step;
     if (count != 12)
-        return refer(self, args, count);
+        return call_with(self->reference, args, count);
     int plain = to_stamps(args[0], step.stamps);
     if (plain == 0)
         Py_RETURN_FALSE;
@@ -341,36 +367,16 @@ static PyObject *append_plain(PyObject *object, PyObject *const *args, Py_ssize_
         || !to_double(args[7], &step.grad_norm) || !to_double(args[8], &step.learning_rate)
         || !to_unsigned(args[9], UINT64_MAX, &step.tokens) || !to_unsigned(args[10], UINT32_MAX, &step.samples)
         || !to_float(args[11], &step.norm_scale))
-        return refer(self, args, count);
-    PyObject *number = PyIter_Next(self->sequence);
-    if (number == NULL)
-        return PyErr_Occurred() ? NULL : (PyErr_SetString(PyExc_RuntimeError, "no more numbers"), NULL);
-    uint64_t seq = PyLong_AsUnsignedLongLong(number);
-    Py_DECREF(number);
-    if (seq == UINT64_MAX && PyErr_Occurred())
+        return call_with(self->reference, args, count);
+    if (append_step(self, &step) < 0)
         return NULL;
-    unsigned char record[RECORD_SIZE];
-    pack(record, seq, &step, self->seed);
-    PyObject *raw = PyBytes_FromStringAndSize((const char *)record, RECORD_SIZE);
-    if (raw == NULL)
-        return NULL;
-    PyObject *kept = store(self, seq, raw, record) < 0
-        ? NULL
-        : PyObject_CallMethodObjArgs(self->recent, self->append_name, raw, NULL);
-    Py_DECREF(raw);
-    if (kept == NULL)
-        return NULL;
-    Py_DECREF(kept);
-    Py_ssize_t unfolded = PyObject_Size(self->recent);
-    if (unfolded < 0)
-        return NULL;
-    if (unfolded >= self->forced_at) {
-        PyObject *forced = PyObject_CallObject(self->force, NULL);
-        if (forced == NULL)
-            return NULL;
-        Py_DECREF(forced);
-    }
     Py_RETURN_TRUE;
+}
+
+PlainSteps *as_plain_steps(PyObject *object)
+{
+    int is = PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)plain_steps_dealloc; /* nothing can inherit it */
+    return is ? (PlainSteps *)object : NULL;
 }
 
 static PyMethodDef plain_steps_methods[] = {
@@ -390,9 +396,9 @@ static PyType_Spec plain_steps_spec = {
     "torchobs._native.PlainSteps", sizeof(PlainSteps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plain_steps_slots,
 };
 
-/* -- boundaries ------------------------------------------------------------------------------------------------------- */
+/* -- boundaries, and the module --------------------------------------------------------------------------------------- */
 
-static uint64_t monotonic_ns(void)
+uint64_t monotonic_ns(void)
 {
 #ifdef __APPLE__
     return clock_gettime_nsec_np(CLOCK_UPTIME_RAW); /* time.monotonic_ns is mach_absolute_time there */
@@ -403,36 +409,17 @@ static uint64_t monotonic_ns(void)
 #endif
 }
 
-static PyObject *stamp(PyObject *module, PyObject *const *args, Py_ssize_t count)
+int stamp(PyObject *trace, uint64_t code)
 {
-    (void)module;
-    if (count != 2 || !PyList_Check(args[0]) || !PyLong_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "stamp() takes a list and a code");
-        return NULL;
-    }
-    unsigned long long code = PyLong_AsUnsignedLongLong(args[1]);
-    if (code > 15) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "a code is 0 to 15");
-        return NULL;
-    }
     PyObject *made = PyLong_FromUnsignedLongLong(monotonic_ns() << 4 | code);
     if (made == NULL)
-        return NULL;
-    int failed = PyList_Append(args[0], made);
+        return -1;
+    int failed = PyList_Append(trace, made);
     Py_DECREF(made);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return failed;
 }
 
-static PyMethodDef methods[] = {
-    {"stamp", (PyCFunction)(void (*)(void))stamp, METH_FASTCALL,
-     "stamp(trace, code): append ``monotonic_ns() << 4 | code`` to the list."},
-    {NULL, NULL, 0, NULL},
-};
-
-static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
     if (type == NULL)
@@ -446,12 +433,14 @@ static int fill(PyObject *module)
 {
     if (add_type(module, "Map", &map_spec) < 0 || add_type(module, "PlainSteps", &plain_steps_spec) < 0)
         return -1;
+    if (add_hooks(module) < 0)
+        return -1;
     return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "torchobs._native", "See _native.c.", 0, methods, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "torchobs._native", "See _native.c.", 0, NULL, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void)

@@ -128,7 +128,8 @@ class RankFile:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
             self._looked_ns = now.monotonic_ns
-            seen = self._observation(now, self._learned_s if hang_timeout_s is None else hang_timeout_s)
+            learned_s = inf if self._may_never_train() else self._learned_s
+            seen = self._observation(now, learned_s if hang_timeout_s is None else hang_timeout_s)
             self.state, self.fading = state.judge(seen), state.fading(seen)
         if was_up and not self.up:
             self._read(now)
@@ -140,6 +141,11 @@ class RankFile:
             return None
         since = max(self.view.last_step_ns or self.header.monotonic_ns, recorded_ns)
         return max(0.0, (now.monotonic_ns - since) / 1e9)
+
+    def _may_never_train(self) -> bool:
+        """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""
+        alone = (labels.number(self.header.resource, "world_size") or 1) == 1
+        return alone and self.view.last_step_ns is None and self.view.live.phase == "other"
 
     def _quiet_s(self, now: Now) -> float | None:
         """Return the seconds since the last sign of a step or its phases: a rank that still takes batches has not hung."""

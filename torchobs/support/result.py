@@ -47,13 +47,15 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any) -> str:  # noqa: PLR0911  # one for each kind
     if value is None:
         return "-"
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
     if isinstance(value, dict):
         return ", ".join(f"{key}={_text(item)}" for key, item in value.items()) or "-"
     if isinstance(value, (list, tuple, set, frozenset)):

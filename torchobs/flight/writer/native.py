@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 
-INTERFACE = 1
+INTERFACE = 2
 """Of the module that this version calls: a checkout may still have one that was compiled before an update"""
 
 
@@ -22,3 +22,13 @@ def compiled() -> ModuleType | None:
     except ImportError:
         return None
     return module if getattr(module, "INTERFACE", 0) == INTERFACE else None
+
+
+def make_hook(module: ModuleType | None, name: str, owners: tuple[object, ...], held: tuple[object, ...]) -> Any:
+    """Return that hook of the module; ``None`` without one, or where a Python keeps ``__slots__`` in a way unknown to it."""
+    if module is None:
+        return None
+    try:
+        return getattr(module, name)(owners, held)
+    except (TypeError, ValueError, AttributeError):
+        return None

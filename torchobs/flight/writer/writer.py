@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from torchobs import catalog
@@ -76,10 +76,11 @@ class FlightWriter:
         self._forced_at = regions[Region.STEPS].count // 2
         self._pauses_left = _MAX_PAUSES
         self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
-        module = compiled() if native else None
-        self.append_plain = self._plain_appender(module)
-        self.stamp: Callable[[list[int], int], None] | None = module.stamp if module is not None else None
-        """Appends ``time.monotonic_ns() << 4 | code`` to a list, where that is compiled"""
+        self.native: ModuleType | None = compiled() if native else None
+        """The compiled part, where it is there and wanted"""
+        self.plain_steps: Any = None
+        """The compiled writer of plain steps, which the compiled hooks call directly"""
+        self.append_plain = self._plain_appender()
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
@@ -131,7 +132,7 @@ class FlightWriter:
             self._force()
         return seq
 
-    def _plain_appender(self, module: ModuleType | None) -> Callable[..., bool]:
+    def _plain_appender(self) -> Callable[..., bool]:
         """Return :attr:`append_plain`: writes the record of a plain step, like :meth:`append`.
 
         It is given the boundaries of the step (``step_record.PLAIN_CODES``, or the last three of them without a loader), writes
@@ -169,11 +170,14 @@ class FlightWriter:
                 self._force()
             return True
 
+        module = self.native
         if module is None:
             return append_plain
         memory.open_to(module)
-        steps = module.PlainSteps(module.Map, sequence, memory, recent, self._force, append_plain, at, mask, forced_at, seed)
-        made: Callable[..., bool] = steps.append_plain
+        self.plain_steps = module.PlainSteps(
+            module.Map, sequence, memory, recent, self._force, append_plain, at, mask, forced_at, seed
+        )
+        made: Callable[..., bool] = self.plain_steps.append_plain
         return made
 
     def _force(self) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.writer.series_table import LAYERS
+from torchobs.probes.activations.dead_units import DeadUnits, FiredUnits, Since, is_rectifier
 from torchobs.probes.activations.history import Around, StepRow
 from torchobs.probes.activations.modules import Chosen, choose
 from torchobs.probes.activations.statistics import NUMBERS, SAMPLED, combine, first_tensor, numbers
@@ -55,14 +56,26 @@ _TRAINING, _FROZEN, _WITHOUT_GRAD = 3, 2, 1
 run; in training mode without grad, as reentrant checkpointing runs the forward pass"""
 
 
+class _Call(NamedTuple):
+    """What a vector of numbers is of."""
+
+    length: int
+    """of the vector"""
+    elements: int
+    """looked at"""
+    since: Since | None
+    """of a rectifier: what the number of its silent units, the vector's last element, rests on"""
+
+
 class _Slot:
     """One module in the window that is open."""
 
-    __slots__ = ("calls", "name", "silent", "worth")
+    __slots__ = ("calls", "name", "silent", "units", "worth")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, module: Any) -> None:
         self.name = name
-        self.calls: list[tuple[Any, int]] = []
+        self.calls: list[tuple[Any, _Call]] = []
+        self.units = FiredUnits() if is_rectifier(module) else None
         self.worth = self.silent = 0
 
 
@@ -70,8 +83,8 @@ class _Sent(NamedTuple):
     """One step's numbers of one device, that may not have arrived yet."""
 
     step: int
-    rows: list[tuple[str, list[tuple[int, int]]]]
-    """For each layer its calls: length of the vector, and how many elements were looked at"""
+    rows: list[tuple[str, list[_Call]]]
+    """For each layer its calls"""
     copies: PendingCopy | list[float]
 
 
@@ -88,6 +101,7 @@ class ActivationProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
         self._modes, self._transformed = dispatch_modes(), transformed()
         self._copies, self._around = PendingCopies(context.device.cuda), Around(context)
+        self._dead_units = DeadUnits(context)
         self._on = self._listening = self._removed = False
         self._chosen: Chosen | None = None
         self._model, self._scans = 0, 0
@@ -150,7 +164,7 @@ class ActivationProbe:
         models = models or [model for model in roots(all_modules(context.yield_gil)) if _trains(model, trained)]
         if models:
             self._chosen = choose(models, min(MOST_LAYERS, context.settings.layers * WIDER))
-            self._slots = [(_Slot(each.name), each.module) for each in self._chosen.modules]
+            self._slots = [(_Slot(each.name, each.module()), each.module) for each in self._chosen.modules]
 
     def _receive(self, *, now: bool) -> None:
         """Take in the numbers of steps that have ended; once a second, or ``now``, set the series by the last one."""
@@ -160,12 +174,29 @@ class ActivationProbe:
             if not isinstance(sent.copies, list) and not sent.copies.ready():
                 break
             self._sent.popleft()
-            self._latest = self._around.add(sent.step, _unpacked(sent))
+            self._latest = self._around.add(sent.step, self._unpacked(sent))
             self._context.yield_gil()
         row = self._latest
         if row is not None and (now or monotonic() - self._shown_s >= _SHOW_S):
             self._shown_s, self._latest = monotonic(), None
             self._show(row)
+
+    def _unpacked(self, sent: _Sent) -> dict[str, Any]:
+        """Return each layer's statistics and samples; judge its units."""
+        values = sent.copies if isinstance(sent.copies, list) else sent.copies.take()
+        found, at = {}, 0
+        for name, calls in sent.rows:
+            rows, samples = [], list[float]()
+            for length, elements, since in calls:
+                rows.append((values[at : at + NUMBERS], elements))
+                end = at + length
+                if since is not None:
+                    end -= 1
+                    self._dead_units.judge(name, values[end], since, sent.step)
+                samples = samples or values[at + NUMBERS : end]
+                at += length
+            found[name] = combine(rows), samples
+        return found
 
     def _show(self, row: StepRow) -> None:
         cell = self._context.writer.table.cell
@@ -263,22 +294,25 @@ class ActivationProbe:
         if tensor.device.type not in {"cpu", "cuda"} or (tensor.is_cuda and context.device.cuda.capturing()):
             return
         with torch.no_grad():
-            row = numbers(torch, tensor, SAMPLED if context.settings.tensor_samples else 0)
+            row, count = numbers(torch, tensor, SAMPLED if context.settings.tensor_samples else 0)
+            units = slot.units.add(tensor, context.recorder.step) if slot.units is not None else None
+            if units is not None:
+                row = torch.cat([row, units[0].to(row.dtype)])
         if worth > slot.worth:
             slot.calls, slot.worth = [], worth
-        slot.calls.append(row)
+        slot.calls.append((row, _Call(len(row), count, units[1] if units is not None else None)))
         self._spend(monotonic_ns() - begun_ns)
 
     def _send(self, step: int) -> None:
         """Begin to copy what was taken: one copy for each device, which is one."""
-        by_device: dict[Any, list[tuple[str, list[tuple[Any, int]]]]] = {}
+        by_device: dict[Any, list[tuple[str, list[tuple[Any, _Call]]]]] = {}
         for slot, _ in self._window:
             slot.silent = 0 if slot.calls else slot.silent + 1
             if slot.calls:
                 by_device.setdefault(slot.calls[0][0].device, []).append((slot.name, slot.calls))
             slot.calls = []
         for device, layers in by_device.items():
-            rows = [(name, [(len(row), count) for row, count in calls]) for name, calls in layers]
+            rows = [(name, [call for _, call in calls]) for name, calls in layers]
             vectors = [row.to(device) for _, calls in layers for row, _ in calls]
             with self._torch.no_grad():
                 if device.type == "cpu":
@@ -301,20 +335,6 @@ class _Taker:
         """See :meth:`ActivationProbe.take`."""
         if self._known() is module:
             self._probe.take(self._slot, module, output)
-
-
-def _unpacked(sent: _Sent) -> dict[str, Any]:
-    """Return each layer's statistics and samples."""
-    values = sent.copies if isinstance(sent.copies, list) else sent.copies.take()
-    found, at = {}, 0
-    for name, calls in sent.rows:
-        rows, samples = [], list[float]()
-        for length, count in calls:
-            rows.append((values[at : at + NUMBERS], count))
-            samples = samples or values[at + NUMBERS : at + length]
-            at += length
-        found[name] = combine(rows), samples
-    return found
 
 
 def _trains(model: Any, trained: set[int]) -> bool:

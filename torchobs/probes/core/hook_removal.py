@@ -7,10 +7,10 @@ is removed meanwhile. They stay until the next backward pass then, without effec
 from __future__ import annotations
 
 import functools
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.thread_frames import ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +57,8 @@ def _hooks_run() -> bool:
     from torch.optim.optimizer import Optimizer  # torch is optional until training begins
 
     file = Optimizer.profile_hook_step.__code__.co_filename
-    return any(_calls_hooks(frame, file) for frame in sys._current_frames().values())
+    with ThreadFrames() as frames:
+        return any(_calls_hooks(frame, file) for frame in frames.values())
 
 
 def _calls_hooks(frame: Any, file: str) -> bool:

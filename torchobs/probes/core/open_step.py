@@ -60,7 +60,6 @@ class OpenStep:
         "log_wins",
         "metered",
         "sizes",
-        "stamp",
         "step",
         "trace",
         "values",
@@ -75,8 +74,6 @@ class OpenStep:
         """Those of the boundaries that have one (``boundaries.ARGUED``)"""
         self.values = StepValues()
         """Replaced at each end that is not a plain step's"""
-        self.stamp = writer.stamp
-        """Appends a boundary, the trace and its code given, where that is compiled; else a hook does so inline"""
         self.log_wins = False
         """Whether the script logs the loss, so that no other counts"""
         self.metered = False

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchobs.detect.code_loops import loop_lines
+from torchobs.probes.core.thread_frames import ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +56,10 @@ class TrainingLoop:
         if places != self._known:
             before = set(_loops(self._before))
             self._known, self._loops = places, [loop for loop in _loops(places) if loop not in before]
-        return bool(self._loops) and not self._is_running(sys._current_frames().get(thread))
+        if not self._loops:
+            return False
+        with ThreadFrames() as frames:
+            return not self._is_running(frames.get(thread))
 
     def _is_running(self, frame: FrameType | None) -> bool:
         while frame is not None:

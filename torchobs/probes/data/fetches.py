@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect.starvation import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
+from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 from torchobs.probes.core.patch import Patch
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
 
 
+_ELSEWHERE = object()
 _PHASES = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
 _DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 
@@ -27,6 +30,7 @@ class DataProbe:
     """Times the fetches."""
 
     name = "data"
+    __slots__ = ("__dict__", "_depth")  # the compiled part has it in place
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
@@ -56,10 +60,12 @@ class DataProbe:
         breaker, grad_enabled = context.breaker(self.name), self._grad_enabled
         trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
         relieve, thread_id, clock = breaker.guard(recorder.relieve), get_ident, monotonic_ns
-        stamp = recorder.stamp
+        run = self._compiled(original, breaker)
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
+            if run is not None and (batch := run(iterator)) is not _ELSEWHERE:
+                return batch
             if self._depth or breaker.is_open or thread_id() != training.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
@@ -67,10 +73,7 @@ class DataProbe:
                 relieve()
             # the sampler belongs to the loader, so it is the same in every epoch
             note_argument(id(getattr(iterator, "_index_sampler", None)))
-            if stamp:
-                stamp(trace, FETCH)
-            else:
-                note(clock() << 4 | FETCH)
+            note(clock() << 4 | FETCH)
             self._depth = 1
             code = EXHAUSTED
             try:
@@ -80,15 +83,19 @@ class DataProbe:
                 self._depth = 0
                 if not grad_enabled():
                     code += 1
-                if stamp:
-                    stamp(trace, code)
-                else:
-                    note(clock() << 4 | code)
+                note(clock() << 4 | code)
                 if recorder.metered:
                     context.record_overhead("data", 2 * (clock() - (trace[-1] >> 4)))  # the part before the fetch is as long
             return batch
 
         return watched
+
+    def _compiled(self, original: Any, breaker: CircuitBreaker) -> Callable[[Any], Any] | None:
+        """Return what calls ``original`` and records nearly every fetch, or says ``_ELSEWHERE``; if it is compiled."""
+        recorder, training = self._context.recorder, self._context.training
+        held = recorder.trace, recorder.arguments, self._grad_enabled, original, _ELSEWHERE
+        made = make_hook(self._context.writer.native, "PlainFetch", (recorder, training, self, breaker), held)
+        return made.run if made is not None else None
 
 
 class StarvationWatch:

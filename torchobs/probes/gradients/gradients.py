@@ -18,6 +18,8 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
+from torchobs.probes.gradients.left_out import LeftOutParameters
+from torchobs.probes.gradients.loop_mistakes import LoopMistakes
 from torchobs.probes.gradients.measurement import PendingNorms, measure, scaled
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.publish import GradientPublisher
@@ -59,6 +61,8 @@ class GradientProbe:
         self._updates = UpdateWatch(context, self._publisher.layers)
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
+        self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
+        self._left_out = LeftOutParameters(context)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
@@ -72,6 +76,7 @@ class GradientProbe:
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
+        self._mistakes.remove()
         self._publisher.layers.names.built_modules.remove()
 
     def sample(self) -> None:
@@ -81,6 +86,7 @@ class GradientProbe:
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
         self._publisher.show(self._pace, self._clip)
         self._updates.show()
+        self._look_at_loop()
         if self._clip.misused is not None and not self._misuse_reported:
             self._report_misuse(*self._clip.misused)
 
@@ -95,6 +101,12 @@ class GradientProbe:
         """Publish all that is known so far, and look for missing names."""
         self._publisher.show(self._pace, self._clip, now=True)
         self._updates.show()
+        self._look_at_loop()
+
+    def _look_at_loop(self) -> None:
+        modules = self._publisher.layers.names.outermost
+        self._mistakes.sample(modules)
+        self._left_out.sample(modules)
 
     def level_changed(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -117,6 +129,10 @@ class GradientProbe:
             self._use_clipping_norm(clipping, optimizer, due=due)
         elif due and not self._clip.has_noted(context.recorder.step):
             self._measure(optimizer, begun_ns, within=False)
+        if due:
+            begun_ns = monotonic_ns()
+            self._mistakes.before_step(optimizer, _last_with_gradient(optimizer))
+            pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
         hook = self._step_hook
@@ -233,3 +249,8 @@ class GradientProbe:
 
 def _parameters_with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _last_with_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    last = (p for group in reversed(optimizer.param_groups) for p in reversed(group["params"]) if p.grad is not None)
+    return next(last, None)

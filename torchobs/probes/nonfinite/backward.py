@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LEAST_AGREEMENT = 0.6
 """A node explains the gradients if those below it and those that are not finite have this share in common"""
+_WRITTEN_BY_USER = 3
+"""Risk of a derivative that the user has written: after all that are known to be infinite somewhere"""
 _KEPT_AT_ZERO = {"sqrt": "result", "linalg_vector_norm": "result", "norm": "result", "std": "result", "pow": "self",
                  "log": "self", "div": "other", "cdist": "result", "reciprocal": "result"}  # fmt: skip
 
@@ -42,7 +44,7 @@ def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode |
         for producer, _ in node.inputs:
             reached |= below.get(producer, 0) if producer is not None else 0
         below[node] = reached
-        risk = RISKY_BACKWARD.get(node.operator)
+        risk = RISKY_BACKWARD.get(node.operator, _WRITTEN_BY_USER if _is_users(node.function) else None)
         if risk is None or not reached or _is_harmless(node):
             continue
         agreement = (reached & target).bit_count() / (reached | target).bit_count()
@@ -50,6 +52,12 @@ def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode |
         if agreement >= LEAST_AGREEMENT and (best is None or rank < best):
             best, found = rank, node
     return found
+
+
+def _is_users(function: Any) -> bool:
+    """Return True for a ``torch.autograd.Function`` that is not torch's own."""
+    made_of = getattr(function, "_forward_cls", None)
+    return made_of is not None and not made_of.__module__.startswith("torch.")
 
 
 def _is_harmless(node: GraphNode) -> bool:

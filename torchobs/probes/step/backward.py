@@ -14,6 +14,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 from torchobs.probes.core.patch import Patch
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
 """Positions among the arguments of the engine's ``run_backward``"""
 _MOST_RETURNED = 1024
+_ELSEWHERE = object()
 
 
 class BackwardWatch:
@@ -52,20 +54,19 @@ class BackwardWatch:
         trace, note = self._context.recorder.trace, self._context.recorder.trace.append
         takes_loss, modes, is_made = hooks.takes_loss.listeners, dispatch_modes(), graph_being_made()
         notify, thread_id, clock = breaker.guard(hooks.after_closure_backward.notify), get_ident, monotonic_ns
-        stamp = self._context.recorder.stamp
+        run = self._compiled(original)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if run is not None and (result := run(args, kwargs)) is not _ELSEWHERE:
+                return result
             if training.backwards or breaker.is_open or thread_id() != training.thread or (modes() and is_made()):
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
             manual: bool | None = manual_steps.active
             if not manual and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
                 manual = manual_steps.second_backward()
-            if stamp:
-                stamp(trace, BACKWARD_BEGINS)
-            else:
-                note(clock() << 4 | BACKWARD_BEGINS)
+            note(clock() << 4 | BACKWARD_BEGINS)
             if manual:
                 manual_steps.begins(args, kwargs)
             for take_loss in takes_loss:
@@ -80,14 +81,18 @@ class BackwardWatch:
                     note(clock() << 4 | CLOSURE_GOES_ON)
                     notify()
                 else:
-                    if stamp:
-                        stamp(trace, BACKWARD_ENDS)
-                    else:
-                        note(clock() << 4 | BACKWARD_ENDS)
+                    note(clock() << 4 | BACKWARD_ENDS)
                     if manual:
                         manual_steps.ends(args, kwargs)
 
         return backward
+
+    def _compiled(self, original: Any) -> Callable[..., Any] | None:
+        """Return what calls ``original`` and records nearly every backward pass, or says ``_ELSEWHERE``; if it is compiled."""
+        context, owners = self._context, (self._training, self._breaker, self._manual_steps)
+        held = context.recorder.trace, context.hooks.takes_loss.listeners, dispatch_modes(), original, _ELSEWHERE
+        made = make_hook(context.writer.native, "PlainBackward", owners, held)
+        return made.run if made is not None else None
 
     def _watched_engine(self, engine: Any) -> Any:
         """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
@@ -95,10 +100,10 @@ class BackwardWatch:
         Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
         """
         training, breaker, plain = self._training, self._breaker, engine.run_backward
-        run_backward, is_made = self._watched_run(plain), graph_being_made()
+        run_backward, modes, is_made = self._watched_run(plain), dispatch_modes(), graph_being_made()
 
         def found(_: object) -> Callable[..., Any]:
-            bypass = training.backwards or breaker.is_open or get_ident() != training.thread or is_made()
+            bypass = training.backwards or breaker.is_open or get_ident() != training.thread or (modes() and is_made())
             original: Callable[..., Any] = plain
             return original if bypass else run_backward
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
+from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.step_values import GONE, is_left_out, resolve_step
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class LossProbe:
     """Records the loss of each step."""
 
     name = "loss"
+    __slots__ = ("__dict__", "_autograd_grad_only", "_scaled")  # the compiled part reads them in place
 
     def __init__(self) -> None:
         self._scaled: weakref.ref[torch.Tensor] | None = None
@@ -121,7 +123,9 @@ class LossProbe:
                 if not breaker.takes(error):
                     raise
 
-        return take_loss
+        owners = recorder, training, self, breaker
+        made = make_hook(self._context.writer.native, "PlainLoss", owners, (take_loss, kind))
+        return made.take if made is not None else take_loss
 
     def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: C901, FBT001  # inline; as a listener
         """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""

@@ -77,6 +77,8 @@ class ManualSteps:
     this is ``active``; ``second_backward`` when a possible second backward since a step begins.
     """
 
+    __slots__ = ("__dict__", "active")  # the compiled part reads it in place
+
     def __init__(self, context: ProbeContext, scaling: LossScaling) -> None:
         self._context, self._training, self._scaling = context, context.training, scaling
         self._before_step, self._step_ended = context.hooks.before_step, context.hooks.manual_step_ended.listeners

@@ -6,12 +6,12 @@ ended, has left its training loops, or makes no more steps. Two that train at th
 
 from __future__ import annotations
 
-import sys
 import threading
 from threading import get_ident
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.probes.core.thread_frames import ThreadFrames
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -49,7 +49,9 @@ class OtherThreads:
     def _has_ended(self, ident: int) -> bool:
         """Return True if the training thread no longer trains."""
         training, ended = self._training, self._context.recorder.ended
-        if training.thread not in sys._current_frames() or training.loop.left(training.thread):
+        with ThreadFrames() as frames:
+            is_gone = training.thread not in frames
+        if is_gone or training.loop.left(training.thread):
             return True
         step, without = self._seen_at.get(ident, (-1, 0))
         without = without + 1 if step == ended else 0

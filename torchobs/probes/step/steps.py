@@ -15,6 +15,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
+from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.boundaries import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
+    Hook = Callable[..., Any]
+
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 
 
@@ -52,14 +55,15 @@ class StepProbe:
     """Divides the training into steps."""
 
     name = "step"
+    __slots__ = ("__dict__", "_depth", "_given", "_outer", "_untraced")  # the compiled part has them in place
 
     def __init__(self, scaling: LossScaling, rates: RateSource) -> None:
         self._scaling, self._rates = scaling, rates
         self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
         """Nesting depth of running steps, and the id of the outermost optimizer"""
-        self._given = False
-        """Whether the step was given a closure"""
+        self._given = self._untraced = False
+        """Whether the step was given a closure; whether its pre hook has found that no graph is being made"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of the optimizer's closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -79,10 +83,8 @@ class StepProbe:
         self._backward = BackwardWatch(context, breaker, self._manual_steps)
         self._backward.install()
         self._graphs.install()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._plain_before(breaker)),
-            register_optimizer_step_post_hook(self._plain_after(breaker)),
-        ]
+        before, after = self._compiled(breaker, self._plain_before(breaker), self._plain_after(breaker))
+        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -111,11 +113,9 @@ class StepProbe:
         before, notify = breaker.guard(self._before), breaker.guard(before_step.notify)
         note, pending = trace.append, recorder.pending
         number_safely, clock, learning_rate = self._number_safely, monotonic_ns, StepFlag.LEARNING_RATE
-        modes, is_made, stamp = self._modes, self._graph_being_made, recorder.stamp
+        modes, is_made = self._modes, self._graph_being_made
 
-        def plain_before(  # noqa: C901  # as above
-            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-        ) -> Any:
+        def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
             if key != recorder.sole and key in pending and len(pending) > 1:  # one of hundreds within the backward pass
                 pending.discard(key)
@@ -123,6 +123,7 @@ class StepProbe:
                     notify(optimizer, False)  # noqa: FBT003  # a listener
                 return None
             if modes() and is_made():
+                self._untraced = False
                 return None
             # metered steps take the full path, which also detects a change of thread
             if (
@@ -130,11 +131,8 @@ class StepProbe:
                 or not trace or trace[-1] & 15 != BACKWARD_ENDS
             ):  # fmt: skip
                 return before(clock(), optimizer, args, kwargs)
-            self._depth, self._outer = 1, key
-            if stamp:
-                stamp(trace, STEP_BEGINS)
-            else:
-                note(clock() << 4 | STEP_BEGINS)
+            self._depth, self._outer, self._untraced = 1, key, True
+            note(clock() << 4 | STEP_BEGINS)
             if key == rates.key:
                 try:
                     rate = optimizer.param_groups[0]["lr"]
@@ -162,8 +160,9 @@ class StepProbe:
         modes, is_made = self._modes, self._graph_being_made
 
         def plain_after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-            if (pending and not self._depth) or breaker.is_open or (modes() and is_made()):
+            if (pending and not self._depth) or breaker.is_open or (not self._untraced and modes() and is_made()):
                 return
+            self._untraced = False
             try:
                 now_ns = clock()
                 if (
@@ -179,6 +178,41 @@ class StepProbe:
                     raise
 
         return plain_after
+
+    def _compiled(self, breaker: CircuitBreaker, before: Hook, after: Hook) -> tuple[Hook, Hook]:
+        """Return the hooks for nearly every step, which call ``before`` and ``after`` for others, where they are compiled."""
+        context, recorder, rates = self._context, self._recorder, self._rates
+        step = make_hook(
+            context.writer.native, "PlainOptimizerStep",
+            (recorder, self._training, self, breaker, self._manual_steps, self._before_step, rates),
+            (
+                recorder.trace, recorder.arguments, self._others.running, context.writer.plain_steps, before, after,
+                breaker.guard(recorder.end_plainly), breaker.guard(self._before_step.notify), self._read_rate, self._modes,
+            ),
+        )  # fmt: skip
+        if step is None:
+            return before, after
+        compiled_before, compiled_after = step.before, step.after
+
+        # functions of a file that Dynamo is told to skip: of another callable it makes a graph, or fails
+
+        def call_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return compiled_before(optimizer, args, kwargs)
+
+        def call_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return compiled_after(optimizer, args, kwargs)
+
+        return call_before, call_after
+
+    def _read_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the learning rate of the step in progress, which is no float, or in groups of another kind."""
+        try:
+            rate = optimizer.param_groups[0]["lr"]
+        except (AttributeError, LookupError, TypeError):
+            return
+        number = self._number_safely(rate)
+        if number is not None:
+            self._recorder.set_rate(number)
 
     def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         training, recorder, ident = self._training, self._recorder, get_ident()

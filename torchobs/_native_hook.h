@@ -1,0 +1,131 @@
+/* What the hooks of _native_hooks.c are made of; _native_hook.c makes them. */
+
+#ifndef TORCHOBS_NATIVE_HOOK_H
+#define TORCHOBS_NATIVE_HOOK_H
+
+#include "_native.h"
+
+enum { MOST_OWNERS = 7, MOST_SLOTS = 20, MOST_HELD = 10 };
+
+/* Attributes of StepValues, in every hook that has one. */
+enum { FLAGS, LOSSES, TOKENS, SAMPLES, NUMBER, LOSS_SUM, NORM_SQUARED, LEARNING_RATE, NORM_SCALE, FIELDS };
+
+/* Attributes and keys of torch's, interned. */
+enum { IS_CPU, ITEM, NUMEL, INDEX_SAMPLER, PARAM_GROUPS, LR, NAMES };
+
+/* What a hook is made of. */
+typedef struct {
+    int owners;
+    const char *held; /* a letter for each: 'l' a list, 'd' a dict, 's' PlainSteps, 't' a type, '.' anything */
+    int values; /* the slot that has a StepValues, or -1 */
+    struct {
+        int owner;
+        const char *name;
+    } slots[MOST_SLOTS + 1];
+} Plan;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject **slots[MOST_SLOTS];
+    PyObject *held[MOST_HELD];
+    PyObject *owners[MOST_OWNERS];
+    PyTypeObject *values_type;
+    Py_ssize_t fields[FIELDS];
+    PyObject *names[NAMES];
+} Hook;
+
+/* Borrowed, and None for one that is not set. */
+static inline PyObject *get(const Hook *self, int slot)
+{
+    PyObject *value = *self->slots[slot];
+    return value == NULL ? Py_None : value;
+}
+
+/* Takes the reference. */
+static inline void set(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+    *slot = value;
+    Py_XDECREF(old);
+}
+
+static inline int set_small(PyObject **slot, long value)
+{
+    PyObject *made = PyLong_FromLong(value);
+    if (made != NULL)
+        set(slot, made);
+    return made == NULL ? -1 : 0;
+}
+
+/* As `object.slot += operand` or `|=`. */
+static inline int combine(PyObject **slot, binaryfunc operation, PyObject *operand)
+{
+    PyObject *value = *slot == NULL ? Py_None : *slot;
+    Py_INCREF(value);
+    PyObject *made = operation(value, operand);
+    Py_DECREF(value);
+    if (made == NULL)
+        return -1;
+    set(slot, made);
+    return 0;
+}
+
+static inline int combine_small(PyObject **slot, binaryfunc operation, long operand)
+{
+    PyObject *number = PyLong_FromLong(operand);
+    int failed = number == NULL ? -1 : combine(slot, operation, number);
+    Py_XDECREF(number);
+    return failed;
+}
+
+static inline int is_false(const Hook *self, int slot)
+{
+    return *self->slots[slot] == Py_False;
+}
+
+static inline int is_small(const Hook *self, int slot, long value)
+{
+    PyObject *object = get(self, slot);
+    int overflow;
+    return PyLong_Check(object) && PyLong_AsLongAndOverflow(object, &overflow) == value && !overflow;
+}
+
+/* Whether it is that object's id. */
+static inline int is_id(const Hook *self, int slot, const void *object)
+{
+    uint64_t id;
+    return to_unsigned(get(self, slot), UINT64_MAX, &id) && id == (uint64_t)(uintptr_t)object;
+}
+
+static inline int is_this_thread(const Hook *self, int slot)
+{
+    uint64_t thread;
+    return to_unsigned(get(self, slot), UINT64_MAX, &thread) && thread == (uint64_t)PyThread_get_thread_ident();
+}
+
+/* A field of the values of the step in progress, which are known to be of the type. */
+static inline PyObject **field(const Hook *self, PyObject *values, int which)
+{
+    return (PyObject **)(void *)((char *)values + self->fields[which]);
+}
+
+/* Borrowed, as `get`. */
+static inline PyObject *value_of(const Hook *self, PyObject *values, int which)
+{
+    PyObject *value = *field(self, values, which);
+    return value == NULL ? Py_None : value;
+}
+
+/* For Py_tp_new, with the type's plan; Py_tp_traverse and Py_tp_dealloc. */
+PyObject *make_hook(PyTypeObject *type, PyObject *args, PyObject *named, const Plan *plan);
+int hook_traverse(PyObject *object, visitproc visit, void *arg);
+void hook_dealloc(PyObject *object);
+
+/* As the `except` of a hook in Python: None for an exception that its probe's breaker takes, or NULL with the exception. */
+PyObject *taken(PyObject *breaker);
+/* Whether a function of torch's without arguments returns what is true; -1 with an exception. */
+int says_yes(PyObject *function);
+/* The code of the trace's boundary at that index, or -1. */
+int code_at(PyObject *trace, Py_ssize_t index);
+
+#endif

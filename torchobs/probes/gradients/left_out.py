@@ -1,0 +1,109 @@
+"""Find parameters that get gradients and are in no optimizer: a head, an adapter or a whole model that was forgotten.
+
+A model of which a part is trained may leave the rest out on purpose, and has its gradients computed for nothing then: it is
+information, no warning. Not told are a model as a whole in evaluation mode (a teacher, a perceptual loss), what an optimizer
+has that has not stepped yet, what changes by other means, and parameters of another type than those that are trained beside
+them (copies of master weights).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.probes.gradients.parameter_names import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torchobs.probes.core.context import ProbeContext
+
+_NAMED = 8
+_MOST_LOOKS = 12
+"""Looks that end without a result; one takes 1 µs for each parameter"""
+_LOOKED_AT = 16
+"""Elements of a parameter on the CPU that must stay as they are"""
+_SHARDS = "FullyShardedDataParallel"
+"""Its parameters are views of others, anew in each step"""
+
+
+class _Seen(NamedTuple):
+    parameter: ref[Any]
+    name: str
+    state: tuple[int, list[float]]
+    """version and some elements of the parameter"""
+    gradient: tuple[int, int]
+    """id and version of its gradient"""
+    looks: int
+
+
+class LeftOutParameters:
+    """A part of the gradient probe; in the sampler thread. Told once."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._seen: dict[int, _Seen] = {}
+        self._looks, self._next_step, self._told = 0, LASTING_STEPS, False
+
+    def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
+        """Look every hundred steps, until something is found. ``modules``: the outermost ones known."""
+        step = self._context.recorder.step
+        if self._told or self._looks >= _MOST_LOOKS or step < self._next_step:
+            return
+        roots = list(modules())
+        self._looks += bool(roots)  # models that were built before init() are found by a scan, later
+        self._next_step = step + LASTING_STEPS
+        trained = {id(each): each.dtype for each in _parameters_of(self._context.recorder.optimizers())}
+        try:
+            found = {key: seen for module in roots for key, seen in self._look(module, trained)}
+        except RuntimeError:  # a dictionary changed size
+            return
+        self._seen = found
+        if any(one.looks > LASTING_SAMPLES for one in found.values()):
+            # of others a gradient may have looked the same twice, for memory is used again
+            self._tell([one for one in found.values() if one.looks > 1], len(trained))
+
+    def _look(self, module: Any, trained: dict[int, Any]) -> Iterator[tuple[int, _Seen]]:
+        """Yield a module's parameters that get gradients and are in no optimizer."""
+        if any(kind.__name__ == _SHARDS for each in module.modules() for kind in type(each).__mro__):
+            return
+        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        types = {trained[id(each)] for _, each in named if id(each) in trained}
+        if not types and not any(each.training for each in module.modules()):
+            return
+        self._context.yield_gil()
+        title = "" if types else f"{type(module).__name__}."
+        for name, each in named:
+            gradient = each.grad
+            if id(each) in trained or gradient is None or (types and each.dtype not in types):
+                continue
+            before, state, now = self._seen.get(id(each)), _state(each), (id(gradient), gradient._version)
+            known = before is not None and before.parameter() is each and before.state == state
+            looks = before.looks + (before.gradient != now) if before is not None and known else 1
+            yield id(each), _Seen(ref(each), title + clean(name), state, now, looks)
+
+    def _tell(self, found: list[_Seen], trained: int) -> None:
+        """Tell what no optimizer has that exists; the search for them holds the GIL for some 100 ms, once."""
+        import torch  # torch is optional until training begins
+
+        self._context.yield_gil()
+        every = [one for one in gc.get_objects() if torch.optim.Optimizer in type(one).__mro__]
+        has = {id(each) for each in _parameters_of(every)}
+        names = [one.name for one in found if id(one.parameter()) not in has]
+        self._told = bool(names)
+        if names:
+            told = {"parameters": names[:_NAMED], "parameters_affected": len(names), "parameters_trained": trained}
+            self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, told)
+
+
+def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Any]:
+    return (each for one in optimizers for group in list(getattr(one, "param_groups", ())) for each in group["params"])
+
+
+def _state(parameter: Any) -> tuple[int, list[float]]:
+    """Return what changes when a parameter does; on a device its version alone, for nobody waits for values there."""
+    plain = parameter.is_cpu and parameter.is_contiguous() and parameter.is_floating_point()
+    return parameter._version, parameter.detach().view(-1)[:_LOOKED_AT].tolist() if plain else []
