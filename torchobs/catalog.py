@@ -1101,6 +1101,19 @@ EVENT_SCHEDULER_MISUSED = _warning(
     SCHEDULER_MISUSE_KIND,
     Attribute("scheduler", "its class"),
 )
+EVENT_LOOP_MISTAKE = _warning(
+    "torchobs.loop.mistake",
+    "The training loop lacks a call: gradients are never set to zero, or the model is trained in evaluation mode after it was "
+    "trained in training mode.",
+    Attribute("kind", "which", ("gradients_kept", "evaluation_mode")),
+)
+EVENT_LEFT_OUT_PARAMETERS = _info(
+    "torchobs.loop.left_out",
+    "Parameters get gradients and are in no optimizer: they learn nothing.",
+    Attribute("parameters", "which, the first eight"),
+    Attribute("parameters_affected", "how many"),
+    Attribute("parameters_trained", "how many the optimizers have"),
+)
 EVENT_AMP_SCALE_COLLAPSED = _warning(
     "torchobs.amp.scale_collapsed",
     "A loss scale has fallen below 1: the gradients are not finite at any scale.",
@@ -1216,6 +1229,14 @@ EVENT_ACTIVATIONS = _info(
     Attribute("left_out", "not, since there are more than have series"),
     Attribute("compiled", "not, since torch.compile has compiled a module that they are part of"),
     Attribute("silent", "not, since they are not called as modules: in a compiled function, or unused"),
+)
+EVENT_DEAD_UNITS = _warning(
+    "torchobs.dead_units",
+    "At level extreme: half of a rectifier's units or more gave zero for every sample, for a hundred steps or more.",
+    Attribute("layer", "path of the module"),
+    Attribute("units_dead", "how many"),
+    Attribute("units", "of how many"),
+    Attribute("steps", "over which they were looked at"),
 )
 EVENT_LAYER_HISTORY = _info(
     "torchobs.layer_history",

@@ -37,8 +37,9 @@ examples:
   torchobs top --dir /dev/shm/run7 --once         printed once, for a script or a mail
   kubectl exec -it pod -c trainer -- torchobs top
 
-Columns: data, fwd, bwd, opt and other are shares of a typical step (waiting for data, forward, backward, optimizer, the rest);
-slow is the rank's own step time divided by that of the others, both without waiting for each other (1.00×: as fast)."""
+Columns: tokens/s (or samples/s) and MFU, the share of the devices' peak, where they are known; data, fwd, bwd, opt and
+other are shares of a typical step (waiting for data, forward, backward, optimizer, the rest); slow is the rank's own step
+time divided by that of the others, both without waiting for each other (1.00×: as fast)."""
 
 _INTERVAL = Option(
     "interval", option_types.duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION"

@@ -32,10 +32,13 @@ _LEAST_FOR_WORDS = 6
 """Fewest lines per run for showing its findings; with fewer the table of ranks has priority."""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
-    Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
+    Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2),
+    Column("tokens/s", dispensable=6), Column("samples/s", dispensable=6), Column("MFU", dispensable=7), Column("loss"),
     Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=5 + i) for i, phase in enumerate(catalog.PHASES)),
     Column("memory", dispensable=4), Column("slow", dispensable=3), Column("anomalies", right=False, dispensable=4),
 )  # fmt: skip
+_WHERE_KNOWN = frozenset({"tokens/s", "samples/s", "MFU", "anomalies"})
+"""Columns that are left out, for the room of others, where no rank has anything in them"""
 _FINE = frozenset({"alive", "finished"})
 
 
@@ -150,8 +153,8 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termina
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
     shown = ordered[begin : begin + (room if fits else room - 1)]
     rows = [_row(one, slow) for one in shown]
-    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # without anomalies there is more room for the phases
-    heading, *lines = table(columns, [row[: len(columns)] for row in rows], style.width)
+    kept = [at for at, one in enumerate(_COLUMNS) if one.heading not in _WHERE_KNOWN or any(row[at] for row in rows)]
+    heading, *lines = table([_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows], style.width)
     yield style("dim", heading)
     for one, line in zip(shown, lines, strict=True):
         colour = STATE_COLOURS.get(one.rank.state, "")
@@ -231,6 +234,7 @@ def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
         _state(rank),
         f"{last.step}" if last else "-",
         text_format.rate(one.speed.per_s if one.speed else None),
+        *_work(one),
         text_format.number(last.loss if last else None),
         text_format.number(last_known([step.grad_norm for step in steps])),
         *_shares(typical_phases(steps)),
@@ -238,6 +242,14 @@ def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
         "-" if stretch is None else f"{stretch.factor:.2f}×",
         _anomalies(one),
     ]
+
+
+def _work(one: RankView) -> tuple[str, str, str]:
+    """Return tokens a second, else samples, and the share of the devices' peak; empty where unknown."""
+    pace, share = one.speed, one.value(catalog.MFU)
+    tokens, samples = (pace.tokens_per_s, pace.samples_per_s) if pace else (None, None)
+    told = text_format.rate(tokens) if tokens else "", text_format.rate(samples) if samples and not tokens else ""
+    return *told, text_format.percent(share) if pace and share is not None else ""
 
 
 def _state(rank: Rank) -> str:

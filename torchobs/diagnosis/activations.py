@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.health import INFO, Finding
+from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport
 
 _WHY = {
@@ -25,6 +25,12 @@ def activations(report: RankReport) -> Iterator[Finding]:
             why = text_format.joined([f"{count:,} {_WHY[name]}" for name, count in missing.items()])
             text = f"What {sum(missing.values()):,} of {every:,} layers put out was not looked at: {why}."
             yield Finding(INFO, "activations_unread", text)
+    dead = report.events_named(catalog.EVENT_DEAD_UNITS)
+    if dead:
+        layers = [f"{each.count('units_dead'):,} of {each.count('units'):,} units of {each.text('layer')}" for each in dead]
+        steps = text_format.plural(max(each.count("steps") for each in dead), "step")
+        text = f"Dead units: {text_format.joined(layers, 3)} gave zero for every sample of up to {steps}, and learn nothing."
+        yield Finding(WARNING, "dead_units", text)
     for fact in report.events_named(catalog.EVENT_LAYER_HISTORY)[-1:]:
         files = [left.name for left in report.left if left.id == fact.text("evidence")]
         if files:

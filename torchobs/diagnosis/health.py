@@ -124,6 +124,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from _lost(ranks)
     yield from _past(ranks)
     yield from _unmoved(ranks)
+    yield from failed_saves(ranks)
     yield from _given_up(ranks)
     yield from waiting(ranks)
     yield from slowest(ranks)
@@ -229,6 +230,14 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         verb, them = ("learns", "it") if layers == 1 else ("learn", "them")
         text = f"{text_format.plural(layers, 'layer')} {verb} nothing: hardly any gradient reaches {them}."
         yield Finding(WARNING, "unmoved_layers", text)
+
+
+def failed_saves(ranks: Sequence[RankStatus], why: str = "") -> Iterator[Finding]:
+    """Yield that checkpoints could not be saved; a script that catches the exception goes on without. ``why``: of what."""
+    saves = max((rank.saves_failed for rank in ranks), default=0)
+    if saves:
+        text = f"{text_format.plural(saves, 'checkpoint')} could not be saved{f' ({why})' if why else ''}."
+        yield Finding(WARNING, "checkpoint_failed", text, "Checkpoints could not be saved.")
 
 
 def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -56,6 +56,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     yield from _unmoved(report)
     yield from _scaler(report)
     yield from _scheduler(report)
+    yield from _loop(report)
     yield from activations(report)
     for fact in report.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
@@ -282,9 +283,18 @@ def _layers(report: RankReport) -> Iterator[Finding]:
     where = f", in {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
     steps = int(report.value(catalog.GRAD_NONFINITE_STEPS) or 0)
-    text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.plural(steps, 'measured step')} in all."
+    word = " first" if _measured(report.steps, first.step) else ""
+    text = f"Gradients were {_kinds(first)}{word}{step}{where}; in {text_format.plural(steps, 'measured step')} in all."
+    if not word:
+        text += " The steps before it were not measured."
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
     yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
+
+
+def _measured(steps: Sequence[Step], number: int | None) -> bool:
+    """Return False if the steps just before that one have no gradient norm: it may have been the same in them."""
+    before = [step for step in steps if step.step == (number or 0) - 1]
+    return not before or before[0].grad_norm is not None
 
 
 def _kinds(fact: Fact) -> str:
@@ -351,3 +361,22 @@ def _scheduler(report: RankReport) -> Iterator[Finding]:
     for fact in report.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
         text = how.get(fact.text("kind"), "was used wrongly")
         yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")
+
+
+def _loop(report: RankReport) -> Iterator[Finding]:
+    """Yield calls that the training loop lacks."""
+    how = {
+        "gradients_kept": "Gradients were never set to zero (optimizer.zero_grad()): each step used the sum of all before it.",
+        "evaluation_mode": "From step {} or earlier on it trained in evaluation mode, without dropout, and batch normalisation "
+        "as it was: model.train() was not called again.",
+    }
+    for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
+        text = how.get(fact.text("kind"))
+        if text is not None:
+            yield Finding(WARNING, fact.text("kind"), text.format(f"{fact.step or 0:,}"))
+    for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
+        count, names = fact.count("parameters_affected"), [text_format.clean(name, 80) for name in fact.texts("parameters")[:3]]
+        more = f" and {count - len(names):,} more" if count > len(names) else ""
+        what = f"{text_format.plural(count, 'parameter')} ({', '.join(names)}{more})"
+        text = f"{what} got gradients but {'is' if count == 1 else 'are'} in no optimizer: nothing was learned there."
+        yield Finding(INFO, "left_out", text)

@@ -69,6 +69,8 @@ class RankStatus:
     scaled: bool = False
     """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
+    saves_failed: int = 0
+    """number of checkpoints whose saving raised"""
     given_up: int = 0
     """number of functions that torch.compile no longer compiles"""
     waiting: float | None = None
@@ -200,6 +202,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         lately=lately or {},
         scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
+        saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),
         given_up=int(get(catalog.COMPILE_FAILURES, "recompile_limit") or 0),
         waiting=waiting_share(get, up=up),
         slowness=slowness,

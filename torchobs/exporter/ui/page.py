@@ -211,7 +211,10 @@ def _when(now_s: float, at_s: float) -> Html:
     return tag("time", local, datetime=iso)
 
 
-_LAYER_COLUMNS = {"gradient": "gradient norm", "weights": "weight norm", "update": "update / weights"}
+_LAYER_COLUMNS = {
+    "gradient": "gradient norm", "weights": "weight norm", "update": "update / weights", "output": "mean output",
+    "spread": "its deviation", "zero": "its zeros",
+}  # fmt: skip
 
 
 def _layers(model: Model) -> Html:

@@ -41,7 +41,7 @@ LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
-LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
+LAYER_SORTS = ("model", "name", "gradient", "weights", "update", "output", "spread", "zero")
 
 METRICS = (
     catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.STEPS_PLANNED, catalog.TOKENS, catalog.SAMPLES, catalog.EPOCHS,
@@ -54,6 +54,7 @@ METRICS = (
     catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
+    catalog.ACTIVATION_LAYER_MEAN_ABS, catalog.ACTIVATION_LAYER_STD, catalog.ACTIVATION_LAYER_ZERO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
     catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *collectives.METRICS,
 )  # fmt: skip
@@ -82,12 +83,18 @@ class Choice(NamedTuple):
 
 
 class LayerRow(NamedTuple):
-    """One row of the layers' table: norms, and the ratio of an update to the weights."""
+    """One row of the layers' table: norms, the ratio of an update to the weights, and at level extreme what it puts out."""
 
     name: str
-    gradient: float | None
-    weights: float | None
-    update: float | None
+    gradient: float | None = None
+    weights: float | None = None
+    update: float | None = None
+    output: float | None = None
+    """mean absolute value"""
+    spread: float | None = None
+    """standard deviation"""
+    zero: float | None = None
+    """share that is exactly zero"""
 
 
 class ArtifactLink(NamedTuple):
@@ -375,10 +382,14 @@ def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iter
             yield ArtifactLink(one["href"], one["kind"], label, one["time"], one["size_bytes"])
 
 
+_LAYER_METRICS = (
+    catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO, catalog.ACTIVATION_LAYER_MEAN_ABS,
+    catalog.ACTIVATION_LAYER_STD, catalog.ACTIVATION_LAYER_ZERO,
+)  # fmt: skip
+
+
 def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
-    columns = [
-        readings.of(metric) for metric in (catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO)
-    ]
+    columns = [readings.of(metric) for metric in _LAYER_METRICS]
     names = dict.fromkeys(key for column in columns for key in column)
     rows = [LayerRow(key[0] if key else "", *(column.get(key) for column in columns)) for key in names]
     if sort == "name":
