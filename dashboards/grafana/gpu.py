@@ -103,7 +103,7 @@ def health() -> tuple[Panel, ...]:
             "GPUs in the state degraded (it needs a reset) or failed (lost, or memory that cannot be remapped). Good: "
             f"no red. {NO_GPU}",
             "short",
-            Query(worst(bad, 4 * MOST), "{{hw_state}} {{hw_id}}"),
+            Query(worst(bad, 2 * MOST), "{{hw_state}} {{hw_id}}"),
             steps=(Step(None, GOOD), Step(1.0, BAD)),
             texts={"0": "no", "1": "yes"},
             width=12,

@@ -84,13 +84,16 @@ def processors() -> tuple[Panel, ...]:
             Query(worst(f"{held} / ({periods} > 0)"), NODE),
             steps=thresholds.QUOTA_THROTTLING,
         ),
-        panels.lines(
-            "Throttled time",
-            f"Threads that stand still because of the quota, on average, of the {MOST} worst; and the least quota in "
-            "cores. Good: 0 threads. Empty: without a CPU quota.",
-            "short",
-            Query(worst(f"sum by (instance) ({rate(catalog.CGROUP_CPU_THROTTLED_TIME, *RUNS)})"), NODE),
-            Query(f"min({select(catalog.CGROUP_CPU_LIMIT, *RUNS)})", "least quota"),
+        panels.right_axis(
+            panels.lines(
+                "Throttled time",
+                f"Threads that stand still because of the quota, on average, of the {MOST} worst; and the least quota in "
+                "cores, on the right. Good: 0 threads. Empty: without a CPU quota.",
+                "short",
+                Query(worst(f"sum by (instance) ({rate(catalog.CGROUP_CPU_THROTTLED_TIME, *RUNS)})"), NODE),
+                Query(f"min({select(catalog.CGROUP_CPU_LIMIT, *RUNS)})", "least quota"),
+            ),
+            "least quota",
         ),
         panels.lines(
             "Pressure",

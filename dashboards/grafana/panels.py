@@ -102,6 +102,7 @@ def number(
     steps: Sequence[Step] = (),
     texts: Mapping[str, str] | None = None,
     width: int = 4,
+    height: int = 4,
 ) -> model.Panel:
     """Return a stat panel of the newest value, coloured by thresholds; ``texts`` replaces values by words."""
     panel = stat.Panel().title(title).description(description).unit(unit).datasource(DATASOURCE)
@@ -113,7 +114,7 @@ def number(
         panel.mappings([_words(texts)])
     if unit == "short":
         panel.decimals(0)  # an increase is extrapolated to the ends of its window, and so has a fraction
-    return _sized(panel.build(), width=width, height=4)
+    return _sized(panel.build(), width=width, height=height)
 
 
 def distribution(title: str, description: str, query: Query, width: int = 12) -> model.Panel:
@@ -226,10 +227,29 @@ def color(panel: model.Panel, colors: Mapping[str, str]) -> model.Panel:
     """Set fixed colours for the series named in ``colors``, in any cluster, whatever their order."""
     panel.field_config.overrides = [
         model.DashboardFieldConfigSourceOverrides(
-            matcher=model.MatcherConfig(id_val="byRegexp", options=f"/^{name}( .*)?$/"),
+            matcher=_of_name(name),
             properties=[model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": shade})],
         )
         for name, shade in colors.items()
+    ]
+    return panel
+
+
+def _of_name(name: str) -> model.MatcherConfig:
+    """Return what matches a series of this name, in any cluster: the legend ends with it."""
+    return model.MatcherConfig(id_val="byRegexp", options=f"/^{name}( .*)?$/")
+
+
+def right_axis(panel: model.Panel, name: str, unit: str = "short") -> model.Panel:
+    """Give the series of this name an axis of its own, as its unit is another, or its values are much larger."""
+    panel.field_config.overrides = [
+        model.DashboardFieldConfigSourceOverrides(
+            matcher=_of_name(name),
+            properties=[
+                model.DynamicConfigValue(id_val="unit", value=unit),
+                model.DynamicConfigValue(id_val="custom.axisPlacement", value="right"),
+            ],
+        )
     ]
     return panel
 

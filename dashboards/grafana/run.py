@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 RUN = "{{job_name}} {{cluster}}"
 """Legend of the one series of a run: the name is longer only where two clusters have a run of this id."""
+RESTARTS = "restarts by the launcher"
 STATE_COLORS = {"alive": GOOD, "finished": "blue", "unresponsive": FAIR, "hung": BAD, "failed": "dark-red", "lost": "purple"}
 
 
@@ -145,6 +146,7 @@ def numbers() -> tuple[Panel, ...]:
                 "short",
                 Query(f"max({starts(*RUNS)})", instant=True),
                 steps=thresholds.FEW_IS_FAIR,
+                height=8,  # it stands beside the graphs of the ranks
             )
         ),
     )
@@ -164,6 +166,7 @@ def states() -> Panel:
         "short",
         Query(f"sum by (state) ({select(catalog.RANK_STATE_SET, *RANKS)})", "{{state}}"),
         stacked=True,
+        width=10,
     )
     return panels.color(panel, STATE_COLORS)
 
@@ -176,20 +179,22 @@ def exits() -> Panel:
         "short",
         Query(f"sum by (reason) ({select(catalog.RANK_EXIT, *RANKS)} == 1)", "{{reason}}"),
         stacked=True,
+        width=10,
     )
 
 
 def beginnings() -> Panel:
     """Return the age of the present incarnation: a saw tooth is a crash loop."""
-    return panels.lines(
+    panel = panels.lines(
         "Time since the start",
         "Time since the youngest and the oldest rank started, and restarts that the launcher counts. Good: one rising "
         "line; a saw tooth is a crash loop, of a replaced pod, too.",
         "s",
         Query(f"time() - max({select(catalog.RANK_START_TIME, *RUNS)})", "youngest"),
         Query(f"time() - min({select(catalog.RANK_START_TIME, *RUNS)})", "oldest"),
-        Query(f"max({select(catalog.RANK_RESTARTS, *RUNS)})", "restarts by the launcher"),
+        Query(f"max({select(catalog.RANK_RESTARTS, *RUNS)})", RESTARTS),
     )
+    return panels.right_axis(panel, RESTARTS)
 
 
 def progress() -> tuple[Panel, ...]:

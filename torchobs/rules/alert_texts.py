@@ -21,6 +21,11 @@ TIMES = '{{ printf "%.2f" $v }} times'
 SHARE = "{{ $v | humanizePercentage }}"
 DURATION = "{{ $v | humanizeDuration }}"
 
+AT = "{{ $l.instance }}{{ with $l.pod }} (pod {{ . }}){{ end }}"
+"""Whose series it is that has no rank: the scrape's address, and the pod where the scrape adds that label"""
+EXPORTER = "{{ $labels.instance }}{{ with $labels.pod }} of pod {{ . }}{{ end }}"
+"""The same in an alert about an exporter or a machine"""
+
 _WHERE = "host, k8s_node_name, k8s_pod_name"
 
 
@@ -51,6 +56,12 @@ class Culprits:
             f'{{{{ range $i, $s := sortByLabel "rank" . }}}}'
             f"{{{{ $l := $s.Labels }}}}{{{{ $v := $s.Value }}}}{{{{ if $i }}}}; {{{{ end }}}}{text}{{{{ end }}}}.{{{{ end }}}}"
         )
+
+
+def amount(one: str, many: str, value: str = "$value") -> str:
+    """Return a number with its noun, ``many`` of it unless the number is 1."""
+    number = f'printf "%.0f" {value}'
+    return f'{{{{ {number} }}}} {{{{ if eq ({number}) "1" }}}}{one}{{{{ else }}}}{many}{{{{ end }}}}'
 
 
 def first(query: str, show: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.vanishing import LASTING
-from torchobs.rules.alert_texts import THIS_RUN, Culprits
+from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.rule_file import WINDOW, Alert, Group
@@ -152,13 +152,26 @@ def _ranks_disagree() -> Alert:
             "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their versions of "
             "torch do: they do not train one model."
         ),
-        culprits=Culprits(
-            f"count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO, THIS_RUN)})",
-            '{{ printf "%.0f" $v }} ranks with torch {{ $l.torch_version }}',
-            "There are",
-            named=False,
+        culprits=Culprits(_extremes(), '{{ printf "%.3g" $v }} in group {{ $l.group }}', "Learning rates are"),
+        also=(
+            _differing("torch_version", select(catalog.RANK_INFO, THIS_RUN), "torch"),
+            _differing("size", select(catalog.DISTRIBUTED_WORLD_SIZE, THIS_RUN), "a world of", of_value=True),
         ),
     )
+
+
+def _extremes() -> str:
+    """Return the highest and the lowest learning rate of each group in which they differ."""
+    rates, of = select(catalog.LEARNING_RATE, THIS_RUN), f"by ({ONE_RUN}, group)"
+    apart = f"min {of} ({rates}) < 0.9 * max {of} ({rates})"
+    return f"(topk {of} (1, {rates}) or bottomk {of} (1, {rates})) and on ({ONE_RUN}, group) ({apart})"
+
+
+def _differing(label: str, ranks: str, what: str, *, of_value: bool = False) -> Culprits:
+    """Return how many ranks there are of each value of a label (or of the series), where there are several."""
+    each = f'count_values by ({ONE_RUN}) ("{label}", {ranks})' if of_value else f"count by ({ONE_RUN}, {label}) ({ranks})"
+    show = f"{amount('rank', 'ranks', '$v')} with {what} {{{{ $l.{label} }}}}"
+    return Culprits(f"{each} unless on ({ONE_RUN}) (count {BY_RUN} ({each}) == 1)", show, "There are", named=False)
 
 
 def _kind(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.alert_texts import THIS_RUN, Culprits
+from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RUN, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.recordings import ALIVE, CHECKPOINT, FIRST_START
@@ -36,11 +36,11 @@ def _failed() -> Alert:
         severity="page",
         summary="cannot save its checkpoints.",
         description=(
-            '{{ printf "%.0f" $value }} saves raised an exception within ten minutes, and none has succeeded since. '
+            f"{amount('save', 'saves')} raised an exception within ten minutes, and none has succeeded since. "
             "If the run ends now, all since the last checkpoint is lost."
         ),
         culprits=Culprits(
-            select(name(catalog.CHECKPOINTS), THIS_RUN, 'result="failed"'), '{{ printf "%.0f" $v }} failed saves', "On"
+            select(name(catalog.CHECKPOINTS), THIS_RUN, 'result="failed"'), amount("failed save", "failed saves", "$v"), "On"
         ),
     )
 
@@ -79,6 +79,8 @@ def _never(values: Values) -> Alert:
                 time() - {FIRST_START} > {values.thresholds.no_checkpoint_s:g}
                 and on ({ONE_RUN})
                 {ALIVE} > 0
+                and on ({ONE_RUN})
+                max {BY_RUN} (max_over_time({select(catalog.STEPS)}[5m])) > 0
                 unless on ({ONE_RUN})
                 last_over_time({CHECKPOINT}[{PAST}]) > 0
             )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.rules.alert_texts import THIS_RUN, Culprits
+from torchobs.rules.alert_texts import EXPORTER, THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RUN, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.rule_file import WINDOW, Alert, Group
 
-_EXPORTER = "cluster, namespace, instance"
+_EXPORTER = "cluster, namespace, pod, instance"
 
 
 def itself() -> Group:
@@ -32,10 +32,10 @@ def _disabled() -> Alert:
         severity="ticket",
         summary="is watched by fewer probes.",
         description=(
-            '{{ printf "%.0f" $value }} probes raised an exception and were switched off: what they measure is not '
-            "seen in those ranks any more. Training is not affected."
+            f"{amount('probe is', 'probes are')} switched off after an exception: "
+            "what is measured so is missing in those ranks. Training is not affected."
         ),
-        culprits=Culprits(probes, '{{ $l.probe }} on {{ printf "%.0f" $v }} ranks', "Most", named=False),
+        culprits=Culprits(probes, f"{{{{ $l.probe }}}} on {amount('rank', 'ranks', '$v')}", "Most", named=False),
     )
 
 
@@ -60,7 +60,7 @@ def _config() -> Alert:
     return _of_exporter(
         "TorchobsExporterConfig",
         f"count by ({_EXPORTER}) (max_over_time({ok}[{WINDOW}]) == 0)",
-        "The exporter {{ $labels.instance }} runs with an invalid configuration.",
+        f"The exporter {EXPORTER} runs with an invalid configuration.",
         "A part of it cannot be applied; the exporter serves what it can, and its log says what is wrong.",
     )
 
@@ -69,8 +69,8 @@ def _read() -> Alert:
     return _of_exporter(
         "TorchobsExporterReadErrors",
         _growing(catalog.EXPORTER_READ_ERRORS),
-        "The exporter {{ $labels.instance }} cannot read flight files.",
-        'It failed {{ printf "%.0f" $value }} times in the last 10 minutes: ranks are missing on its page.',
+        f"The exporter {EXPORTER} cannot read flight files.",
+        f"It failed {amount('time', 'times')} in the last 10 minutes: ranks are missing on its page.",
     )
 
 
@@ -78,7 +78,7 @@ def _series() -> Alert:
     return _of_exporter(
         "TorchobsSeriesDropped",
         _growing(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"'),
-        "The exporter {{ $labels.instance }} does not serve all series.",
+        f"The exporter {EXPORTER} does not serve all series.",
         '{{ printf "%.0f" $value }} were left out in the last 10 minutes, for a limit on their number or a conflict of names.',
     )
 
@@ -90,7 +90,7 @@ def _push() -> Alert:
             select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
             select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
         ),
-        "The exporter {{ $labels.instance }} loses what it pushes.",
+        f"The exporter {EXPORTER} loses what it pushes.",
         '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes did not reach the receiver and '
         "were dropped.",
     )

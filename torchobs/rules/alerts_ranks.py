@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
-from torchobs.rules.alert_texts import DURATION, THIS_RUN, Culprits
+from torchobs.rules.alert_texts import AT, DURATION, THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
 from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
 from torchobs.rules.rule_file import Alert, Group, Recording
@@ -103,7 +103,7 @@ def _hung() -> Alert:
         summary="does not move.",
         description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
         culprits=_behind(),
-        also=_waited_for(),
+        also=(_not_arrived(), _waited_for()),
     )
 
 
@@ -123,7 +123,7 @@ def _run_hung() -> Alert:
             "It will not go on by itself: look at the stacks, then restart it."
         ),
         culprits=_behind(),
-        also=_waited_for(),
+        also=(_not_arrived(), _waited_for()),
     )
 
 
@@ -132,13 +132,33 @@ def _faults(range_: str) -> Culprits:
     return Culprits(f"max_over_time({ended}[{range_}])", "{{ $l.reason }}", "Among them")
 
 
+def _absent() -> str:
+    """Return how many collectives a rank that waits in none has not called (:mod:`torchobs.detect.collectives`)."""
+    called, back = (select(metric, THIS_RUN) for metric in (catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED))
+    group = "backend, group"
+    waiting = f"{back} < on ({ONE_RANK}, {group}) {called}"
+    waited_for = f"min by ({ONE_RUN}, {group}) ({waiting}) + 1"
+    return f"({waited_for} - on ({ONE_RUN}, {group}) group_right () {called}) > 0 unless on ({ONE_RANK}) ({waiting})"
+
+
+def _not_arrived() -> Culprits:
+    """Return the ranks that did not come to a collective in which others wait, where torch's flight recorder tells."""
+    return Culprits(
+        _absent(), '{{ printf "%.0f" $v }} behind in group {{ $l.group }}', "Did not come to a collective in which others wait"
+    )
+
+
 def _waited_for() -> Culprits:
-    """Return the ranks of a hung run that are less advanced than the furthest and not where most of them are."""
+    """Return the ranks of a hung run that are less advanced than the furthest and not where most of them are.
+
+    None where it is known who did not come to a collective.
+    """
     place = select(catalog.RANK_STALL_POSITION, THIS_RUN)
     alike = f"count by ({ONE_RUN}, phase) ({place})"
     most = f"{alike} > on ({ONE_RUN}) group_left () (0.5 * count by ({ONE_RUN}) ({place}))"
     behind = f"(max by ({ONE_RUN}) ({place}) - on ({ONE_RUN}) group_right () {place}) > 0"
-    return Culprits(f"{behind} unless on ({ONE_RUN}, phase) ({most})", "in {{ $l.phase }}", "The others likely wait for")
+    guessed = f"{behind} unless on ({ONE_RUN}, phase) ({most}) unless on ({ONE_RUN}) ({_absent()})"
+    return Culprits(guessed, "in {{ $l.phase }}", "The others likely wait for")
 
 
 def _behind() -> Culprits:
@@ -184,7 +204,7 @@ def _crash_loop(values: Values) -> Alert:
         severity="page",
         summary="crashes again and again.",
         description=(
-            'It was restarted {{ printf "%.0f" $value }} times in the last 15 minutes. Each restart repeats the work '
+            f"It was restarted {amount('time', 'times')} in the last 15 minutes. Each restart repeats the work "
             "since the last checkpoint."
         ),
         culprits=_faults(LOOP),
@@ -206,8 +226,8 @@ def _missing() -> Alert:
             "never came, or their exporter does not answer."
         ),
         culprits=Culprits(
-            f"count by ({ONE_RUN}, instance) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
-            '{{ printf "%.0f" $v }} at {{ $l.instance }}',
+            f"count by ({ONE_RUN}, instance, pod) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
+            f'{{{{ printf "%.0f" $v }}}} at {AT}',
             "Seen are",
             named=False,
         ),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.alert_texts import DURATION, SHARE, THIS_RUN, Culprits
+from torchobs.rules.alert_texts import AT, DURATION, EXPORTER, SHARE, THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RANK, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.rule_file import WINDOW, Alert, Group
 from torchobs.rules.values import DEFAULT, Values
 
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
-_MACHINE = "cluster, namespace, instance"
+_MACHINE = "cluster, namespace, pod, instance"
 _FILESYSTEM = f"{_MACHINE}, system_filesystem_mountpoint, system_filesystem_type"
 
 
@@ -75,7 +75,7 @@ def _near_limit(values: Values) -> Alert:
         ),
         culprits=Culprits(
             select(catalog.MEMORY_HOST_UTILIZATION, THIS_RUN),
-            f"{SHARE} of the {{{{ $l.limit }}}} at {{{{ $l.instance }}}}",
+            f"{SHARE} of the {{{{ $l.limit }}}} at {AT}",
             named=False,
         ),
     )
@@ -93,12 +93,12 @@ def _oom_kill() -> Alert:
         severity="ticket",
         summary="had processes killed for want of memory.",
         description=(
-            'The kernel killed {{ printf "%.0f" $value }} processes of its containers in the last 10 minutes: ranks, '
+            f"The kernel killed {amount('process', 'processes')} of its containers in the last 10 minutes: ranks, "
             "or workers of their data loaders."
         ),
         culprits=Culprits(
             f"increase({select(catalog.CGROUP_MEMORY_OOM_KILLS, THIS_RUN)}[{WINDOW}]) > 0",
-            '{{ printf "%.0f" $v }} at {{ $l.instance }}',
+            f'{{{{ printf "%.0f" $v }}}} at {AT}',
             "Most",
             named=False,
         ),
@@ -172,7 +172,7 @@ def _shared_memory(values: Values) -> Alert:
         ),
         culprits=Culprits(
             f"{select(catalog.MEMORY_SHARED_USED, THIS_RUN)} / ({select(catalog.MEMORY_SHARED_SIZE, THIS_RUN)} > 0)",
-            f"{SHARE} at {{{{ $l.instance }}}}",
+            f"{SHARE} at {AT}",
             named=False,
         ),
     )
@@ -194,7 +194,7 @@ def _filesystem(values: Values) -> Alert:
             )
         """,
         severity="ticket",
-        summary="The file system {{ $labels.system_filesystem_mountpoint }} of {{ $labels.instance }} is nearly full.",
+        summary=f"The file system {{{{ $labels.system_filesystem_mountpoint }}}} of {EXPORTER} is nearly full.",
         description=(
             "{{ $value | humanizePercentage }} of its space or its inodes is in use. The next checkpoint may not find room."
         ),
@@ -212,7 +212,7 @@ def _cpu(values: Values) -> Alert:
             )
         """,
         severity="ticket",
-        summary="The processors of {{ $labels.instance }} are busy.",
+        summary=f"The processors of {EXPORTER} are busy.",
         description=(
             "{{ $value | humanizePercentage }} of their time of the last 10 minutes was used: data loaders and launches of "
             "kernels wait for each other."
@@ -254,7 +254,7 @@ def _gpu_fault() -> Alert:
         severity="page",
         summary="has a faulty GPU.",
         description=(
-            'It is lost or asks to be replaced, or had {{ printf "%.0f" $value }} errors of its hardware (XID, '
+            f"It is lost or asks to be replaced, or had {amount('error', 'errors')} of its hardware (XID, "
             "memory) in the last 10 minutes."
         ),
         culprits=Culprits(
@@ -295,8 +295,8 @@ def _nvlink() -> Alert:
         """,
         severity="ticket",
         summary="has lost NVLinks.",
-        description='A GPU has {{ printf "%.0f" $value }} links fewer than it had within a day: collectives take another way.',
-        culprits=Culprits(f"{lost(THIS_RUN)} > 0", 'GPU {{ $l.hw_id }}, {{ printf "%.0f" $v }} links', "Observed by"),
+        description=f"A GPU has {amount('link', 'links')} fewer than it had within a day: collectives take another way.",
+        culprits=Culprits(f"{lost(THIS_RUN)} > 0", f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
     )
 
 
@@ -311,8 +311,8 @@ def _worker() -> Alert:
         severity="ticket",
         summary="lost workers of its data loaders.",
         description=(
-            '{{ printf "%.0f" $value }} of them were ended by a signal or an error in the last 10 minutes. The loader '
+            f"{amount('worker was', 'workers were')} ended by a signal or an error in the last 10 minutes. The loader "
             "raises, or waits for their batches."
         ),
-        culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), '{{ printf "%.0f" $v }} workers', "Most on"),
+        culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), amount("worker", "workers", "$v"), "Most on"),
     )

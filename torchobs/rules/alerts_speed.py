@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.detect.stragglers import LEAST_EXCESS_S, SLOW
-from torchobs.rules.alert_texts import SHARE, THIS_RUN, TIMES, Culprits, first
+from torchobs.rules.alert_texts import AT, SHARE, THIS_RUN, TIMES, Culprits, first
 from torchobs.rules.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
 from torchobs.rules.recent import name, recent
-from torchobs.rules.recordings import GOODPUT_NOW, LATE, NODE_SLOWDOWN, RUN_STEP_BEST, RUN_STEP_MEAN, SLOWDOWN
+from torchobs.rules.recordings import (
+    GOODPUT_NOW,
+    LATE,
+    NODE_SLOWDOWN,
+    PHASE_MEAN,
+    RUN_GOODPUT_RATE,
+    RUN_STEP_BEST,
+    RUN_STEP_MEAN,
+    SLOWDOWN,
+)
 from torchobs.rules.rule_file import WINDOW, Alert, Group
 from torchobs.rules.values import DEFAULT, Values
 
@@ -15,6 +24,8 @@ BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
 """Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
 _SLOW_NODE = ' The ranks of node {{ $l.host }} take {{ printf "%.2f" $v }} times as long on average.'
 _GIVEN_UP = 'reason="recompile_limit"'
+LEAST_SHARE = 0.05
+"""Shares of the time below it are not worth a word."""
 IDLE_S, IDLE_WITHIN = 60, "15m"
 """A pause outside of the training loop is in the time of the step that follows it. Less makes the steps of ten minutes a tenth
 longer; and it is looked for beyond those ten minutes, because it was counted before that step ended."""
@@ -38,6 +49,8 @@ def _slowdown(values: Values) -> Alert:
     Who pauses a notebook, and goes on, has not become slow.
     """
     idle = select(catalog.GOODPUT_TIME, 'state="idle"')
+    means = f"avg by ({ONE_RUN}, phase) ({select(PHASE_MEAN, THIS_RUN)})"
+    phases = f"{means} / on ({ONE_RUN}) group_left () sum {BY_RUN} ({means})"
     return Alert(
         alert="TorchobsSlowdown",
         expr=f"""
@@ -53,7 +66,8 @@ def _slowdown(values: Values) -> Alert:
             'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in its best ones, evaluation, '
             "checkpoints and compilation not counted."
         ),
-        culprits=Culprits(select(SLOWDOWN, THIS_RUN), TIMES, "Slowest relative to its peers"),
+        culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest relative to its peers"),
+        also=(Culprits(f"{phases} > {LEAST_SHARE:g}", f"{SHARE} {{{{ $l.phase }}}}", "A step's time now is", named=False),),
     )
 
 
@@ -145,7 +159,7 @@ def _throttled(values: Values) -> Alert:
         ),
         culprits=Culprits(
             f"rate({select(catalog.CGROUP_CPU_THROTTLED_TIME, THIS_RUN)}[{WINDOW}])",
-            "{{ $l.instance }}, whose threads lost {{ $v | humanizeDuration }} each second",
+            f"{AT}, whose threads lost {{{{ $v | humanizeDuration }}}} each second",
             "Most",
             named=False,
         ),
@@ -153,8 +167,14 @@ def _throttled(values: Values) -> Alert:
 
 
 def _goodput(values: Values) -> Alert:
-    """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window."""
+    """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window.
+
+    Who never trains (serves a model, or only evaluates one) has no such objective.
+    """
     allowed = 1 - values.thresholds.goodput
+    used, states = (
+        f"avg_over_time({select(RUN_GOODPUT_RATE, THIS_RUN, *more)}[{BURNS[0][0]}])" for more in ((), ('state!="productive"',))
+    )
     lost = [
         f"""
             (1 - avg_over_time({GOODPUT_NOW}[{long}])) / {allowed:.3g} > {burn:g}
@@ -163,14 +183,21 @@ def _goodput(values: Values) -> Alert:
             and on ({ONE_RUN}) {GOODPUT_NOW} >= 0"""
         for long, short, burn in BURNS
     ]
+    trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[1d]) > 0"
     return Alert(
         alert="TorchobsGoodputLow",
-        expr=f"max {BY_RUN} ({_either(lost)}\n)",
+        expr=f"max {BY_RUN} (\n          ({_either(lost)})\n          {trains}\n)",
         severity="ticket",
         summary="wastes its machines.",
         description=(
             'It loses the time of its machines {{ $value | printf "%.0f" }} times as fast as the objective of '
             f"{values.thresholds.goodput:.0%} productive allows: restarts, waiting, evaluation, compilation."
+        ),
+        culprits=Culprits(
+            f"{states} / on ({ONE_RUN}) group_left () sum {BY_RUN} ({used}) > {LEAST_SHARE:g}",
+            f"{SHARE} {{{{ $l.state }}}}",
+            f"Of its ranks' time of the last {BURNS[0][0]}",
+            named=False,
         ),
     )
 

@@ -50,8 +50,8 @@ class Alert:
     """Follows the run's name, for an alert about a run"""
     description: str
     culprits: Culprits | None = None
-    also: Culprits | None = None
-    """More of them, by another query"""
+    also: tuple[Culprits, ...] = ()
+    """More of them, by other queries"""
     of_run: bool = True
     """False for an alert about an exporter or a machine, whose labels and summary name that"""
     dashboard: str = "torchobs-run"
@@ -70,7 +70,7 @@ class Alert:
             "labels": {"severity": values.severities.get(self.alert, self.severity)},
             "annotations": {
                 "summary": f"{alert_texts.RUN} {self.summary}" if self.of_run else self.summary,
-                "description": self.description + "".join(one.rendered() for one in (self.culprits, self.also) if one),
+                "description": self.description + "".join(one.rendered() for one in (self.culprits, *self.also) if one),
                 **links,
             },
         }
