@@ -145,7 +145,9 @@ def schema(values: tuple[Value, ...], alerts: list[str]) -> str:
 
 def _object(values: tuple[Value, ...], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     properties = {value.name: _property(value) for value in values}
-    return {"type": "object", "additionalProperties": False, "properties": {**properties, **(more or {})}}
+    required = [value.name for value in values if value.inner or "required" in value.schema]  # `null` would remove them
+    needed = {"required": required} if required else {}
+    return {"type": "object", "additionalProperties": False, **needed, "properties": {**properties, **(more or {})}}
 
 
 def _property(value: Value) -> dict[str, Any]:

@@ -46,8 +46,38 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- default .Release.Namespace .Values.podMonitor.namespace -}}
 {{- end -}}
 
+{{/* A duration in whole seconds. */}}
+{{- define "torchobs.seconds" -}}
+{{- $zero := toDate "2006" "2000" -}}
+{{- sub ($zero | dateModify (print "+" .) | unixEpoch | int64) ($zero | unixEpoch | int64) -}}
+{{- end -}}
+
+{{/* Nothing; fails where Prometheus would refuse the scrape, its operator without a word. */}}
+{{- define "torchobs.checkedTimes" -}}
+{{- with .Values.podMonitor -}}
+{{- if or (eq (include "torchobs.seconds" .interval) "0") (gt (include "torchobs.seconds" .scrapeTimeout | int64) (include "torchobs.seconds" .interval | int64)) -}}
+{{- fail (printf "podMonitor.scrapeTimeout is %s, and must not be longer than podMonitor.interval, %s" .scrapeTimeout .interval) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity (`64Mi`, `0.5`) as a number. */}}
+{{- define "torchobs.quantity" -}}
+{{- $units := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- if kindIs "string" . -}}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (get $units (regexFind "[A-Za-z]+$" .) | default 1.0) -}}
+{{- else }}{{ . }}{{ end -}}
+{{- end -}}
+
 {{- define "torchobs.sidecar.resources" -}}
 {{- with .Values.injection -}}
+{{- $limits := .resources.limits -}}
+{{- range $name, $request := .resources.requests -}}
+{{- $limit := get $limits $name | default $request -}}
+{{- if gt (include "torchobs.quantity" $request | float64) (include "torchobs.quantity" $limit | float64) -}}
+{{- fail (printf "injection.resources.requests.%s is %v, above limits.%s, %v: Kubernetes would refuse every pod with a sidecar" $name $request $name $limit) -}}
+{{- end -}}
+{{- end -}}
 requests: {{ ternary .resources.limits .resources.requests (eq .resourcesPreset "guaranteed") | toJson }}
 limits: {{ .resources.limits | toJson }}
 {{- end -}}
