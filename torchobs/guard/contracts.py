@@ -17,10 +17,10 @@ import torch
 
 from torchobs import catalog
 from torchobs.guard import shapes
-from torchobs.guard.arguments import is_number
 from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
 from torchobs.guard.tensor_values import TensorValues, Violation, norm_of, rounded
+from torchobs.support.arguments import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

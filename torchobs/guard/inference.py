@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs import catalog
-from torchobs.guard.arguments import is_number, is_whole
 from torchobs.guard.batches import free_memory
 from torchobs.guard.errors import category_of, is_transient
 from torchobs.guard.outputs import NonFiniteOutputError, sanitize_outputs
 from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
+from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

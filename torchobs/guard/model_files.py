@@ -25,6 +25,7 @@ UNKNOWABLE = (
 )
 _MAGIC_PICKLE = b"\x80"
 _MAGIC_ZIP = b"PK\x03\x04"
+_GIT_LFS = b"version https://git-lfs"
 _MAGIC_TAR = b"ustar"
 _TAR_AT = 257
 _MAGIC_NPY = b"\x93NUMPY"
@@ -104,7 +105,8 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
     name = os.fspath(path)
     with Path(name).open("rb") as file:
-        kind = _kind(name, file.read(_HEAD))
+        head = file.read(_HEAD)
+    kind = _kind(name, head)
     if kind == "safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -112,7 +114,9 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         try:
             return load_file(name, device=str(map_location or "cpu"))
         except SafetensorError as error:
-            raise ValueError(f"{name} is damaged: {error}") from None
+            raise ValueError(f"{name} is damaged, or {str(map_location)!r} is no device: {error}") from None
+    if head.startswith(_GIT_LFS):
+        raise ValueError(f"{name} only says where the model is: `git lfs pull` brings it")
     if kind not in {"zip", "pickle"}:
         raise ValueError(f"{name} is no file of torch.save or safetensors")
     try:

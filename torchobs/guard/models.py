@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,6 +14,9 @@ from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
 from torchobs.guard.tensor_values import dense_values
 from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HUGE = 1e4
 """Magnitude that no usual initialisation or training reaches in a weight; half precision ends at 65,504"""
@@ -64,7 +68,7 @@ def check_model(
     """Look for weights that a sound model does not have.
 
     Args:
-        model: a module, or its ``state_dict()``.
+        model: a module, its ``state_dict()``, or a checkpoint that has such dictionaries in it, at whatever depth.
         reference: a module or state dictionary of the same architecture, to find layers that were added, lost or reshaped.
 
     Returns:
@@ -74,7 +78,7 @@ def check_model(
 
     Raises:
         TypeError: an argument is neither.
-        ValueError: a lazy layer has not seen an input yet.
+        ValueError: a lazy layer has not seen an input yet, or a dictionary has no tensor.
     """
     state, other = _state(model), _state(reference) if reference is not None else None
     looked = [
@@ -113,11 +117,22 @@ def _state(model: object) -> dict[str, torch.Tensor]:
     found = model.state_dict() if isinstance(model, torch.nn.Module) else model
     if not isinstance(found, Mapping):
         raise TypeError(f"a module or its state_dict() is needed, not {type(model).__name__}")
-    if lazy := [name for name, tensor in found.items() if is_lazy(tensor)]:
+    if lazy := [name for name, tensor in _tensors(found) if is_lazy(tensor)]:
         raise ValueError(f"{lazy[0]} has no values before the first forward pass of its lazy layer: do one first")
-    tensors = {name.replace("_orig_mod.", ""): each.detach() for name, each in found.items() if isinstance(each, torch.Tensor)}
+    tensors = {name.replace("_orig_mod.", ""): each.detach() for name, each in _tensors(found)}
+    if not tensors and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"there is no tensor in it: it has {', '.join(map(str, list(found)[:5])) or 'nothing'}")
     wrapped = bool(tensors) and all(name.startswith("module.") for name in tensors)
     return {name.removeprefix("module.") if wrapped else name: each for name, each in tensors.items()}
+
+
+def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors by name, without the states of optimizers: their values are no weights."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping) and "param_groups" not in value:
+            yield from _tensors(value, f"{prefix}{name}.")
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from copy import copy
-from dataclasses import dataclass
-from math import inf, isfinite, log
+from dataclasses import dataclass, fields, is_dataclass
+from math import inf, isfinite, isnan, log
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 
 from torchobs import catalog
+from torchobs.guard.contracts import Contract
 from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
 from torchobs.guard.tensor_values import dense_values
+from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torchobs.guard.contracts import Contract
 
 T = TypeVar("T")
 _SUM_ERROR = 1e-3
@@ -86,7 +86,8 @@ def sanitize_outputs(
     """Return outputs that are finite, or refuse them. What is replaced is counted, as a metric and an event of the run.
 
     Args:
-        outputs: a tensor, or lists, tuples, dictionaries and ``ModelOutput`` of tensors; other values stay as they are.
+        outputs: a tensor, or lists, tuples, dictionaries, dataclasses and ``ModelOutput`` of tensors; other values stay as
+            they are.
         policy: ``refuse`` raises (hiding a NaN is for those who ask for it); ``clamp`` limits values to ``low`` and ``high``
             (the dtype's range by default), and raises for a NaN; ``nan_to_num`` also replaces NaN by ``nan``.
         low: least value, in ``clamp`` and ``nan_to_num``.
@@ -99,10 +100,14 @@ def sanitize_outputs(
 
     Raises:
         NonFiniteOutputError: see ``policy``.
-        ValueError: the policy is none of these, or would have to change values that are complex, sparse, nested or distributed.
+        ValueError: the policy is none of these, a bound is no number, or the policy would have to change values that are
+            complex, sparse, nested or distributed.
     """
     if policy not in get_args(Policy):
         raise ValueError(f"policy {policy!r}: one of {', '.join(get_args(Policy))}")
+    for what, bound in (("low", low), ("high", high), ("nan", nan)):
+        if bound is not None and (not is_number(bound) or isnan(bound)):
+            raise ValueError(f"{what} is {bound!r}: a number is needed")
     if low is not None and high is not None and not low <= high:
         raise ValueError(f"low is {low} and high is {high}: nothing is between them")
     changed: T = _mapped(outputs, name, lambda tensor, path: _sanitized(tensor, path, policy, (low, high, nan)))
@@ -130,7 +135,7 @@ def check_outputs(
         TypeError: ``outputs`` is no tensor of real floating-point numbers.
         ValueError: the reference is too small to compare with, or not finite; ``classes`` is no dimension.
     """
-    _refuse_nonsense(outputs, classes, reference, name)
+    _refuse_nonsense(outputs, contract, classes, reference, name)
     values = outputs.detach() if outputs.dtype == torch.float64 else outputs.detach().float()
     nans, wrong = int(torch.isnan(values).sum()), int((~torch.isfinite(values)).sum())
     problems = [f"{wrong:,} of {values.numel():,} values are not finite"] if wrong else []
@@ -156,12 +161,16 @@ def check_outputs(
     return OutputReport(not problems, tuple(problems), values.numel(), nans, wrong - nans, entropy, spread, drift)
 
 
-def _refuse_nonsense(outputs: Any, classes: int | None, reference: Any, name: str) -> None:
+def _refuse_nonsense(outputs: Any, contract: Any, classes: Any, reference: Any, name: str) -> None:
     """Raise for what :func:`check_outputs` cannot look at."""
     if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
         raise TypeError(f"{name} has to be a tensor of floating-point numbers")
     if outputs.layout is not torch.strided or outputs.device.type == "meta" or hasattr(outputs, "to_local"):
         raise TypeError(f"{name} has to be dense, on a device, and whole: not sparse, nested, meta or distributed")
+    if contract is not None and not isinstance(contract, Contract):
+        raise TypeError(f"contract is {type(contract).__name__}: guard.Contract(...) is needed")
+    if classes is not None and not is_whole(classes):
+        raise ValueError(f"classes is {classes!r}: the number of a dimension of {name}")
     if classes is not None and not -outputs.dim() <= classes < outputs.dim():
         raise ValueError(f"classes is {classes}: a dimension of {name}, whose shape is {tuple(outputs.shape)}")
     if reference is not None and not isinstance(reference, torch.Tensor):
@@ -210,23 +219,37 @@ def _event(name: str, problem: str, policy: str, severity: Severity) -> None:
 def _mapped(value: Any, name: str, function: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value, name)
-    if isinstance(value, MutableMapping):
-        changed = {key: _mapped(item, f"{name}.{key}", function) for key, item in value.items()}
-        if _same(changed.values(), value.values()):
-            return value
-        made = copy(value)  # of any class, whatever its constructor takes
-        made.update(changed)
-        return made
+    if (parts := _parts(value)) is None:
+        return value
+    place = "{}[{}]" if isinstance(value, (list, tuple)) else "{}.{}"
+    changed = {key: _mapped(item, place.format(name, key), function) for key, item in parts.items()}
+    return value if all(item is parts[key] for key, item in changed.items()) else _with(value, changed)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a structure by their place, or None of what is none."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, (list, tuple)):
-        items = [_mapped(item, f"{name}[{index}]", function) for index, item in enumerate(value)]
-        if _same(items, value):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+    return None
 
 
-def _same(new: Any, old: Any) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+def _with(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a structure of the same class with other parts."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return parts
+    made = copy(value)  # whatever its constructor takes
+    for place, part in parts.items():
+        if isinstance(value, MutableMapping):
+            made[place] = part  # ModelOutput has no update()
+        else:
+            object.__setattr__(made, place, part)  # it may be frozen
+    return made
 
 
 def _entropy(values: torch.Tensor, classes: int | None) -> float | None:
@@ -252,6 +275,8 @@ def _drift(reference: torch.Tensor, sample: torch.Tensor) -> Drift:
     reference, sample = reference.sort().values, sample.sort().values
     # quantile() takes 2 ** 24 values at most
     cuts = reference[(torch.arange(1, BINS) * reference.numel()) // BINS].unique()  # type: ignore[no-untyped-call]
+    if cuts.numel() < BINS - 1:  # values repeat, and the least may fill the first bin: what is below it needs one of its own
+        cuts = torch.cat([torch.nextafter(reference[:1], reference.new_tensor([-inf])), cuts])
     psi = sum(map(_psi_term, _shares(cuts, reference), _shares(cuts, sample)))
     n, m = reference.numel(), sample.numel()
     both = torch.cat([reference, sample])

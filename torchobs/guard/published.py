@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from torchobs.guard.arguments import is_text
 from torchobs.guard.file_findings import found_wrong
+from torchobs.support.arguments import is_text
 
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _CHUNK = 1 << 20

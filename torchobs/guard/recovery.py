@@ -18,7 +18,6 @@ import torch
 
 from torchobs import catalog
 from torchobs.detect.spikes import judge
-from torchobs.guard.arguments import is_number
 from torchobs.guard.batches import free_memory, on_cpu
 from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
 from torchobs.guard.micro_batches import can_be_split, gradient_sync, parts_of
@@ -26,6 +25,7 @@ from torchobs.guard.record import count, record
 from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
 from torchobs.guard.severity import Category, Severity
 from torchobs.guard.snapshots import Buffers, Snapshot
+from torchobs.support.arguments import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,7 +84,7 @@ class Recovery:
 
     Raises:
         TypeError: an argument is of another type, or the optimizer is one that needs a closure.
-        ValueError: ``max_grad_norm`` is no norm.
+        ValueError: ``max_grad_norm`` is no norm, or the optimizer has no parameter of the model.
     """
 
     model: torch.nn.Module
@@ -336,6 +336,9 @@ def _refuse_nonsense(recovery: Recovery) -> None:
         raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
     if isinstance(recovery.optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls a closure several times in a step, which a Recovery cannot skip: use another optimizer")
+    own = {id(parameter) for parameter in recovery.model.parameters()}
+    if own and not any(id(each) in own for group in recovery.optimizer.param_groups for each in group["params"]):
+        raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
     if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(each, "load_state_dict") for each in recovery.extra):
         raise TypeError("extra is a list of objects that have state_dict() and load_state_dict(), as (scheduler, ema)")
     limit = recovery.max_grad_norm

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from torchobs.guard.arguments import are_exceptions, is_number, is_whole
+from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.result import Result
 
 
@@ -25,7 +25,8 @@ class RecoveryPolicy:
     io: int = 5
     """repetitions in a row of an operation that failed for a moment"""
     data_errors: tuple[type[Exception], ...] = (ValueError, TypeError, KeyError, IndexError, EOFError, UnicodeError)
-    """errors of a data loader that concern one batch"""
+    """errors of a data loader that concern one batch. The ``OSError`` of a loader's worker has lost its number on the way: add
+    ``OSError`` here to skip it, too"""
     snapshot_every: int = 100
     """steps between two snapshots in the host's memory; only taken if ``spikes`` is not 0"""
     least_excess: float = 0.5
@@ -44,6 +45,8 @@ class RecoveryPolicy:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < inf:
                 raise ValueError(f"{name} is {value!r}: a number, 0 or more")
+        if not isinstance(self.agree, bool):
+            raise ValueError(f"agree is {self.agree!r}: True or False")  # noqa: TRY004  # as of every other field
         if not are_exceptions(self.data_errors):
             raise ValueError(f"data_errors is {self.data_errors!r}: a tuple of exception classes, as (ValueError, KeyError)")
 

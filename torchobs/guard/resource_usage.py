@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from torchobs import catalog
-from torchobs.guard.arguments import is_number
 from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
 from torchobs.probes.memory.allocators import used_devices
 from torchobs.support import cgroup
+from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.result import Result
 
@@ -177,6 +177,8 @@ def resources(
     for name, threshold in thresholds.items():
         if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 100):  # noqa: PLR2004  # percent
             raise ValueError(f"{name} is {threshold!r}; a threshold is a percentage, from 0 to 100, or None")
+        if threshold is not None and 0 < threshold < 1:
+            raise ValueError(f"{name} is {threshold!r}, less than one percent: as a share it is {100 * threshold:g} percent")
     if not (is_number(interval_s) and 0 < interval_s <= threading.TIMEOUT_MAX):
         raise ValueError(f"interval_s is {interval_s!r}; it is a time in seconds")
     if on_exceed is not None and not callable(on_exceed):

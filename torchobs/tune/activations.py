@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchobs.tune.difference import forward
+from torchobs.tune.difference import forward, undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,21 +25,14 @@ class Kept:
         self.by_block = [0] * len(blocks)
         self._within: list[tuple[int, set[int]]] = []
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.random.fork_rng(devices))
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
-                for index, block in enumerate(blocks):
-                    stack.callback(block.register_forward_pre_hook(self._entering(index), with_kwargs=True).remove)
-                    stack.callback(block.register_forward_hook(self._leaving, always_call=True).remove)
-                forward(model, example)
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:  # statistics of normalisation, which a forward pass updates
-                    buffer.copy_(before)
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(model))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            for index, block in enumerate(blocks):
+                stack.callback(block.register_forward_pre_hook(self._entering(index), with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(self._leaving, always_call=True).remove)
+            forward(model, example)
 
     def _entering(self, index: int) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from torchobs.support.result import Result
-from torchobs.tune.comparison import benchmark
+from torchobs.tune.comparison import benchmark, first_batch
+from torchobs.tune.difference import pair_of
 from torchobs.tune.measurements import Benchmark, LeftOut
 from torchobs.tune.plan import Plan, optimize
 
@@ -70,9 +69,11 @@ def auto(  # noqa: PLR0913  # one keyword for each thing that can be asked for
         ValueError: as :func:`benchmark`.
     """
     started = perf_counter()
+    if isinstance(modes, str):
+        raise ValueError(f"modes are a tuple of names, such as ({modes!r},)")  # noqa: TRY004  # as of every other
     wanted = tuple(modes) if modes is not None else _TRAINING if loss_fn is not None else _INFERENCE
-    batch = next(iter(batch)) if isinstance(batch, DataLoader) else batch
-    options = {"example": batch[0] if loss_fn is not None else batch, **options}
+    batch = first_batch(batch)
+    options = {"example": pair_of(batch)[0] if loss_fn is not None else batch, **options}
     chosen, left_out = _different(model, ["none", *(mode for mode in wanted if mode != "none")], level, options)
     if len(chosen) == 1:
         return Recommendation(None, "no mode changes anything here", tuple(left_out), perf_counter() - started, None)

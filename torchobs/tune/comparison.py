@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from torchobs import api, catalog
-from torchobs.tune.difference import forward
+from torchobs.support.arguments import is_number, is_whole
+from torchobs.tune.difference import forward, pair_of
 from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
 from torchobs.tune.peak_memory import peak_bytes, synchronize
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
 
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+"""What torch, out of memory included, and a model's own code raise in a mode that they cannot have"""
 _BEGINNING = 0.5
 """Share of a budget within which modes are tried for the first time; the rest is for rounds"""
 
@@ -64,11 +67,15 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         options: what else :func:`optimize` takes.
 
     Raises:
-        ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function.
+        ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function, or of
+            another model; with a loss function, a batch that is no pair.
     """
+    if isinstance(modes, str):
+        raise ValueError(f"modes are a tuple of names, such as ('none', {modes!r})")  # noqa: TRY004  # as of every other
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(modes) - 1)
-    _check_arguments(modes, rounds, warmup, confidence, budget_s, bare_optimizer=optimizer is not None and loss_fn is None)
-    batch = next(iter(batch)) if isinstance(batch, torch.utils.data.DataLoader) else batch
+    _check_arguments(modes, rounds, warmup, confidence, budget_s)
+    _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
+    batch = first_batch(batch)
     model, optimizer = deepcopy((model, optimizer))
     step = _Step(model, batch, optimizer, loss_fn)
     trial = _Trial(step, warmup, budget_s, Progress(progress))
@@ -96,6 +103,19 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     return _told(Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(trial.left_out)))
 
 
+def first_batch(batch: Any) -> Any:
+    """Return a DataLoader's first batch, and any other value as it is.
+
+    Raises:
+        ValueError: the loader has none.
+    """
+    if not isinstance(batch, torch.utils.data.DataLoader):
+        return batch
+    for first in batch:
+        return first
+    raise ValueError("the loader has no batch")
+
+
 def _told(result: Benchmark) -> Benchmark:
     """Record the benchmark as an event of the run and its speed-ups as metrics, if one is recorded."""
     for each in result.modes:
@@ -115,7 +135,7 @@ class _Step:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self.input: Any
         self._target: Any
-        self.input, self._target = batch if loss_fn is not None else (batch, None)
+        self.input, self._target = pair_of(batch) if loss_fn is not None else (batch, None)
         if loss_fn is None:
             model.eval()
 
@@ -151,7 +171,7 @@ class _Trial:
                 continue
             try:
                 self._first_steps(plan)
-            except RuntimeError as error:  # what torch raises, out of memory included; of the first plan it is the caller's
+            except _FAILURES as error:  # of the first plan it is the caller's
                 self._leave_out(plan, f"{type(error).__name__}: {first_line(error)}")
                 continue
             kept.append(plan)
@@ -231,16 +251,24 @@ def _random_state_kept(device: str) -> Iterator[None]:
         yield
 
 
-def _check_arguments(
-    modes: Sequence[str], rounds: int, warmup: int, confidence: float, budget_s: float | None, *, bare_optimizer: bool
-) -> None:
+def _check_arguments(modes: Sequence[str], rounds: int, warmup: int, confidence: float, budget_s: float | None) -> None:
     if not modes or len(set(modes)) < len(modes):
         raise ValueError(f"modes are one or more different names, not {list(modes)}")
-    if rounds < least_values(confidence):
-        raise ValueError(f"{len(modes)} modes need at least {least_values(confidence)} rounds, not {rounds}")
-    if warmup < 0:
-        raise ValueError(f"warmup is a number of steps, not {warmup}")
-    if budget_s is not None and not 0 < budget_s < float("inf"):
-        raise ValueError(f"budget_s is a number of seconds above 0, not {budget_s}")
-    if bare_optimizer:
+    if not is_whole(rounds) or rounds < least_values(confidence):
+        raise ValueError(f"{len(modes)} modes need at least {least_values(confidence)} rounds, not {rounds!r}")
+    if not is_whole(warmup) or warmup < 0:
+        raise ValueError(f"warmup is a number of steps, not {warmup!r}")
+    if budget_s is not None and not (is_number(budget_s) and 0 < budget_s < float("inf")):
+        raise ValueError(f"budget_s is a number of seconds above 0, not {budget_s!r}")
+
+
+def _check_optimizer(model: Any, optimizer: Any, *, has_loss: bool) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
+    if not has_loss:
         raise ValueError("an optimizer needs gradients: pass loss_fn, and as batch a pair of input and target")
+    own = set(map(id, model.parameters())) if isinstance(model, nn.Module) else set()
+    if own and not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+        raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")

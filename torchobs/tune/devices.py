@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from torchobs.support import cgroup
+from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.result import Result
 
 ACCELERATORS = ("cuda", "xpu", "mps")
@@ -82,7 +83,7 @@ def device(name: str | torch.device = "auto") -> torch.device:
         return torch.device(kind, _local_index(kind)) if kind in {"cuda", "xpu"} else torch.device(kind)
     try:
         chosen = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name!r} is no device: use 'auto', 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu'") from error
     if chosen.type in ACCELERATORS and (chosen.index or 0) >= _count(chosen.type):
         found = [f"{_count(kind)} × {kind}" for kind in ACCELERATORS if _count(kind)]
@@ -125,8 +126,8 @@ def memory_fraction(fraction: float, on: str | torch.device = "auto") -> MemoryL
     Raises:
         ValueError: the fraction is not above 0 and at most 1.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is above 0 and at most 1, not {fraction}")
+    if not (is_number(fraction) and 0 < fraction <= 1):
+        raise ValueError(f"fraction is above 0 and at most 1, not {fraction!r}")
     chosen = device(on)
     if chosen.type == "cpu":
         return MemoryLimit("cpu", fraction, applied=False, limit_bytes=None, reason="torch cannot limit memory of the CPU")
@@ -150,8 +151,8 @@ def seed(value: int, *, deterministic: bool | None = None) -> Seeded:
     Raises:
         ValueError: the seed is out of its range.
     """
-    if not 0 <= value <= MOST_SEED:
-        raise ValueError(f"a seed is from 0 to {MOST_SEED}, not {value}")
+    if not (is_whole(value) and 0 <= value <= MOST_SEED):  # before any generator is seeded
+        raise ValueError(f"a seed is a whole number from 0 to {MOST_SEED}, not {value!r}")
     random.seed(value)
     torch.manual_seed(value)
     numpy: Any = sys.modules.get("numpy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,14 +68,34 @@ def forward(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return input and target of a batch.
+
+    Raises:
+        ValueError: it is no pair; the message says how to make one.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:  # noqa: PLR2004  # a pair
+        return batch[0], batch[1]
+    found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else type(batch).__name__
+    raise ValueError(
+        f"a batch is a pair of input and target, not {found}: several inputs go into the first as a tuple, or as a mapping of "
+        "keyword arguments, and what the loss function needs into the second"
+    )
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the floating tensors of the model's output for a batch, in evaluation mode and without gradients.
 
+    Each call draws the same random numbers, as of models that sample in evaluation mode; the caller's generators and the
+    model's buffers are as before.
+
     Raises:
         ValueError: the output has no floating tensor.
     """
-    with evaluating(model):
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
+    with evaluating(model), undisturbed(model):
         found = [tensor.detach().double() for tensor in _tensors(forward(model, batch)) if tensor.is_floating_point()]
     if not found:
         raise ValueError("the model's output has no floating tensor to compare; pass a batch for which it has one")
@@ -91,14 +111,39 @@ def compare(got: list[Tensor], reference: list[Tensor], tolerance: float) -> Dif
     if [tensor.shape for tensor in got] != [tensor.shape for tensor in reference]:
         raise ValueError("the two outputs have other shapes; is the model's output random in evaluation mode?")
     mine, theirs = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (got, reference))
-    difference = mine - theirs
-    norm = float(theirs.norm())
+    finite = bool((mine.isfinite() | ~theirs.isfinite()).all())
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())  # infinities of a mask have no difference
+    difference = torch.where(same, 0.0, mine - theirs)
+    norm = float(torch.where(theirs.isfinite(), theirs, 0.0).norm())
     return Difference(
         relative=float(difference.norm()) / norm if norm else float(difference.norm()),
         largest=float(difference.abs().max()) if difference.numel() else 0.0,
-        finite=bool((mine.isfinite() | ~theirs.isfinite()).all()),
+        finite=finite,
         tolerance=tolerance,
     )
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Draw the same random numbers in each block, and put generators and buffers (statistics, caches) back after it."""
+    buffers = [
+        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(0)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(0)
+            yield
+    finally:
+        with torch.no_grad():
+            for owned, name, buffer, before in buffers:
+                owned[name] = buffer
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
 
 
 @contextmanager
@@ -123,5 +168,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for item in value:
             yield from _tensors(item)
     elif is_dataclass(value):
-        for item in vars(value).values():
-            yield from _tensors(item)
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name, None))

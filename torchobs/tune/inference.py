@@ -62,6 +62,16 @@ def _quantized_linear(module: nn.Module) -> Any:
         return Linear.from_float(twin)  # type: ignore[no-untyped-call]
 
 
+def torchao_obstacle() -> str | None:
+    """Return why torchao cannot be imported, or None: each of its releases fits few of torch's."""
+    try:
+        with torch.random.fork_rng([]):  # its import draws random numbers
+            from torchao import quantization  # noqa: F401
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
+
+
 class TorchaoQuantization:
     """Puts torchao's quantised parameters in the place of a model's own, and these back again."""
 
@@ -81,8 +91,7 @@ class TorchaoQuantization:
             for (module, _), weight in zip(self._before, self._after, strict=True):
                 module._parameters["weight"] = weight
             return
-        with torch.random.fork_rng([]):  # its import draws random numbers
-            from torchao import quantization
+        from torchao import quantization
 
         names = [(module, set(vars(module))) for module, _ in self._before]
 

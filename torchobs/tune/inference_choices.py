@@ -10,7 +10,7 @@ from torch import nn
 
 from torchobs.tune.attention import PreferredAttention
 from torchobs.tune.decisions import Choice, Request, reclass_obstacle, skip, use
-from torchobs.tune.inference import DynamicQuantization, Graph, TorchaoQuantization
+from torchobs.tune.inference import DynamicQuantization, Graph, TorchaoQuantization, torchao_obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +60,8 @@ def _dynamic(request: Request, linear: list[nn.Module]) -> Choice:
 def _torchao(request: Request, layers: int) -> Choice:
     if importlib.util.find_spec("torchao") is None:
         return skip("quantization", "torchao is not installed: pip install 'torchobs[torchao]'")
+    if (obstacle := torchao_obstacle()) is not None:
+        return skip("quantization", f"this torchao does not fit this torch: {obstacle}")
     what = "weights and inputs" if request.quantize == "torchao_int8" else "weights"
     reason = f"{what} of {layers} × Linear in 8-bit integers by torchao"
     return use("quantization", reason, TorchaoQuantization(request.model, str(request.quantize)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs import api, catalog
+from torchobs.support.arguments import is_number
 from torchobs.support.result import Result
 from torchobs.tune.attention import KERNELS, kernels_of
 from torchobs.tune.choices import LEVELS, MODES, choose
@@ -81,7 +82,11 @@ class Plan(Result):
         return self
 
     def undo(self) -> Plan:
-        """Leave model and flags as they were before :meth:`apply`; values that were trained since stay. May be called twice."""
+        """Leave model and flags as they were before :meth:`apply`; values that were trained since stay. May be called twice.
+
+        Raises:
+            RuntimeError: another plan that was applied since to the same modules is to be undone first.
+        """
         if self._state.applied:
             self._switch(on=False)
             self._tell("undone")
@@ -97,7 +102,7 @@ class Plan(Result):
 
         Raises:
             NumericalDifferenceError: the difference is larger, or outputs are not finite; the plan is undone then.
-            ValueError: there is no batch, or the output has no floating tensor.
+            ValueError: there is no batch, the output has no floating tensor, or the model is on the device meta.
         """
         difference = self.measure(batch, tolerance)
         if not difference.accepted:
@@ -157,7 +162,13 @@ class Plan(Result):
         return torch.amp.GradScaler(self.device.partition(":")[0], enabled=self.dtype == "float16" and "autocast" in self.used)
 
     def optimizer_options(self, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Return keyword arguments for an optimizer of that class: ``fused=True`` where the plan and the class have it."""
+        """Return keyword arguments for an optimizer of that class: ``fused=True`` where the plan and the class have it.
+
+        Raises:
+            TypeError: it is no class.
+        """
+        if not isinstance(optimizer, type):
+            raise TypeError(f"a class is needed, such as torch.optim.AdamW, not {type(optimizer).__name__}")
         fused = "fused_optimizer" in self.used and "fused" in inspect.signature(optimizer).parameters
         return {"fused": True} if fused else {}
 
@@ -236,7 +247,7 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         graph: for mode ``inference``: ``export`` (torch.export) or ``torchscript``, recorded from ``example``.
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``, or ``amp_dtype`` no floating type.
+        TypeError: ``model`` is no ``torch.nn.Module``, ``amp_dtype`` no floating type, or ``checkpoint`` no class of modules.
         ValueError: a name is unknown, the budget is not above 0, or the model's parameters are on several devices.
     """
     if not isinstance(model, torch.nn.Module):
@@ -252,8 +263,11 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     ):
         if name is not None:
             _one_of(what, name, known)
-    if activation_budget is not None and activation_budget <= 0:
-        raise ValueError(f"activation_budget is a number of bytes above 0, not {activation_budget}")
+    if activation_budget is not None and not (is_number(activation_budget) and activation_budget > 0):
+        raise ValueError(f"activation_budget is a number of bytes above 0, not {activation_budget!r}")
+    classes: tuple[Any, ...] = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (checkpoint,)
+    if not all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in classes):
+        raise TypeError(f"checkpoint is a class of modules, or several of them, not {checkpoint!r}")
     state = _State()
     request = Request(
         model=model,
@@ -261,7 +275,7 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         level=level,
         device=model_device(model),
         dtype=amp_dtype,
-        checkpoint=checkpoint if isinstance(checkpoint, tuple) else (checkpoint,),
+        checkpoint=classes,
         activation_budget=activation_budget,
         attention=attention,
         quantize=quantize,
@@ -290,8 +304,8 @@ def optimized(model: nn.Module, **options: Any) -> Iterator[Plan]:
         yield plan
 
 
-def _one_of(what: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
+def _one_of(what: str, name: object, known: Iterable[str]) -> None:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown {what} {name!r}: use one of {', '.join(known)}")
 
 

@@ -43,7 +43,17 @@ class Reclassed:
             module.__class__ = self._made[kind]
 
     def undo(self) -> None:
-        for module, kind in zip(self._modules, self._before, strict=True):
+        """Give each module its class back.
+
+        Raises:
+            RuntimeError: it has been given another one since; nothing is changed then.
+        """
+        both = list(zip(self._modules, self._before, strict=True))
+        if other := next((module for module, kind in both if type(module) not in {self._made[kind], kind}), None):
+            raise RuntimeError(
+                f"{type(other).__name__} was given another class after this plan, by another plan or by FSDP: undo that first"
+            )
+        for module, kind in both:
             module.__class__ = kind
 
     def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
@@ -56,6 +66,8 @@ def _subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mod
         state = nn.Module.__reduce_ex__(self, protocol)[2:]
         return (copyreg._reconstructor, (kind, object, None), *state)  # type: ignore[attr-defined]
 
+    # torch counts recompilations by code object, and gives up on one that many models share
+    forward.__code__ = forward.__code__.replace()
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**named, "forward": forward, "__reduce_ex__": reduce})
 

@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from torchobs.support.arguments import is_whole
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
-from torchobs.tune.difference import forward
+from torchobs.tune.difference import forward, pair_of
+from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
 from torchobs.tune.random_state import random_state, restore_random_state
 
@@ -30,14 +32,6 @@ if TYPE_CHECKING:
     from torchobs.tune.distribution import Wrapped
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
-
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "sgd": torch.optim.SGD,
-}
-SCHEDULERS = ("constant", "cosine", "linear")
 
 
 class Pipeline:
@@ -61,6 +55,8 @@ class Pipeline:
         self.model = model
         self.optimizer = optimizer
         self.total_steps = total_steps
+        self._counts_steps = total_steps is None
+        self._schedule = schedule
         self.scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
         self.device = model_device(model)
         self.dtype = dtype
@@ -81,7 +77,12 @@ class Pipeline:
 
         Returns:
             The micro-batch's loss, detached and not divided, on the device.
+
+        Raises:
+            ValueError: the batch is no pair, or the schedule has no end: nothing is trained then.
         """
+        if self.total_steps is None:
+            self._schedule(None, sys.maxsize)  # raises before the model has changed, not after its first steps
         self._micro_steps += 1
         return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
 
@@ -98,31 +99,56 @@ class Pipeline:
         """Train until ``epochs`` epochs are complete, those before a resume included; return each one's mean loss.
 
         Args:
-            loader: a sized DataLoader of pairs of input and target. An epoch's last group of batches may be smaller than
-                ``accumulate``: its gradient is the mean over the batches that it has.
-            epochs: epochs in all.
+            loader: a DataLoader of pairs of input and target, sized unless ``total_steps`` was given. An epoch's last group of
+                batches may be smaller than ``accumulate``: its gradient is the mean over the batches that it has. On several
+                ranks it has a ``DistributedSampler``, or else each rank trains on all of the data.
+            epochs: epochs in all. Unless ``total_steps`` was given, the schedule ends with the last of them: with more epochs
+                than at the time of a checkpoint it is longer.
             loss_fn: called with output and target.
             checkpoint: file that is replaced after every epoch, and after each ``every`` optimizer steps.
             every: optimizer steps between checkpoints within an epoch; 0 for none.
             progress: write a line on stderr.
+
+        Raises:
+            ValueError: ``epochs`` or ``every`` is no number of them, a batch is no pair, there is none, or their number is not
+                known.
+            OSError: there is no folder for the checkpoint, which is found before training, or a file cannot be written.
         """
-        if self.total_steps is None:
-            self.total_steps = epochs * math.ceil(len(loader) / self.accumulate)
+        if not (is_whole(epochs) and is_whole(every) and every >= 0):
+            raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
+        if checkpoint is not None and not _rank():
+            checkpoint_file.check_place(checkpoint)  # now, and not after an epoch
+        batches = _length(loader)
+        self._plan_steps(epochs, batches)
         self.model.train()
         losses = []
         while self.epoch < epochs:
             for _ in self._epoch_groups(loader, loss_fn):
                 if progress:
-                    self._show(epochs, len(loader))
+                    self._show(epochs, batches)
                 if checkpoint is not None and every and self.step % every == 0:
                     self.save(checkpoint, loader)
-            losses.append(float(self._loss_sum) / max(1, self._batches_done))
+            if not self._batches_done:
+                raise ValueError(f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch")
+            losses.append(float(self._loss_sum) / self._batches_done)
             self.epoch, self._batches_done = self.epoch + 1, 0
             if progress:
                 sys.stderr.write("\n")
             if checkpoint is not None:
                 self.save(checkpoint, loader)
         return losses
+
+    def _plan_steps(self, epochs: int, batches: int | None) -> None:
+        """Let the schedule end with the last epoch, unless the caller has said where."""
+        if not self._counts_steps:
+            return
+        if batches is None:
+            raise ValueError("the loader has no length: pass total_steps to tune.pipeline(), the optimizer's steps in all")
+        before, self.total_steps = self.total_steps, epochs * math.ceil(batches / self.accumulate)
+        if before not in {None, self.total_steps}:  # further epochs: the rate of the next step is one of the new schedule
+            factor = self._schedule(self.total_steps, self.scheduler.last_epoch)
+            for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+                group["lr"] = rate * factor
 
     def save(self, path: str | os.PathLike[str], loader: Any = None) -> None:
         """Write a checkpoint that is complete or not there; of several ranks, rank 0 does. Gradients are not in it.
@@ -137,9 +163,10 @@ class Pipeline:
         parts: dict[str, Any] = {name: distribution.state_of(part) for name, part in self._parts().items()}
         if distribution.is_sharded(self.model):
             parts["ranks"] = distribution.of_all_ranks(own)
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+        if _rank():
             return
-        counts = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done, "total_steps": self.total_steps}
+        counts: dict[str, int | None] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
+        counts |= {"total_steps": self.total_steps, "counts_steps": self._counts_steps}
         checkpoint_file.save({**parts, "counts": counts, **own}, path)
 
     def resume(self, path: str | os.PathLike[str], loader: Any = None) -> Pipeline:
@@ -149,13 +176,18 @@ class Pipeline:
 
         Raises:
             FileNotFoundError: there is no such file.
+            ValueError: it is no checkpoint of a pipeline, damaged, or of one with another optimizer or other parts.
             RuntimeError: it is of another model.
         """
+        parts = self._parts()
         state = checkpoint_file.load(path, self.device)
-        for name, part in self._parts().items():
+        checkpoint_file.check(state, parts, path)
+        for name, part in parts.items():
             distribution.load_state(part, state[name])
         counts = state["counts"]
-        self.step, self.epoch, self.total_steps = counts["step"], counts["epoch"], counts["total_steps"]
+        self.step, self.epoch = counts["step"], counts["epoch"]
+        if self._counts_steps:
+            self.total_steps, self._counts_steps = counts["total_steps"], counts["counts_steps"]
         ranks = state.get("ranks", ()) if distribution.is_sharded(self.model) else ()
         own = ranks[distributed.get_rank()] if ranks and len(ranks) == distributed.get_world_size() else state
         self._batches_done, self._loss_sum = counts["batches"], own["loss_sum"].to(self.device)
@@ -169,7 +201,7 @@ class Pipeline:
         return parts if self.ema is None else {**parts, "ema": self.ema}
 
     def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
-        inputs, target = _to(batch, self.device)
+        inputs, target = _to(pair_of(batch), self.device)
         with self._gradient_sync(on=last):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
                 loss = loss_fn(forward(self.model, inputs), target)
@@ -233,9 +265,15 @@ class Pipeline:
         self._resumed_random_state = None
         return batches
 
-    def _show(self, epochs: int, batches: int) -> None:
-        loss = float(self._loss_sum) / self._batches_done
-        sys.stderr.write(f"\repoch {self.epoch + 1}/{epochs}  batch {self._batches_done}/{batches}  loss {loss:.4g}  ")
+    def _show(self, epochs: int, batches: int | None) -> None:
+        loss, of = float(self._loss_sum) / self._batches_done, "" if batches is None else f"/{batches}"
+        sys.stderr.write(f"\repoch {self.epoch + 1}/{epochs}  batch {self._batches_done}{of}  loss {loss:.4g}  ")
+
+    def __repr__(self) -> str:
+        model, optimizer = type(self.model).__name__, type(self.optimizer).__name__
+        dtype = "float32" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        steps = f"{self.step}" if self.total_steps is None else f"{self.step} of {self.total_steps}"
+        return f"Pipeline({model} on {self.device} in {dtype}, {optimizer}, accumulate={self.accumulate}, step {steps})"
 
 
 def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked for
@@ -277,12 +315,14 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         optimizer_options: what else the optimizer takes.
 
     Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
         ValueError: an unknown name, a number out of its range, or ``fsdp`` with ``compile``, ``ema_decay`` or ``ddp=True``.
     """
-    _check_names(optimizer, scheduler, amp)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tune.pipeline() takes a torch.nn.Module, not {type(model).__name__}")
+    check_names(optimizer, scheduler, amp, ddp)
+    check_numbers(lr, accumulate, warmup_steps, total_steps, max_grad_norm, ema_decay)
     distribution.check_sharding(model, fsdp, ddp=ddp, compiled=compile, averaged=ema_decay is not None)
-    if accumulate < 1 or warmup_steps < 0 or (max_grad_norm is not None and max_grad_norm <= 0):
-        raise ValueError("accumulate is at least 1, warmup_steps at least 0, max_grad_norm above 0 or None")
     ema = None
     if ema_decay is not None:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))  # type: ignore[no-untyped-call]
@@ -302,13 +342,16 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     )
 
 
-def _check_names(optimizer: str, scheduler: str, amp: str | bool | torch.dtype) -> None:  # noqa: FBT001  # as in pipeline()
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
-    if scheduler not in SCHEDULERS:
-        raise ValueError(f"unknown scheduler {scheduler!r}: use one of {', '.join(SCHEDULERS)}")
-    if isinstance(amp, str) and amp != "auto":
-        raise ValueError(f"amp is 'auto', True, False or a torch.dtype, not {amp!r}")
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _length(loader: Any) -> int | None:
+    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _factor(scheduler: str, warmup_steps: int, total_steps: int | None, step: int) -> float:
