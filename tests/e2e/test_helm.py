@@ -196,7 +196,7 @@ def test_the_api_server_knows_what_the_operators_know(namespace: Namespace) -> N
 
 
 def test_it_warns_of_a_prometheus_that_would_ignore_it(namespace: Namespace) -> None:
-    """The notes of the installation compare labels with the selectors of the Prometheus objects, if they are asked to."""
+    """The notes compare labels with the selectors of the Prometheus objects, if asked to; and the grace with a scrape."""
     selects = {"podMonitorSelector": {"matchLabels": {"release": "other"}}}
     namespace.apply(
         {"apiVersion": "monitoring.coreos.com/v1", "kind": "Prometheus", "metadata": {"name": "main"}, "spec": selects}
@@ -206,7 +206,10 @@ def test_it_warns_of_a_prometheus_that_would_ignore_it(namespace: Namespace) -> 
         install = ("install", "torchobs", CHART, *IMAGE, "--dry-run=server", "--set", "podMonitor.checkSelector=true")
         warning = f"WARNING: Prometheus {namespace.name}/main selects PodMonitors by release=other"
         assert warning in succeeds(namespace, *install)
-        assert warning not in succeeds(namespace, *install, "--set", "podMonitor.additionalLabels.release=other")
+        slower = ("--set", "podMonitor.additionalLabels.release=other,podMonitor.interval=1m")
+        notes = succeeds(namespace, *install, *slower)
+        assert warning not in notes
+        assert "pods get 45 s to end, and a last scrape may take 75 s" in notes
     finally:
         namespace.kubectl("delete", "prometheus", "main")
 

@@ -244,7 +244,7 @@ def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
         other.apply(job("absent", template))
         with injection(other, EXPORTER, broken), injection(other, EXPORTER, label_only):
             # the API server hears of the two in their order
-            wait_until(lambda: "asked" in admitted(other, pod())["metadata"]["labels"], timeout_s=30, interval_s=0.3)
+            wait_until(lambda: "asked" in admitted(other, pod())["metadata"]["labels"], timeout_s=300, interval_s=0.3)
             other.apply(job("broken", template))
             pods = [*completed(other, "absent"), *completed(other, "broken")]
     assert [one.content["spec"].get("initContainers") for one in pods] == [None, None]
@@ -257,9 +257,9 @@ def test_two_pods_on_the_nodes_network_run_side_by_side() -> None:
 
     Their user is root, as which an exporter does not run.
     """
-    address = f"('127.0.0.1', {PORT})"
-    wait = f"import socket, time; [time.sleep(0.3) for _ in range(99) if socket.socket().connect_ex({address})]; time.sleep(5)"
-    template = pod_template("true", ["python3", "-c", wait])
+    # two seconds more, in which the process that tells it leaves
+    until_told = "import signal, time; signal.signal(signal.SIGTERM, print); signal.pause(); time.sleep(2)"
+    template = pod_template("true", ["python3", "-c", until_told])
     template["spec"] |= {"hostNetwork": True, "securityContext": {"runAsUser": 0}}
     del template["spec"]["volumes"], template["spec"]["containers"][0]["volumeMounts"]
     with Namespace("privileged") as other, injection(other, EXPORTER):
@@ -278,7 +278,9 @@ def test_two_pods_on_the_nodes_network_run_side_by_side() -> None:
         def answers() -> list[int]:
             return sorted(get(f"{node}:{PORT}", f"/metrics?pod={uid}")[0] for uid in uids)
 
-        assert wait_until(lambda: answers() == [200, 421], timeout_s=30, interval_s=0.3), "each pod's page or none"
+        assert wait_until(lambda: answers() == [200, 421], timeout_s=300, interval_s=0.3), "each pod's page or none"
+        for one in other.pods("network"):
+            other.kubectl("exec", one.name, "-c", "main", "--", "python3", "-c", "import os; os.kill(1, 15)")
         for found in completed(other, "network"):
             sidecar = found.content["spec"]["initContainers"][0]
             assert ("ports" in sidecar, sidecar["securityContext"]["runAsUser"]) == (False, 65532)

@@ -18,7 +18,17 @@ import pytest
 import yaml
 
 from tests import support
-from tests.kubernetes.cluster import PORT, Namespace, Pod, environment, get, printed_steps, reached_from, value
+from tests.kubernetes.cluster import (
+    OOM_KILLED,
+    PORT,
+    Namespace,
+    Pod,
+    environment,
+    get,
+    printed_steps,
+    reached_from,
+    value,
+)
 from tests.kubernetes.jobs import ARBITRARY_UID, READY, SHIPPED, exporter_of, job, scripts, trainer_of
 from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, newest_prometheus
@@ -328,7 +338,7 @@ def _restarted(stage: Stage) -> Pod | None:
 def test_a_rank_that_the_kernel_ends_is_shown_with_its_last_step_and_the_next_counts_anew(stage: Stage) -> None:
     """Out of memory by the container's limit; the Job's next pod is the same run, and another life of the rank."""
     first, second = stage.completed("killed")
-    assert first.ended("trainer")["reason"] == "OOMKilled"
+    assert first.ended("trainer")["exitCode"] == OOM_KILLED
     last = printed_steps(stage.namespace.logs(first, "trainer"))
     assert stage.scraped("torchobs_steps_total", first) in {last, last + 1}  # it may die before it prints a step it has taken
     assert stage.scraped("torchobs_rank_exit", first, reason="out_of_memory") == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.kubernetes.cluster import PORT, Pod, get, printed_steps, value
+from tests.kubernetes.cluster import OOM_KILLED, PORT, Pod, get, printed_steps, value
 from tests.kubernetes.jobs import ARBITRARY_UID, READY, job, scripts, trainer_of
 from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, steps, torchrun
 from tests.support import wait_until
@@ -75,7 +75,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def test_an_out_of_memory_kill_is_told_with_its_reason_and_pod(stage: Stage) -> None:
     """The trainer's limit, which no other container of the pod shares."""
     pod = stage.ended("hoards", "Failed")
-    assert pod.ended("trainer")["reason"] == "OOMKilled"
+    assert pod.ended("trainer")["exitCode"] == OOM_KILLED
     alert = stage.told("hoards", "TorchobsRankFailed")
     assert alert["receiver"] == "tickets"
     assert f"in pod {pod.name}: out_of_memory" in alert["annotations"]["description"]
@@ -94,7 +94,7 @@ def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
 
     pod = wait_until(restarted, timeout_s=STARTS_S, interval_s=0.3)
     assert pod is not None
-    assert pod.container("torchobs")["lastState"]["terminated"]["exitCode"] == 137
+    assert pod.container("torchobs")["lastState"]["terminated"]["exitCode"] == OOM_KILLED
 
     def has_all() -> bool:  # a page is of the moment before; lost steps would be missing at any moment
         printed = printed_steps(stage.namespace.logs(pod, "trainer"))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PORT = 10960
+OOM_KILLED = 137
+"""The exit code that SIGKILL leaves. The `reason` beside it is `Error` when containerd handles the exit before the kernel's event."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -189,8 +191,8 @@ def value(page: str, name: str, **labels: str) -> float | None:
 
 
 def printed_steps(log: str) -> int:
-    """The last step that `pod.py` has printed."""
-    return int(log.rsplit(maxsplit=1)[-1])
+    """The last step that `pod.py` has printed, among what else a container says."""
+    return int(next(line for line in reversed(log.splitlines()) if line.isdecimal()))
 
 
 def environment(**variables: str) -> Sequence[Mapping[str, str]]:
