@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import shutil
@@ -90,6 +91,14 @@ def program() -> Callable[[str], str]:
 def free_port() -> Callable[[], int]:
     """Ports nobody listens on; call it once per port."""
     return support.free_port
+
+
+@pytest.fixture
+def little_to_collect() -> Iterator[None]:
+    """Leave what is imported out of garbage collections: of torch and its like each takes a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

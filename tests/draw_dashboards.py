@@ -57,6 +57,8 @@ COLORS = {
 }
 COLORS["text"] = "#3a3f45"
 CYCLE = ("#56a64b", "#f2cc0c", "#3274d9", "#ff9830", "#e02f44", "#8f3bb8", "#00a3a3", "#b877d9", "#806eb7", "#707070")
+TICK_S = 300.0
+"""Long times have ticks at multiples of it"""
 LEGENDS, ROWS = 6, 12
 """The most lines of a legend and rows of a table that are drawn."""
 
@@ -98,7 +100,7 @@ UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "s": ((86400, " d"), (3600, " h"), (60, " min"), (1, " s"), (1e-3, " ms"), (1e-6, " µs")),
     "bytes": ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1, " B")),
     "percentunit": ((0.01, " %"),),
-    "": ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")),
+    "": ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")),
 }
 """Sizes and names of units, the greatest first; the last is for all that are smaller."""
 SUFFIXES = {"Bps": "/s", "watt": "W", "celsius": "°C", "joule": "J"}
@@ -110,6 +112,8 @@ def text_of(value: float, unit: str, texts: Mapping[str, str] | None = None) -> 
         return texts[f"{value:g}"]
     sizes = UNITS["bytes" if unit == "Bps" else unit if unit in UNITS else ""]
     size, name = next(((size, name) for size, name in sizes if abs(value) >= size), sizes[-1])
+    if unit == "s" and not value:
+        name = " s"
     return f"{value / size:.3g}{name}{SUFFIXES.get(unit, '')}"
 
 
@@ -202,7 +206,7 @@ class Canvas:
             for one in found:
                 key = tuple(sorted((k, v) for k, v in one.labels.items() if k in rename))
                 values.setdefault(key, dict(key))[name] = one.value
-        shown = list(rename.items())
+        shown = [(source, title) for source, title in rename.items() if any(source in row for row in values.values())]
         for column, (source, title) in enumerate(shown):
             x = left + 0.008 + (width - 0.012) * column / len(shown)
             self.figure.text(x, bottom + height - 1.7 / self._rows, title, fontsize=8, weight="bold", va="center")
@@ -221,14 +225,18 @@ class Canvas:
 
         defaults = panel["fieldConfig"]["defaults"]
         custom = defaults["custom"]
-        fixed = {
-            one["matcher"]["options"]: one["properties"][0]["value"]["fixedColor"] for one in panel["fieldConfig"]["overrides"]
-        }
+        fixed, aside = {}, {}
+        for one in panel["fieldConfig"]["overrides"]:
+            parts = {part["id"]: part["value"] for part in one["properties"]}
+            if "color" in parts:
+                fixed[one["matcher"]["options"].strip("/")] = COLORS.get(parts["color"]["fixedColor"])
+            if parts.get("custom.axisPlacement") == "right":
+                aside[one["matcher"]["options"].strip("/")] = axes.twinx()
         named = [(legend_of(target, one), one) for target, found in answers for one in found]
         stack = np.zeros(len(self._grafana.times))
         stacked = custom.get("stacking", {}).get("mode") == "normal"
         for number, (name, one) in enumerate(named):
-            color = COLORS.get(fixed.get(name, ""), CYCLE[number % len(CYCLE)])
+            color = next((shade for like, shade in fixed.items() if shade and re.match(like, name)), CYCLE[number % len(CYCLE)])
             times, values = self._gaps(one)
             label = name if number < LEGENDS else None
             if stacked:
@@ -238,7 +246,10 @@ class Canvas:
                 )
                 stack = stack + grid
             else:
-                axes.plot(self._dates(times), values, color=color, lw=1.1, label=label)
+                place = next((other for like, other in aside.items() if re.match(like, name)), axes)
+                place.plot(self._dates(times), values, color=color, lw=1.1, label=label)
+                if place is not axes:  # for the legend
+                    axes.plot([], [], color=color, lw=1.1, label=label)
         if custom.get("scaleDistribution", {}).get("type") == "log" and axes.get_ylim()[1] > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -246,6 +257,10 @@ class Canvas:
             axes.set_ylim(bottom=0)
         self._thresholds(panel, axes)
         self._axes(axes, defaults["unit"])
+        for other in aside.values():
+            other.set_ylim(bottom=0)
+            self._axes(other, "short")
+            other.tick_params(axis="y", direction="in", pad=-12)
         axes.legend(
             loc="upper left",
             bbox_to_anchor=(-0.02, -0.1),
@@ -327,7 +342,7 @@ class Canvas:
     @staticmethod
     def _axes(axes: Axes, unit: str | None, *, dates: bool = True) -> None:
         from matplotlib.dates import DateFormatter, MinuteLocator
-        from matplotlib.ticker import NullFormatter
+        from matplotlib.ticker import MultipleLocator, NullFormatter
 
         if dates:
             axes.xaxis.set_major_locator(MinuteLocator(byminute=range(0, 60, 15)))  # type: ignore[no-untyped-call]  # nor here
@@ -335,6 +350,11 @@ class Canvas:
         if unit:
             axes.yaxis.set_major_formatter(lambda value, _: text_of(value, unit))
             axes.yaxis.set_minor_formatter(NullFormatter())
+            low, high = axes.get_ylim()
+            if axes.get_yscale() == "linear" and unit in {"bytes", "Bps"}:
+                axes.yaxis.set_major_locator(MultipleLocator(2.0 ** np.ceil(np.log2((high - low) / 6))))
+            elif axes.get_yscale() == "linear" and unit == "s" and high - low > TICK_S:
+                axes.yaxis.set_major_locator(MultipleLocator(TICK_S * np.ceil((high - low) / 6 / TICK_S)))
         axes.tick_params(labelsize=6.5, length=2, colors="#5a5f66")
         axes.grid(color="#e9eaea", lw=0.5)
         axes.set_axisbelow(True)

@@ -258,6 +258,14 @@ _SHOWN: dict[Metric, Shape] = {
     catalog.GRAD_LAYERS_FOLDED: lambda _, __: 12.0,
     catalog.GRAD_UNMOVED_LAYERS: lambda _, __: 0.0,
     catalog.GRAD_ZERO: lambda _, __: 0.01,
+    catalog.MODEL_FLOPS: lambda _, __: 1.6e14,
+    catalog.MFU: lambda life, _: 1.6e14 / life.step_s / 9.9e14,
+    catalog.STEP_DEVICE_TIME: lambda life, of: phase(life, of["phase"]) * life.step_s,
+    catalog.ACTIVATION_LAYER_MEAN_ABS: lambda life, _: life.wobble(0.7, 0.05),
+    catalog.ACTIVATION_LAYER_STD: lambda life, _: life.wobble(1.0, 0.05),
+    catalog.ACTIVATION_LAYER_MAX: lambda life, _: life.wobble(6.0, 0.1),
+    catalog.ACTIVATION_LAYER_ZERO: lambda life, of: life.wobble(0.5 if of["layer"].endswith("mlp") else 0.01),
+    catalog.ACTIVATION_LAYER_NONFINITE: lambda _, __: 0.0,
     catalog.ANOMALY_ACTIVE: lambda life, of: (
         ((life.age > 1790) & (life.age < 1910) & (life.run.sick and not life.number)) * (of["kind"] == "gradient_explosion")
     ),

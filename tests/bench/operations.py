@@ -1,7 +1,7 @@
 """What torchobs executes in a training step, counted: the same on every machine, and however busy it is.
 
-Counted are the calls of our functions and those that they make of C's, and the bytecode instructions of our code, in the
-training thread alone. That steps leave no memory behind is tests/faults/test_no_growth.py's.
+Counted are the calls of our functions, in Python and compiled, those that Python's make of C's, and the bytecode instructions
+of our code, in the training thread alone. That steps leave no memory behind is tests/faults/test_no_growth.py's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 OURS = str(Path(torchobs.__file__).parent)
+NATIVE = "torchobs._native"
 INTERVAL = 2
 """Norms are measured in every second step, so that steps of both kinds are there, as many as wished for."""
 WARM_UP = 16
@@ -43,16 +44,18 @@ class Counts(NamedTuple):
 
 
 CEILINGS = {
-    "mlp": Counts(Operations(46, 735), Operations(199, 2770)),
-    "gpt": Counts(Operations(78, 1220), Operations(683, 7070)),
+    "mlp": Counts(Operations(41, 682), Operations(200, 2780)),
+    "gpt": Counts(Operations(70, 1138), Operations(640, 6680)),
 }
-"""Most that steps may execute at level basic: a tenth more than they do with Python 3.11 and torch 2.13. Whoever makes a step
-do more raises them, and says why."""
+"""Most that steps may execute at level basic: what plain ones do with Python 3.11 and torch 2.13, and a few percent more than
+measuring ones do. Whoever makes a step do more raises them, and says why."""
 NATIVE_CEILINGS = {
-    "mlp": Counts(Operations(32, 580), Operations(185, 2610)),
-    "gpt": Counts(Operations(64, 1075), Operations(669, 6910)),
+    "mlp": Counts(Operations(9, 56), Operations(167, 2140)),
+    "gpt": Counts(Operations(37, 518), Operations(607, 6040)),
 }
-"""The same with the compiled part."""
+"""The same with the compiled part, whose calls of other functions in C are not seen."""
+ROOM = 1.0 if sys.version_info[:2] == (3, 11) else 1.1
+"""Other versions of Python have other instructions"""
 
 
 class OperationCounter:
@@ -101,8 +104,8 @@ class OperationCounter:
         return self._count_instruction
 
     def _count_call(self, frame: FrameType, event: str, argument: Any) -> None:
-        del argument
-        self._calls += event in {"call", "c_call"} and self._covers(frame.f_code)
+        ours = event in {"call", "c_call"} and self._covers(frame.f_code)
+        self._calls += ours or (event == "c_call" and type(getattr(argument, "__self__", None)).__module__ == NATIVE)
 
 
 def count(training: Iterator[None], steps: int, directory: Path, level: str = "basic", *, native: bool = True) -> Counts:
@@ -123,13 +126,13 @@ def _median(steps: list[Operations]) -> Operations:
     return Operations(*(statistics.median_high(figures) for figures in zip(*steps, strict=True)))
 
 
-def over_ceiling(name: str, found: Counts, *, native: bool = False) -> list[str]:
-    """Say what is more than a training's ceilings allow."""
+def over_ceiling(name: str, found: Counts, *, native: bool = False, room: float = 1.0) -> list[str]:
+    """Say what is more than a training's ceilings allow, ``room`` times over."""
     allowed = (NATIVE_CEILINGS if native else CEILINGS)[name]
     kinds = (("plain", found.plain, allowed.plain), ("measuring", found.measuring, allowed.measuring))
     return [
         f"{name}: a {kind} step has {is_of} {what}, {most} are allowed"
         for kind, ours, theirs in kinds
         for what, is_of, most in zip(Operations._fields, ours, theirs, strict=True)
-        if is_of > most
+        if is_of > most * room
     ]

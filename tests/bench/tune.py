@@ -41,7 +41,32 @@ def transformer() -> tuple[nn.Module, Any]:
     return model, (torch.randn(8, 64, 128), torch.randint(0, 10, (8,)))
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+def unet() -> tuple[nn.Module, Any]:
+    """A UNet of diffusers with two levels of 32 and 64 channels, random weights; batches of 8 images of 16 × 16."""
+    from diffusers import UNet2DModel
+
+    class Denoiser(nn.Module):
+        """Takes and returns tensors, as a loss function does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.unet = UNet2DModel(
+                sample_size=16,
+                layers_per_block=1,
+                block_out_channels=(32, 64),
+                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            )
+
+        def forward(self, x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+            noise: torch.Tensor = self.unet(x, steps).sample
+            return noise
+
+    x = torch.randn(8, 3, 16, 16)
+    return Denoiser(), ((x, torch.randint(1000, (8,))), torch.randn_like(x))
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer, "unet": unet}
 
 
 def table(name: str, result: Any) -> str:
@@ -68,7 +93,7 @@ def main() -> None:
     for name in options.models:
         torch.manual_seed(0)
         model, (x, target) = MODELS[name]()
-        loss_fn = nn.functional.cross_entropy
+        loss_fn = nn.functional.cross_entropy if target.dtype == torch.int64 else nn.functional.mse_loss
         optimizer = torch.optim.AdamW(model.parameters())
         level: Any = {"level": "advanced", "rounds": ROUNDS}
         training = tune.benchmark(model, (x, target), optimizer, loss_fn, modes=TRAINING, **level)

@@ -107,6 +107,38 @@ def bad_batch(setup: Setup, chance: random.Random) -> Verdict:
     return Verdict(fact is not None, None, fact and fact.step - at, f"factor {factor:.3g} at {at}: {notes(observed)}")
 
 
+def _nothing(set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # as torch has it
+    """Leave the gradients."""
+    del set_to_none
+
+
+def kept(setup: Setup, chance: random.Random) -> Verdict:
+    """``zero_grad`` is not called, from the first step on."""
+    training = build(setup)
+    for optimizer in training.optimizers.values():
+        optimizer.zero_grad = _nothing  # type: ignore[method-assign]
+    observed = train(training, 60, lambda _: None, grad_interval=chance.randrange(1, 5))
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE)
+    return Verdict("gradients_kept" in observed.kinds(), None, told[0].step if told else None, notes(observed))
+
+
+def evaluating(setup: Setup, chance: random.Random) -> Verdict:
+    """From some step on the model is in evaluation mode."""
+    at = chance.randrange(20, 100)
+
+    def forget(look: Look) -> None:
+        training = build(setup)  # a model that was there before is known after a second only
+        for number in range(1, at + 300):
+            if number == at:
+                training.models[training.main].eval()
+            training.step()
+            look.stepped()
+
+    observed = observe(forget)
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE)
+    return Verdict("evaluation_mode" in observed.kinds(), None, (told[0].step or 0) - at if told else None, notes(observed))
+
+
 def recompiles(setup: Setup, chance: random.Random) -> Verdict:
     """A function that is compiled anew for every value of a number."""
     training = build(setup)
@@ -172,6 +204,8 @@ SICKNESSES: dict[str, Sickness] = {
         skipping, ("mlp", "cnn", "gpt", "gan", "diffusion"), optimizers=("sgd", "adamw"), precisions=("scaler",), compiled=False
     ),
     "bad batch": Sickness(bad_batch, ("rnn", "diffusion"), precisions=("float32", "bfloat16")),
+    "zero_grad forgotten": Sickness(kept, optimizers=("sgd", "adamw", "fused")),
+    "train() forgotten": Sickness(evaluating, ("cnn",), optimizers=("sgd", "adamw", "fused")),
     "recompile storm": Sickness(recompiles, compiled=False),
     "slowdown": Sickness(slowdown, ("mlp", "rnn", "gpt", "diffusion"), optimizers=("sgd", "adamw"), compiled=False),
     "waiting for data": Sickness(starvation, ("mlp", "rnn", "gpt", "diffusion"), optimizers=("sgd", "adamw"), compiled=False),

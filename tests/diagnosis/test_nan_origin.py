@@ -330,7 +330,7 @@ def test_what_a_hook_cannot_look_at_does_not_reach_the_user(flight_dir: Path) ->
         def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan")
 
-    recorder = recording(flight_dir)
+    recorder: Any = recording(flight_dir)
     next(recorder)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -342,6 +342,7 @@ def test_what_a_hook_cannot_look_at_does_not_reach_the_user(flight_dir: Path) ->
         (Wrong.apply(loss) if number == 0 else loss).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     torchobs.shutdown()
+    recorder.close()  # what the hook raised keeps this frame, and with it the recorder, which else ends a later session
 
 
 def test_what_is_inferred_is_said_to_be(run: Recording) -> None:
@@ -382,3 +383,39 @@ def test_a_model_is_known_once_however_often_it_is_watched(run: Recording) -> No
         torchobs.watch(kept)
     assert run.session.context is not None
     assert [known() for known in run.session.context.watched] == [kept]
+
+
+class Faulty(torch.autograd.Function):
+    """A function of the user's, with a derivative that is wrong from some step on."""
+
+    ill = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """NaN."""
+        del ctx
+        return gradients[0] * float("nan") if Faulty.ill else gradients[0]
+
+
+def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that was not measured, of a finite loss: the next one's graph and the weights tell."""
+    torch.manual_seed(0)
+    recorder = recording(flight_dir, log_level="ERROR", grad_interval=100)
+    run = next(recorder)
+    body, head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 1)
+    optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])
+    for number in range(8):
+        monkeypatch.setattr(Faulty, "ill", number == 5)
+        optimizer.zero_grad()
+        torch.autograd.backward(head(Faulty.apply(body(torch.randn(5, 4)))).square().mean())  # type: ignore[no-untyped-call]
+        optimizer.step()
+    run.look()
+    (told,) = [frame["attrs"] for frame in run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)]
+    assert (told["origin"], told["operator"]) == ("backward", "faulty")
+    next(recorder, None)

@@ -87,7 +87,7 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
         ("pager", "TorchobsLossNotFinite", "Most on: rank 0 on node-0: "),  # at a scale of 0 the weights are lost, too
     ],
     "straggler": [("tickets", "TorchobsStraggler", "Slowest: rank 2 on node-1: ")],
-    "slowdown": [("tickets", "TorchobsSlowdown", "rank 0 on node-0")],
+    "slowdown": [("tickets", "TorchobsSlowdown", r"A step's time now is: \d")],
     "memory-leak": [("tickets", "TorchobsMemoryGrowth", r"First: rank 0 on node-0: .* left \(host\)")],
     "checkpoints": [("pager", "TorchobsCheckpointFailed", "On: rank 0 on node-0: ")],
 }

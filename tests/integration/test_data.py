@@ -151,7 +151,7 @@ def test_workers_are_counted_and_their_start_is_timed_once_where_they_persist(ru
 def test_a_killed_worker_is_an_event_and_torch_says_what_it_always_says(run: Recording) -> None:
     """The training loop gets torch's own error, and the event has the signal."""
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*(is killed by signal: Killed|exited unexpectedly)"):
-        train(DataLoader(Deadly(), batch_size=2, num_workers=2))
+        train(DataLoader(Deadly(), batch_size=2, num_workers=1))  # when another ends, torch raises again, wherever
     (event,) = support.wait_until(lambda: run.frames("torchobs.data.worker_died"))
     assert event["attrs"]["signal"] == "SIGKILL"
     assert run.look()[("torchobs.data.workers_died",)] == 1  # the event is there at once, the count at the end of its round

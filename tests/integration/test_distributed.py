@@ -30,8 +30,32 @@ class Ended(NamedTuple):
     events: list[dict[str, Any]]
 
 
-def train(start: Any, flight_dir: Path, way: str, order: str) -> list[Ended]:
-    """Two ranks, to their end."""
+BATCHES = """
+import torch, torch.distributed as dist, torchobs
+from torch.utils.data import DataLoader, DistributedSampler
+
+torchobs.init()
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 1))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+texts = [{"input_ids": torch.full((6,), number % 11)} for number in range(26)]
+sampler = DistributedSampler(texts)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for batch in DataLoader(texts, batch_size=4, sampler=sampler, drop_last=True):
+        model(batch["input_ids"]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+torchobs.shutdown()
+print("{}")
+"""
+"""Thirteen texts of six tokens for each rank, three batches of four in an epoch"""
+
+
+def train(start: Any, flight_dir: Path, *program: str) -> list[Ended]:
+    """Two ranks of a program, to their end; `distributed_rank`'s arguments, or `-c` and a script."""
     port, ranks = support.free_port(), []
     for rank in range(2):
         place = {
@@ -42,7 +66,7 @@ def train(start: Any, flight_dir: Path, way: str, order: str) -> list[Ended]:
             "MASTER_PORT": str(port),
         }
         environment = {**support.clean_environment(), **place, "TORCHOBS_DIR": str(flight_dir), "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, "-m", "tests.distributed_rank", way, order)
+        command = (sys.executable, *(() if program[0] == "-c" else ("-m", "tests.distributed_rank")), *program)
         ranks.append(
             start(*command, torch=True, env=environment, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         )
@@ -137,6 +161,13 @@ def test_axes_without_parameters_are_known_by_their_process_groups() -> None:
         assert root_dimensions(mesh["tp"]) == {"pp": (1, 2), "dp": (0, 2), "tp": (1, 2)}
     finally:
         distributed.destroy_process_group()
+
+
+def test_each_rank_counts_the_batches_of_its_own(start: Any, flight_dir: Path) -> None:
+    """Inferred throughput: the ranks' sum is what the run has trained on, not twice that."""
+    for ended in train(start, flight_dir, "-c", BATCHES):
+        found = [ended.values[f"torchobs.{what}",] for what in ("steps", "samples", "tokens")]
+        assert found == [6, 6 * 4, 6 * 4 * 6]
 
 
 def test_without_a_process_group_there_are_no_such_series(flight_dir: Path) -> None:

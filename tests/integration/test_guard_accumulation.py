@@ -101,6 +101,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
     "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
     "no norm": ({"max_grad_norm": 0}, "max_grad_norm is 0; it is a number above 0"),
+    "another's": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
     "closure": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
 }
 
@@ -140,6 +141,7 @@ def test_a_step_of_nonsense_is_refused(batch: Any, compute: Any, accumulate: boo
         ({"backoff_s": nan}, "backoff_s is nan"),
         ({"least_excess": -1.0}, "a number, 0 or more"),
         ({"data_errors": ValueError}, "a tuple of exception classes"),
+        ({"agree": "yes"}, "agree is 'yes': True or False"),
     ],
 )
 def test_a_policy_of_nonsense_is_refused(policy: dict[str, Any], message: str) -> None:

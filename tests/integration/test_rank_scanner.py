@@ -129,6 +129,21 @@ def test_who_waits_for_a_peer_that_may_take_any_time_has_not_hung(
     assert seen == [state, state, "hung"]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "phase", "state"), [(1, "other", "alive"), (1, "backward", "hung"), (2, "other", "hung")]
+)
+def test_who_has_begun_nothing_alone_has_not_hung(
+    world_size: int, phase: str, state: str, scanner: Scanner, rank: Callable[..., File], clock: Clock
+) -> None:
+    """It serves a model, evaluates one, or is a notebook; ranks of several may wait for each other before the first step."""
+    file = rank(world_size=world_size)
+    file.writer.phase(1 + PHASE_NAMES.index(phase), BORN_NS)
+    clock.seconds = 3_600.0
+    file.beat(3_599.9)
+    file.save()
+    assert states(scanner.scan())["0"] == state
+
+
 def test_who_does_not_record_steps_has_not_hung(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
     """It has no age either, and is not compared with its peers; switched on again, its patience begins anew."""
     files = [rank(seed=1, rank=0), rank(seed=2, rank=1)]

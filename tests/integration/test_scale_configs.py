@@ -24,7 +24,7 @@ from torchobs.exporter.otlp.attributes import namespaced
 from torchobs.flight.format.layout import Exit
 
 SHARDS = 2
-TARGETS = 8
+TARGETS = 32
 AGENT = {"prometheus": "--enable-feature=agent", "prometheus3": "--agent"}
 
 

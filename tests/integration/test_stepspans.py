@@ -34,6 +34,7 @@ def train(steps: int, during: Callable[[int], None] = lambda _: None) -> None:
     for number, batch in enumerate(batches, start=1):
         loss = model(batch).sum()
         during(number)
+        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 

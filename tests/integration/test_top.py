@@ -268,6 +268,27 @@ def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
         file.release()
 
 
+def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path) -> None:
+    """Tokens, or samples where there are none; a column that has nothing in it is not there."""
+    (file,) = ranks(tmp_path, 1)
+
+    def shown(**pace: Any) -> dict[str, str]:
+        (one,) = top.views(scanner_of(tmp_path, Clock(10.0)))[0]
+        assert one.pace is not None
+        heading, row = frame([replace(one, pace=one.pace._replace(**pace))], TerminalStyle(120), Screen(24), "12:00:00")[-2:]
+        return dict(zip(re.split(r" {2,}", heading.strip()), re.split(r" {2,}", row.strip()), strict=True))
+
+    assert shown()["tokens/s"] == "10,240"
+    assert {"samples/s", "MFU"}.isdisjoint(shown())
+    file.set(catalog.MFU, 0.43)
+    file.save()
+    found = shown(tokens_per_s=None)
+    assert (found["samples/s"], found["MFU"], found["steps/s"]) == ("80.0", "43 %", "10.0")
+    assert "tokens/s" not in found
+    assert {"tokens/s", "samples/s", "MFU"}.isdisjoint(shown(per_s=None))
+    file.release()
+
+
 def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -> None:
     """Whoever has left the training loop, or evaluates: no step is missing."""
     (file,) = ranks(tmp_path, 1)

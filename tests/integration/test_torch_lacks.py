@@ -67,7 +67,13 @@ NEEDED_BY_TORCH = frozenset(
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
         *("_autograd", "_get_sequence_nr"),  # asked for by debug.trace_nan() alone, which a person calls
-        *("_world", "_get_root_mesh", "_get_default_store", "_compiled_call_impl"),  # asked for by getattr with a default
+        *(
+            "_world",
+            "_get_root_mesh",
+            "_get_default_store",
+            "_compiled_call_impl",
+            "_forward_cls",
+        ),  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }
 )

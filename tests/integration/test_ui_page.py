@@ -81,6 +81,21 @@ def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Servic
     assert writer.name
 
 
+def test_what_layers_put_out_stands_in_their_table(writer: FlightWriter, exporter: Service) -> None:
+    """At level extreme, beside the norms."""
+    assert "mean output" not in exporter.page("/")
+    for metric, value in ((catalog.ACTIVATION_LAYER_MEAN_ABS, 0.71), (catalog.ACTIVATION_LAYER_ZERO, 0.25)):
+        cell = writer.table.open(metric, {"layer": "blocks.1"}, CORE)
+        assert cell is not None
+        cell.set(value)
+    train(writer, [4])
+    wait_until(lambda: "mean output" in exporter.page("/"))
+    page = Parsed(exporter.page("/"))
+    assert {0.71, 0.25} <= set(page.values)
+    assert "its zeros" in page.text
+    assert "its deviation" not in page.text
+
+
 def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_if_it_were(writer: FlightWriter, exporter: Service) -> None:
     """Long after the last finite one has left the ring it is told as what it is, and the chart does not say "yet"."""
     for first in range(4, KEPT + 104, 100):

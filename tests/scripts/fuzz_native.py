@@ -1,4 +1,4 @@
-"""Call the compiled writer with anything, ``python fuzz_native.py MODULE CALLS SEED``: it does as the one in Python does.
+"""Call the compiled part with anything, ``python fuzz_native.py MODULE CALLS SEED``: it does as the one in Python does.
 
 For a module that is built with sanitizers, which end the process at the first fault.
 """
@@ -11,6 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from tests.step_hooks import OPTIMIZERS, STATE, Loss, owner_of, perform, ready
 from torchobs.flight.files.create import new_header
 from torchobs.flight.format.layout import MIN_SIZE
 from torchobs.flight.format.step_record import PLAIN_CODES
@@ -56,6 +57,40 @@ def outcome(function: Any, arguments: list[Any]) -> object:
         return type(error), str(error)
 
 
+def act(chance: random.Random) -> tuple[Any, ...]:
+    """Return something to do to the hooks of a step: most often a plain step, or what one is made of."""
+    what = chance.choice(("plain", "plain", "set", "fetch", "backward", "take_loss", "before", "after"))
+    if what == "set":
+        return what, chance.choice(STATE), anything(chance)
+    if what in {"plain", "fetch"}:
+        return what, chance.choice((0.5, anything(chance)))
+    loss = chance.choice((0.5, 2, Loss(0.5), Loss(anything(chance)), Loss(RuntimeError()), Loss(OSError())))
+    if what == "backward":
+        return what, [loss, None, *OTHERS][: chance.choice((0, 1, 2, 2, 2, 5))], chance.choice((None, KeyError()))
+    if what == "take_loss":
+        return what, loss, chance.choice((None, 1)), anything(chance)
+    return what, chance.choice(OPTIMIZERS), ((), (1,), (1, 2))[chance.randrange(3)], chance.choice(({}, {"closure": act}))
+
+
+def compare_hooks(module: ModuleType, chance: random.Random, calls: int) -> int:
+    """Compare so many calls of hooks, in states that grow odd until a new training begins; return the steps written."""
+    written = 0
+    for _ in range(calls // 8):
+        optimizer = chance.choice(OPTIMIZERS)
+        both = [ready(native=native, optimizer=optimizer) for native in (False, True)]
+        for done in (act(chance) for _ in range(8)):
+            one, other = (perform(hooks, optimizer, *done) for hooks in both)
+            assert one == other, (done, one, other)
+            assert both[0].state() == both[1].state(), done
+        if chance.random() < 0.1:
+            delattr(*owner_of(both[1], chance.choice(STATE)))
+            perform(both[1], optimizer, "plain", 0.5)
+        written += len(both[0].writer._recent)
+        for made in (module.PlainLoss, module.PlainBackward, module.PlainFetch, module.PlainOptimizerStep):
+            outcome(made, [tuple(anything(chance) for _ in range(chance.choice((0, 3, 4, 7)))) for _ in range(2)])
+    return written
+
+
 def main(module: ModuleType, calls: int, seed: int) -> None:
     """Compare so many calls."""
     chance, header = random.Random(seed), new_header({"rank": 0}, MIN_SIZE)
@@ -72,12 +107,11 @@ def main(module: ModuleType, calls: int, seed: int) -> None:
             assert writers[0].memory.snapshot()[4096 + 256 :] == writers[1].memory.snapshot()[4096 + 256 :]
             writers[1].detach()
             writers[0].detach()
-        trace: Any = chance.choice(([], [1], (), None))
-        outcome(module.stamp, [trace, anything(chance)][: chance.choice((2, 2, 2, 1, 0))])
         outcome(module.Map, [b"", anything(chance), anything(chance)])
         outcome(module.PlainSteps, [anything(chance) for _ in range(10)])
     assert written > calls // 5
-    print(f"{calls} calls, {written} records")
+    stepped = compare_hooks(module, chance, calls // 10)
+    print(f"{calls} calls, {written} records, {stepped} by hooks")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
@@ -87,9 +88,11 @@ def test_compilation_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _FailsUnderAutocast(nn.Module):
+    error: Exception = torch.OutOfMemoryError("no room")
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
-            raise torch.OutOfMemoryError("no room")
+            raise self.error
         return x + 1
 
 
@@ -101,6 +104,10 @@ def test_a_mode_that_fails_is_left_out() -> None:
     assert result.recommended == "none"
     with pytest.raises(KeyError, match="'amp' was not measured; these were: none"):
         result["amp"]
+    picky = _FailsUnderAutocast()
+    picky.error = ValueError("float32 alone")
+    (left_out,) = tune.benchmark(picky, torch.ones(2), modes=("none", "amp"), **options).left_out
+    assert left_out.reason == "ValueError: float32 alone"
     with pytest.raises(torch.OutOfMemoryError):
         tune.benchmark(_FailsUnderAutocast(), torch.ones(2), modes=("amp", "none"), **options)
 
@@ -183,10 +190,18 @@ def test_intervals_cover_a_skewed_median_as_often_as_they_say() -> None:
         ({"rounds": 3}, "3 modes need at least 7 rounds, not 3"),
         ({"warmup": -1}, "number of steps"),
         ({"budget_s": 0}, "number of seconds above 0"),
+        ({"modes": "amp"}, "a tuple of names, such as .'none', 'amp'."),
+        ({"rounds": 7.5}, "at least 7 rounds, not 7.5"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}, "pass loss_fn"),
+        ({"loss_fn": nn.functional.mse_loss}, "a pair of input and target, not Tensor"),
+        ({"loss_fn": len, "optimizer": torch.optim.SGD([torch.zeros(1)])}, "none of the model's parameters"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> None:
     """Promise: a wrong argument is an error before anything is timed."""
     with pytest.raises(ValueError, match=words):
         tune.benchmark(nn.Linear(2, 2), torch.ones(1, 2), **options)
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        tune.auto(nn.Linear(2, 2), DataLoader(TensorDataset(torch.empty(0, 2))))
+    with pytest.raises(ValueError, match="a tuple of names"):
+        tune.auto(nn.Linear(2, 2), torch.ones(1, 2), modes="amp")

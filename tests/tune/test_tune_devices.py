@@ -10,6 +10,8 @@ import torch
 
 from torchobs import tune
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")
+
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
 def test_auto_is_the_cpu_where_nothing_else_is() -> None:
@@ -59,9 +61,9 @@ def test_what_the_cpu_cannot_is_said() -> None:
     limit = tune.memory_fraction(0.9, "cpu")
     assert (limit.applied, limit.limit_bytes) == (False, None)
     assert "cannot limit" in limit.reason
-    for wrong in (0, -1, 1.5):
+    for wrong in (0, -1, 1.5, "0.9", True):
         with pytest.raises(ValueError, match="above 0 and at most 1"):
-            tune.memory_fraction(wrong, "cpu")
+            tune.memory_fraction(wrong, "cpu")  # type: ignore[arg-type]
 
 
 def test_equal_seeds_are_equal_numbers() -> None:
@@ -76,8 +78,12 @@ def test_equal_seeds_are_equal_numbers() -> None:
     python, state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng():
         assert draws() == draws()
-        with pytest.raises(ValueError, match="from 0 to 4294967295"):
-            tune.seed(-1)
+        drawn = draws()
+        for wrong in (-1, 1.5, "42", None):
+            tune.seed(42)
+            with pytest.raises(ValueError, match="from 0 to 4294967295"):
+                tune.seed(wrong)  # type: ignore[arg-type]
+            assert [random.random(), float(torch.rand(()))] == drawn[:2]  # no generator was seeded
     random.setstate(python)
     np.random.set_state(state)  # noqa: NPY002
 

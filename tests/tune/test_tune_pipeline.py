@@ -194,8 +194,15 @@ def test_progress_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         ({"optimizer": "adamx"}, "unknown optimizer 'adamx': use one of adam, adamw"),
         ({"scheduler": "steep"}, "unknown scheduler 'steep'"),
         ({"amp": "yes"}, "amp is 'auto'"),
-        ({"accumulate": 0}, "accumulate is at least 1"),
-        ({"max_grad_norm": 0.0}, "above 0 or None"),
+        ({"optimizer": torch.optim.SGD}, "unknown optimizer of type type: use one of"),
+        ({"amp": torch.float32}, "torch.bfloat16 or torch.float16, not torch.float32"),
+        ({"ddp": "yes"}, "ddp is 'auto'"),
+        ({"accumulate": 0}, "accumulate is a whole number, at least 1, not 0"),
+        ({"accumulate": 1.5}, "accumulate is a whole number"),
+        ({"total_steps": 0}, "total_steps is a whole number, at least 1"),
+        ({"lr": "1e-3"}, "lr is a number"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm is a number"),
+        ({"max_grad_norm": 0.0}, "above 0, or None"),
         ({"fsdp": True, "ddp": True}, "fsdp replaces ddp"),
         ({"fsdp": True, "compile": True}, "leave out compile"),
         ({"fsdp": True, "ema_decay": 0.9}, "copies whole weights"),
@@ -210,10 +217,86 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> 
 
 
 def test_a_schedule_without_an_end_says_what_to_do() -> None:
-    """Promise: cosine without a number of steps is an error that names the argument, at the first step that needs it."""
+    """Promise: cosine without a number of steps is an error that names the argument, before the model has changed."""
     run = tune.pipeline(nn.Linear(2, 2))
+    before = weights(run.model)
     with pytest.raises(ValueError, match="pass total_steps"):
         run.train_step((torch.ones(1, 2), torch.ones(1, 2)), loss_fn)
+    assert all(map(torch.equal, before, weights(run.model)))
+
+
+_PAIR = (torch.ones(4, 16), torch.ones(4, 4))
+
+
+def test_further_epochs_are_trained(tmp_path: Path) -> None:
+    """Promise: with more epochs, after a resume or in a second call, the schedule is longer, not at its end and rate 0."""
+    run = tune.pipeline(blocks(dropout=0.0), lr=1e-2, amp=False)
+    run.fit([_PAIR] * 2, 2, loss_fn, checkpoint=tmp_path / "run.pt")
+    assert run.scheduler.get_last_lr() == [0.0]
+    again = tune.pipeline(blocks(dropout=0.0), lr=1e-2, amp=False).resume(tmp_path / "run.pt")
+    for longer in (run, again):
+        rates: list[float] = []
+
+        def note(optimizer: Any, _args: Any, _kwargs: Any, rates: list[float] = rates) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        longer.optimizer.register_step_pre_hook(note)
+        longer.fit([_PAIR] * 2, 4, loss_fn)
+        assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4, 8)])
+    assert all(map(torch.equal, weights(run.model), weights(again.model)))
+    given = tune.pipeline(blocks(dropout=0.0), total_steps=3, amp=False).resume(tmp_path / "run.pt")
+    given.fit([_PAIR] * 2, 3, loss_fn)
+    assert given.total_steps == 3  # what the caller says holds
+
+
+@pytest.mark.parametrize(
+    ("loader", "epochs", "words"),
+    [
+        ([], 1, "no batch for epoch 1"),
+        (iter([_PAIR]), 1, "no length: pass total_steps"),
+        ([(*_PAIR, 1)], 1, "a pair of input and target, not tuple of 3"),
+        ([{"x": 1, "y": 2}], 1, "a pair of input and target, not dict of 2"),
+        ([_PAIR], "1", "epochs and every are whole numbers"),
+    ],
+)
+def test_a_loader_of_nonsense_is_refused(loader: Any, epochs: Any, words: str) -> None:
+    """Promise: what cannot be trained on is an error, not a mean loss of 0."""
+    with pytest.raises(ValueError, match=words):
+        tune.pipeline(blocks(), amp=False).fit(loader, epochs, loss_fn)
+
+
+def test_a_loader_without_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: with total_steps it trains, and shows how far it is; used up before its last epoch it is an error."""
+    run = tune.pipeline(blocks(), total_steps=4, amp=False)
+    with pytest.raises(ValueError, match="no batch for epoch 2: an iterator is used up"):
+        run.fit(iter([_PAIR] * 2), 2, loss_fn, progress=True)
+    assert run.step == 2
+    assert "epoch 1/2  batch 2  loss" in capsys.readouterr().err
+
+
+def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
+    """Promise: other files, halves, other optimizers and parts are told before anything is loaded; places before training."""
+    path = tmp_path / "run.pt"
+    run = tune.pipeline(blocks(), amp=False)
+    run.fit([_PAIR], 1, loss_fn, checkpoint=path)
+    others = {"junk": b"junk", "half": path.read_bytes()[:2000], "empty": b""}
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} is no checkpoint, or damaged"):
+            run.resume(tmp_path / name)
+    torch.save(blocks().state_dict(), tmp_path / "weights")
+    with pytest.raises(ValueError, match="load_state_dict"):
+        run.resume(tmp_path / "weights")
+    before = weights(fresh := blocks(depth=3))
+    for options, words in (({"optimizer": "sgd"}, "another optimizer than SGD"), ({"ema_decay": 0.9}, "without ema_decay")):
+        with pytest.raises(ValueError, match=words):
+            tune.pipeline(fresh, **options).resume(path)
+    assert all(map(torch.equal, before, weights(fresh)))
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        run.fit([_PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
+    with pytest.raises(IsADirectoryError):
+        run.fit([_PAIR], 2, loss_fn, checkpoint=tmp_path)
+    assert run.epoch == 1
 
 
 @pytest.fixture(scope="module")

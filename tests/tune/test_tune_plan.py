@@ -7,14 +7,17 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.guard_cases import CASES
 from tests.tune.models import Block, blocks, convolutions
 from torchobs import tune
+from torchobs.tune.difference import compare
 
 MODES = ("none", "amp", "compile", "memory_efficient", "full", "inference")
 LEVELS = ("none", "basic", "advanced", "maximum")
@@ -162,6 +165,56 @@ def test_outputs_that_overflow_are_refused() -> None:
         plan.check(torch.full((2, 4), 10.0))
 
 
+class _Samples(nn.Module):
+    """Draws in evaluation mode, counts its calls, masks, and returns what has no ``__dict__``."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> _Slotted:
+        self.steps += 1
+        y = self.layer(x) + torch.randn(4)
+        return _Slotted(y.masked_fill(torch.arange(4) > 2, -torch.inf))
+
+
+@dataclass(slots=True)
+class _Slotted:
+    logits: Tensor
+
+
+def test_check_leaves_no_trace_and_compares_what_is_alike() -> None:
+    """Promise: random numbers, counters and infinities of a mask are no difference, and are as before; a lost mask is one."""
+    model = _Samples()
+    before = fingerprint(model)
+    difference = tune.optimize(model, mode="none").check(torch.ones(2, 4))
+    assert (difference.relative, difference.largest, difference.finite) == (0.0, 0.0, True)
+    assert tune.optimize(model, amp_dtype=torch.bfloat16).check(torch.ones(2, 4)).relative > 0
+    assert fingerprint(model) == before
+    masked, plain = [torch.tensor([1.0, -torch.inf]).double()], [torch.tensor([1.0, 2.0]).double()]
+    assert not compare(plain, masked, 1.0).accepted
+    assert not compare([-masked[0]], masked, 1.0).accepted
+    assert not compare(masked, plain, 1.0).finite
+
+
+def test_plans_are_undone_in_their_order() -> None:
+    """Promise: a plan below another one on the same modules refuses to be undone, changes nothing, and can be afterwards."""
+    model = blocks()
+    before = fingerprint(model)
+    below, above = (tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16) for _ in range(2))
+    below.apply()
+    above.apply()
+    with pytest.raises(RuntimeError, match="by another plan or by FSDP: undo that first"):
+        below.undo()
+    assert (below.applied, above.applied) == (True, True)
+    above.undo()
+    below.undo()
+    assert fingerprint(model) == before
+
+
 def test_compiled_model_computes_the_same_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: the compiled function runs, survives an undo, and its outputs are within the tolerance."""
     # dynamo and autograd as ever, without a C++ compiler's minute
@@ -291,7 +344,10 @@ def test_meta_device_and_scripted_models_are_skipped_not_crashed() -> None:
     [
         ({"mode": "fast"}, ValueError, "unknown mode 'fast': use one of none, amp"),
         ({"level": "extreme"}, ValueError, "unknown level"),
+        ({"mode": ["amp"]}, ValueError, "unknown mode"),
         ({"amp_dtype": torch.int8}, TypeError, "torch.bfloat16 or torch.float16"),
+        ({"checkpoint": "Linear"}, TypeError, "checkpoint is a class of modules, or several of them, not 'Linear'"),
+        ({"activation_budget": "1GB"}, ValueError, "a number of bytes above 0, not '1GB'"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -300,5 +356,36 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exc
         tune.optimize(nn.Linear(2, 2), **options)
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not str"):
         tune.optimize("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a class is needed, such as torch\.optim\.AdamW, not str"):
+        tune.optimize(nn.Linear(2, 2)).optimizer_options("adamw")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on the device meta, where nothing is computed"):
+        tune.optimize(nn.Linear(2, 2, device="meta")).check(torch.ones(1, 2, device="meta"))
     with pytest.raises(ValueError, match="pass a batch here"):
         tune.optimize(nn.Linear(2, 2)).check()
+
+
+@pytest.mark.parametrize("mode", ["memory_efficient", "full"])
+def test_a_diffusion_model(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a UNet of diffusers, whose output is a class of its own, is planned, checked, trained and as it was."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = CASES["UNet"].make()
+    batch = CASES["UNet"].batch()
+    inputs = {name: value for name, value in batch.items() if name != "target"}
+    before = fingerprint(model)
+    resnet = type(model.mid_block.resnets[0])
+    options: dict[str, Any] = {"level": "advanced", "amp_dtype": torch.bfloat16, "example": inputs}
+    plan = tune.optimize(model, mode=mode, checkpoint=resnet, **options).apply()
+    wanted = {"autocast", *(("channels_last", "compile") if mode != "memory_efficient" else ())}
+    assert wanted | {"checkpointing"} <= set(plan.used), plan
+    assert 0 < plan.check().relative < plan.check().tolerance
+    loss = nn.functional.mse_loss(model(**inputs).sample.float(), batch["target"])
+    loss.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+    assert plan.compile_failure is None
+    model.zero_grad()
+    plan.undo()
+    assert fingerprint(model) == before
+    expected = nn.functional.mse_loss(model(**inputs).sample, batch["target"])
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=0.0625)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +60,7 @@ def quantized(kind: str) -> tuple[nn.Module, Tensor, tune.Plan]:
     return model, x, tune.optimize(model, mode="inference", quantize=kind, graph=None, example=x)
 
 
-KINDS = ["dynamic", *(["torchao_int8_weights"] if importlib.util.find_spec("torchao") else [])]
+KINDS = ["dynamic", *(["torchao_int8", "torchao_int8_weights"] if importlib.util.find_spec("torchao") else [])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,6 +102,18 @@ def test_quantisation_is_skipped_where_it_cannot_be() -> None:
         plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
         assert "torchao is not installed: pip install 'torchobs[torchao]'" in str(plan)
         assert plan.apply().undo().used == ("loader", "compile")
+
+
+def test_a_torchao_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: one made for another torch is a reason, not a crash when the plan is applied."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise ImportError('needs another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
+    assert "this torchao does not fit this torch: ImportError: needs another torch" in str(plan)
+    assert "quantization" not in plan.apply().undo().used
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("export", None), ("export", torch.bfloat16), ("torchscript", None)])

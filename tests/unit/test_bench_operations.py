@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from tests.bench.operations import CEILINGS, Counts, OperationCounter, Operations, over_ceiling
+from tests.step_hooks import OPTIMIZERS, ready
+from tests.support import NEEDS_COMPILER
+from torchobs.flight.writer.native import compiled
 
 
 def hypotenuse(a: float, b: float) -> float:
@@ -43,3 +48,14 @@ def test_too_much_is_told_with_the_figure() -> None:
     assert over_ceiling("mlp", most) == []
     found = Counts(most.plain._replace(calls=most.plain.calls + 1), most.measuring)
     assert over_ceiling("mlp", found) == [f"mlp: a plain step has {most.plain.calls + 1} calls, {most.plain.calls} are allowed"]
+
+
+def test_what_is_called_of_the_compiled_part_counts_whoever_calls_it() -> None:
+    """A hook of torch's list is called by torch."""
+    if compiled() is None:
+        pytest.skip(NEEDS_COMPILER)
+    hooks, counter = ready(native=True), OperationCounter("/nowhere")
+    with counter:
+        hooks.plain(OPTIMIZERS[0])
+        counter.step()
+    assert counter.plain[0] == (4, 0), "one of the loader, one of the backward pass, two of the optimizer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -207,6 +208,26 @@ def test_the_layers_of_the_first_nonfinite_gradient_are_named() -> None:
     )
     text = told(facts(steps(90), events=[event], values={catalog.GRAD_NONFINITE_STEPS: 2}))["nonfinite_gradient"]
     assert text == "Gradients were NaN first in step 81, in h.0, h.1, h.2 and 2 more layers; in 2 measured steps in all."
+
+
+def test_a_nonfinite_gradient_is_not_called_the_first_after_steps_without_a_measurement() -> None:
+    """Of a fast run every hundredth step is measured: the gradients may have been NaN for ninety-nine."""
+    event = fact(catalog.EVENT_NONFINITE_GRADIENT, 8.1, 81, layers=["h.0"], layers_affected=1, kinds=["nan"])
+    history = [step(number, 2.0, None) for number in range(1, 91)]
+    text = told(facts(history, events=[event], values={catalog.GRAD_NONFINITE_STEPS: 1}))["nonfinite_gradient"]
+    assert text == ("Gradients were NaN in step 81, in h.0; in 1 measured step in all. The steps before it were not measured.")
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "severity", "more"), [(None, "error", " None was since step 60."), (START_S + 9.0, "warning", "")]
+)
+def test_checkpoints_that_could_not_be_saved_are_told(saved_s: float | None, severity: str, more: str) -> None:
+    """Of a script that catches the exception and trains on; worse if none was saved later."""
+    events = [fact(catalog.EVENT_CHECKPOINT_FAILED, at, at * 10, **{"exception.type": "builtins.OSError"}) for at in (3, 6)]
+    values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 2, catalog.CHECKPOINT_TIMESTAMP: saved_s}
+    found = diagnose(facts(steps(90), state="finished", reason="finished", events=events, values=values))
+    (one,) = (finding for finding in found if finding.kind == "checkpoint_failed")
+    assert (one.text, one.severity) == (f"2 checkpoints could not be saved (OSError).{more}", severity)
 
 
 def test_an_explosion_is_told_once_with_its_rate() -> None:

@@ -1,8 +1,13 @@
-"""The generated page says what the catalog says."""
+"""The generated page says what the catalog says, and every page's commands are ones that there are."""
 
+import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 from torchobs import catalog
 from torchobs.catalog import Event, Metric, Span
@@ -67,3 +72,35 @@ def test_the_page_says_what_a_dead_rank_still_shows(checkout: Path) -> None:
     assert {ends[metric.name] for metric in (catalog.RANK_PROGRESS_AGE, catalog.ANOMALY_ACTIVE)} == {"ends"}
     assert ends[catalog.EXPORTER_FILES.name] == "the exporter's own"
     assert len(ends) == len(catalog.METRICS)
+
+
+COMMANDS = ("top", "inspect", "report", "compare", "runs", "stacks", "profile", "level", "doctor", "exporter")
+STANDS_FOR = {"LEVEL": "advanced", "N": "3", "NUMBER": "3", "…": "x"}
+
+
+def _commands(checkout: Path) -> list[tuple[str, str, str]]:
+    """Page, command and arguments of each call of ours in a console block, or in the running text."""
+    pages = [checkout / "README.md", *(checkout / "docs").rglob("*.md"), *(checkout / "deploy").rglob("*.md")]
+    called = rf"torchobs ({'|'.join(COMMANDS)})\b"
+    found = []
+    for page in pages:
+        text = page.read_text()
+        for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
+            inner = re.sub(r"(.*)bash -c '(.*)'", r"\2", line)
+            found += [(page.name, *one) for one in re.findall(rf"{called}((?:'[^']*'|[^|#>])*)", inner)]
+        found += [(page.name, *one) for one in re.findall(rf"`{called}( [^`|#>]*)`", text)]
+    return found
+
+
+def test_every_documented_command_is_taken(checkout: Path) -> None:
+    """An option or an argument that there is not would be found by whoever was woken up."""
+    found = _commands(checkout)
+    assert len({command for _, command, _ in found}) == len(COMMANDS)
+    for page, command, rest in found:
+        given = [STANDS_FOR.get(word, word) for word in shlex.split(rest)]
+        parser = import_module(f"torchobs.cli.{command}").parser
+        try:
+            (parser(lenient=True) if command == "exporter" else parser()).parse_args(given)
+        except SystemExit as ended:
+            if ended.code:
+                pytest.fail(f"{page}: torchobs {command} {rest}")

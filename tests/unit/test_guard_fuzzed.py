@@ -64,7 +64,8 @@ def test_tensors_of_every_kind(x: Any, contract: guard.Contract) -> None:
             assert not isinstance(made, torch.Tensor) or guard.Contract().violations(made) == ()
     with suppress(TypeError, ValueError):
         guard.check_outputs(x, contract=contract, classes=0)
-    guard.check_model({"x": x})
+    with suppress(ValueError):  # there is no tensor in it
+        guard.check_model({"x": x})
 
 
 @settings(max_examples=100)

@@ -9,6 +9,8 @@ import torch
 
 from torchobs import guard
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")
+
 
 class Flaky:
     """A model that fails some times."""
@@ -31,6 +33,7 @@ def test_safe_inference_returns_what_became_of_it() -> None:
     assert not result.data.requires_grad
     lasting = guard.safe_inference(Flaky(TypeError("wrong")), x, backoff_s=0.0)
     assert (lasting.success, lasting.attempts, lasting.category) == (False, 1, guard.Category.DATA)
+    assert "TypeError: wrong" in str(lasting)
     spent = guard.safe_inference(Flaky(*[torch.OutOfMemoryError() for _ in range(9)]), x, max_retries=2, backoff_s=0.0)
     assert (spent.success, spent.attempts, spent.category) == (False, 3, guard.Category.MEMORY)
     not_finite = guard.safe_inference(Flaky(), torch.tensor([nan]))

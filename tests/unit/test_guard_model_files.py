@@ -152,6 +152,18 @@ def test_loading_gives_what_was_saved(tmp_path: Path) -> None:
         guard.scan_file(tmp_path / "c.pt")
 
 
+def test_what_stands_for_a_file_is_told(tmp_path: Path) -> None:
+    """Promise: git-lfs's pointer is said to be one, and a device that is none is not the file's damage."""
+    for name in ("model.pt", "model.safetensors"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n")
+        with pytest.raises(ValueError, match="git lfs pull"):
+            guard.load(tmp_path / name)
+    path = tmp_path / "weights.safetensors"
+    FILES["weights.safetensors"][1](path)
+    with pytest.raises(ValueError, match="'gpu' is no device"):
+        guard.load(path, map_location="gpu")
+
+
 def test_overlapping_entries_are_a_bomb(tmp_path: Path) -> None:
     """Promise: entries that share their bytes are found, though each is small."""
     path = tmp_path / "overlap.zip"

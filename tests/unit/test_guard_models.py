@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -110,3 +110,18 @@ def test_differences_from_a_reference() -> None:
     assert guard.check_model(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).ok
     with pytest.raises(TypeError, match="state_dict"):
         guard.check_model([1])  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_looked_into() -> None:
+    """Promise: weights within a training's checkpoint are judged, its optimizer's state is not; of nothing is an error."""
+    model = MODELS["mlp"]()
+    optimizer = {"state": {0: {"step": torch.tensor(1e6)}}, "param_groups": []}
+    state: Any = {"epoch": 3, "model": {"net": model.state_dict()}, "optimizer": optimizer}
+    assert guard.check_model(state).ok
+    state["model"]["net"]["0.weight"].fill_(float("nan"))
+    (layer,) = guard.check_model(state).problems
+    assert layer.name == "model.net.0.weight"
+    for nothing in ({}, {"epoch": 3}):
+        with pytest.raises(ValueError, match=r"there is no tensor in it: it has (epoch|nothing)"):
+            guard.check_model(nothing)  # type: ignore[arg-type]
+    assert guard.check_model(torch.nn.ReLU()).ok

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
+from dataclasses import dataclass
 from math import inf, nan
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers.utils import ModelOutput
 
 from torchobs import guard
 
@@ -62,6 +65,33 @@ def test_structures_of_every_class() -> None:
         guard.sanitize_outputs(UserDict(logits=torch.tensor([inf])))
     with pytest.raises(guard.NonFiniteOutputError):
         guard.sanitize_outputs(torch.tensor([nan]).to(torch.float8_e5m2))
+    with pytest.raises(guard.NonFiniteOutputError, match=r"output\.logits"):
+        guard.sanitize_outputs(MappingProxyType({"logits": torch.tensor([nan])}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    logits: torch.Tensor
+    name: str = "a"
+
+
+@dataclass
+class _ModelOutput(ModelOutput):  # type: ignore[misc]  # untyped
+    logits: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("made", [_Output, _ModelOutput])
+def test_dataclasses_of_tensors_are_looked_into(made: Any) -> None:
+    """Promise: a NaN in a dataclass, or in one of transformers' outputs, is no success, and is replaced in a copy."""
+    output = made(logits=torch.tensor([nan, 3.0]))
+    with pytest.raises(guard.NonFiniteOutputError, match=r"output\.logits: 1 NaN"):
+        guard.sanitize_outputs(output)
+    assert not guard.safe_inference(lambda _: output, torch.ones(1)).success
+    found = guard.sanitize_outputs(output, "nan_to_num")
+    assert type(found) is made
+    assert found.logits.tolist() == [0.0, 3.0]
+    assert output.logits.isnan().any()
+    assert guard.sanitize_outputs(found) is found
 
 
 def test_double_precision_is_not_narrowed() -> None:
@@ -77,8 +107,15 @@ def test_wrong_arguments() -> None:
         guard.sanitize_outputs(torch.ones(1), "fix")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing is between"):
         guard.sanitize_outputs(torch.ones(1), "clamp", low=2.0, high=1.0)
+    for bounds in ({"low": "0"}, {"nan": nan}, {"high": True}):
+        with pytest.raises(ValueError, match="a number is needed"):
+            guard.sanitize_outputs(torch.ones(1), "nan_to_num", **bounds)
     with pytest.raises(TypeError, match="floating-point"):
         guard.check_outputs(torch.tensor([1]))
+    with pytest.raises(ValueError, match="classes is '1': the number of a dimension"):
+        guard.check_outputs(torch.ones(4, 2), classes="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"contract is str: guard\.Contract"):
+        guard.check_outputs(torch.ones(4, 2), contract="b 2")  # type: ignore[arg-type]
 
 
 def test_healthy_outputs_pass() -> None:
@@ -116,6 +153,17 @@ def test_each_sickness_is_told(outputs: torch.Tensor, problem: str) -> None:
     report = guard.check_outputs(outputs, classes=1, reference=reference)
     assert not report.ok
     assert any(text.startswith(problem) for text in report.problems), report
+
+
+@pytest.mark.parametrize("sample", [-5.0, 5.0])
+def test_repeated_values_that_move_have_drifted(sample: float) -> None:
+    """Promise: of a reference with few values, such as one that is always 0, a shift to either side is seen."""
+    drift = guard.check_outputs(torch.full((300,), sample), reference=torch.zeros(300)).drift
+    assert drift is not None
+    assert drift.drifted
+    same = guard.check_outputs(torch.arange(300) % 3.0, reference=torch.arange(600) % 3.0).drift
+    assert same is not None
+    assert same.psi < 0.1
 
 
 def test_a_contract_s_range_is_part_of_the_report() -> None:

@@ -136,6 +136,7 @@ def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFi
         ({"memory": -1}, "from 0 to 100"),
         ({"disk": float("nan")}, "from 0 to 100"),
         ({"gpu_memory": "90"}, "from 0 to 100"),
+        ({"cpu": 0.9}, "less than one percent: as a share it is 90 percent"),
         ({"interval_s": 0}, "a time in seconds"),
         ({"interval_s": float("inf")}, "a time in seconds"),
         ({"interval_s": "soon"}, "a time in seconds"),

@@ -153,6 +153,15 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
         ("prometheusRule.severities.Nothing=page", "/prometheusRule/severities", "additional properties 'Nothing' not allowed"),
         ("otlp.endpoint=collector:4318", "/otlp/endpoint", "'collector:4318' does not match pattern"),
         ("networkPolicy.mode=deny", "/networkPolicy/mode", "one of 'restrict', 'allow'"),
+        ("networkPolicy.namespaces={a,a}", "/networkPolicy/namespaces", "items at 0 and 1 are equal"),
+        ("fullnameOverride=Torchobs", "/fullnameOverride", "'Torchobs' does not match pattern"),
+        ("image.repository=registry/torchobs-exporter:1.0", "/image/repository", "does not match pattern"),
+        ("image.tag=sha256:0123", "/image/tag", "'sha256:0123' does not match pattern"),
+        ("injection.resources.limits.memory=much", "/injection/resources/limits/memory", "'much' does not match pattern"),
+        ("injection.flightVolumeSize=much", "/injection/flightVolumeSize", "'much' does not match pattern"),
+        ("injection.env[0].name=A,injection.env[0].value=1", "/injection/env/0/value", "got number, want string"),
+        ("injection.resources=null", "/injection", "missing property 'resources'"),
+        ("podMonitor=null", "at ''", "missing property 'podMonitor'"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path_and_the_reason(setting: str, path: str, reason: str) -> None:
@@ -164,13 +173,36 @@ def test_a_wrong_value_is_refused_with_its_path_and_the_reason(setting: str, pat
 
 
 def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
-    """A runtime without image, alerts that are no rules file, an old Kubernetes."""
+    """A runtime without image, alerts that are no rules file, an old Kubernetes; what compares two values."""
     runtime = helm("template", "torchobs", CHART, "--kube-version", OLDEST, *IMAGE, "--set", "trainingRuntime.enabled=true")
     assert "trainingRuntime.image is needed" in runtime.stderr
     (tmp_path / "alerts").write_text("rules: []")
     argument = f"prometheusRule.alerts={tmp_path / 'alerts'}"
     assert "is no rules file" in helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, "--set-file", argument).stderr
+    for setting, reason in (
+        ("injection.resources.limits.memory=48Mi", "requests.memory is 64Mi, above limits.memory, 48Mi"),
+        ("injection.resources.requests.cpu=0.5", "requests.cpu is 0.5, above limits.cpu, 200m"),
+        ("podMonitor.interval=5s", "scrapeTimeout is 10s, and must not be longer than podMonitor.interval, 5s"),
+        ("podMonitor.enabled=false,scrapeConfig.enabled=true,podMonitor.scrapeTimeout=1m", "scrapeTimeout is 1m"),
+    ):
+        refused = helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, "--set", setting)
+        assert reason in refused.stderr
     assert "incompatible with Kubernetes v1.28.0" in helm("template", "t", CHART, "--kube-version", "1.28.0").stderr
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "image.repository=localhost:5000/a/b_c,image.tag=1.0-rc.1_a",
+        "image.repository=REGISTRY/torchobs-exporter",
+        "injection.resources.limits.cpu=1,injection.resources.limits.memory=134217728",
+        "podMonitor.interval=1m30s,podMonitor.scrapeTimeout=60s",
+        "podMonitor.additionalLabels=null",
+    ],
+)
+def test_what_is_unusual_and_right_is_taken(setting: str) -> None:
+    """What the patterns must not refuse."""
+    assert rendered("--set", setting)
 
 
 def test_as_a_dependency_it_takes_globals_and_its_switch() -> None:

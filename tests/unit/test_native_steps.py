@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import struct
-import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -138,17 +137,3 @@ def test_a_writer_is_freed() -> None:
     del writer
     gc.collect()
     assert known() is None
-
-
-def test_a_stamp_is_the_clock_s() -> None:
-    """The one that Python reads, in ns, with the code in the low bits."""
-    trace: list[int] = []
-    before = time.monotonic_ns()
-    NATIVE.stamp(trace, 7)
-    after = time.monotonic_ns()
-    assert before <= trace[0] >> 4 <= after
-    assert trace[0] & 15 == 7
-    for wrong in ((trace, 16), (trace, -1), (trace, 1 << 70), ((), 1), (trace,), (trace, 1.0)):
-        with pytest.raises((TypeError, ValueError, OverflowError)):
-            NATIVE.stamp(*wrong)
-    assert len(trace) == 1

@@ -67,11 +67,7 @@ def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
 def test_joins_and_sums_tell_runs_and_ranks_apart(rule: dict[str, Any]) -> None:
     """A rank is unique only within a target, a run only within a cluster and a namespace."""
     for by in re.findall(r"\b(?:on|by) \(([^)]*)\)", rule["expr"]):
-        assert by.split(", ")[: len(labels.RUN)] == list(labels.RUN) or by.split(", ")[:3] == [
-            "cluster",
-            "namespace",
-            "instance",
-        ]
+        assert by.split(", ")[:4] in (list(labels.RUN), ["cluster", "namespace", "pod", "instance"])
     assert {ONE_RANK.split(", ")[-1], ONE_RUN.split(", ")[0]} == {"instance", "cluster"}
     assert "ignoring" not in rule["expr"]
 
@@ -129,7 +125,7 @@ def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, A
     """No `for` that a job's exit could cut short; one alert for a thousand ranks; its labels are the ones its text uses."""
     assert rule["for"] == "0s"
     assert rule["keep_firing_for"] == "10m"
-    run, exporter = ", ".join(labels.RUN), "cluster, namespace, instance"
+    run, exporter = ", ".join(labels.RUN), "cluster, namespace, pod, instance"
     assert rule["expr"].startswith((f"max by ({run}) (", f"min by ({run}) (", f"max by ({exporter}"))
     assert "absent" not in rule["expr"]
 

@@ -83,6 +83,11 @@ def but(*others: Row) -> list[Row]:
             Severity.WARNING,
         ),
         (
+            [row(0, steps=None, loss=None, values={catalog.CHECKPOINTS.name: {("failed",): 1.0}})],
+            "Starting: 1 of 1 rank alive, no step yet. 1 checkpoint could not be saved.",
+            Severity.WARNING,
+        ),
+        (
             [row(0, steps=None, loss=None, values={catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}})],
             "Starting: 1 of 1 rank alive, no step yet. 12 layers learn nothing: hardly any gradient reaches them.",
             Severity.WARNING,

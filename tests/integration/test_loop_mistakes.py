@@ -1,0 +1,222 @@
+"""A loop that forgets ``zero_grad`` or ``model.train()`` is told; loops that look alike are left in peace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training import Recording, recording
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording that measures every step."""
+    torch.manual_seed(0)
+    yield from recording(flight_dir, grad_interval=1)
+
+
+def told(run: Recording) -> list[tuple[str, int | None]]:
+    """The mistakes and the steps that they are dated to."""
+    run.look()
+    return [(frame["attrs"]["kind"], frame.get("step")) for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
+
+
+def net() -> nn.Sequential:
+    """A network with a mode."""
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+
+def backward(model: nn.Module) -> None:
+    """One pass over a batch."""
+    torch.autograd.backward(model(torch.randn(8, 8)).square().mean())
+
+
+def steps(run: Recording, model: nn.Module, optimizer: torch.optim.Optimizer, count: int, clear: Callable[[], object]) -> None:
+    """Train; ``clear``: what comes before each backward pass."""
+    for _ in range(count):
+        clear()
+        backward(model)
+        optimizer.step()
+    run.look()
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_gradients_that_are_never_set_to_zero(run: Recording, kind: Any, clips: bool) -> None:  # noqa: FBT001  # of the test
+    """Once, within some steps; with clipping in place, too."""
+    model = net()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    for _ in range(12):
+        backward(model)
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    (found,) = told(run)
+    assert found[0] == "gradients_kept"
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_set_to_zero(run: Recording, to_none: bool) -> None:  # noqa: FBT001  # a parameter of the test
+    """Either way, with clipping, and with several passes a step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(12):
+        for _ in range(3):
+            backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    assert told(run) == []
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_player_whose_gradients_are_cleared_late(run: Recording, to_none: bool) -> None:  # noqa: FBT001  # as above
+    """The generator's pass adds to the gradients that the discriminator has just used; they are cleared before its own."""
+    one, two = nn.Linear(8, 8), nn.Linear(8, 1)
+    first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
+    for _ in range(12):
+        second.zero_grad(set_to_none=to_none)
+        torch.autograd.backward(two(one(torch.randn(8, 8)).detach()).square().mean())
+        second.step()
+        first.zero_grad(set_to_none=to_none)
+        torch.autograd.backward(two(one(torch.randn(8, 8))).mean())
+        first.step()
+    assert told(run) == []
+
+
+def test_gradients_that_are_copied_in_are_not_accumulated(run: Recording) -> None:
+    """Master weights: nothing sets their gradients to zero, and nothing need."""
+    model = nn.Linear(8, 1)
+    masters = [nn.Parameter(one.detach().clone()) for one in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-3)
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    for _ in range(12):
+        model.zero_grad()
+        backward(model)
+        with torch.no_grad():
+            for master, one in zip(masters, model.parameters(), strict=True):
+                assert master.grad is not None
+                assert one.grad is not None
+                master.grad.copy_(one.grad)
+        optimizer.step()
+        with torch.no_grad():
+            for master, one in zip(masters, model.parameters(), strict=True):
+                one.copy_(master)
+    assert told(run) == []
+
+
+def test_train_that_was_forgotten_after_an_evaluation(run: Recording) -> None:
+    """Dated to the first step in evaluation mode, and told once."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps(run, model, optimizer, 10, optimizer.zero_grad)
+    model.eval()
+    steps(run, model, optimizer, 2 * LASTING_STEPS + 10, optimizer.zero_grad)
+    assert told(run) == [("evaluation_mode", 11)]
+
+
+def _evaluated(model: nn.Sequential) -> None:
+    model.eval()
+    model(torch.randn(8, 8))
+    model.train()
+
+
+def _partly(model: nn.Sequential) -> None:
+    model.eval()
+    model[4].train()
+
+
+def _frozen(model: nn.Sequential) -> None:
+    model.eval()
+    model[0].requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [_evaluated, _partly, _frozen])
+def test_a_mode_that_is_meant_so(run: Recording, change: Callable[[nn.Sequential], None]) -> None:
+    """Evaluations between, a backbone in evaluation mode, and a second phase with a part frozen."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps(run, model, optimizer, 10, optimizer.zero_grad)
+    change(model)
+    steps(run, model, optimizer, LASTING_STEPS + 20, optimizer.zero_grad)
+    assert told(run) == []
+
+
+def test_a_model_that_never_was_in_training_mode(run: Recording) -> None:
+    """A checkpoint that is loaded in evaluation mode may be meant to be trained so."""
+    model = net().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps(run, model, optimizer, LASTING_STEPS + 20, optimizer.zero_grad)
+    assert told(run) == []
+
+
+# --- parameters without an optimizer ------------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """A body and two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both heads."""
+        found: torch.Tensor = self.first(self.body(x)) + self.second(self.body(x))
+        return found
+
+
+def left_out(run: Recording, model: nn.Module, optimizer: torch.optim.Optimizer, each: Callable[[], object]) -> list[Any]:
+    """Train with looks; what is told."""
+    for number in range(5 * LASTING_STEPS):
+        model.zero_grad()
+        backward(model)
+        optimizer.step()
+        each()
+        if number % (LASTING_STEPS // 2) == 1:
+            backward(model)  # not cleared, so that the look finds them
+            run.look()
+    return [frame["attrs"]["parameters"] for frame in run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)]
+
+
+def test_a_head_that_no_optimizer_has(run: Recording) -> None:
+    """Told once, by name."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == [["second.weight", "second.bias"]]
+
+
+def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
+    """Stepped by hand, frozen, or in an optimizer that has not stepped yet."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    later = torch.optim.SGD(model.first.parameters(), lr=1e-3)
+
+    def step() -> None:
+        for one in model.second.parameters():
+            assert one.grad is not None
+            one.data -= 1e-3 * one.grad
+
+    assert left_out(run, model, optimizer, step) == []
+    assert later.param_groups
+
+
+def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:
+    """Without ``no_grad``, in evaluation mode."""
+    model, teacher = nn.Linear(8, 1), nn.Linear(8, 1).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def distil() -> None:
+        torch.autograd.backward((teacher(torch.randn(8, 8)) - model(torch.randn(8, 8))).square().mean())
+
+    assert left_out(run, model, optimizer, distil) == []

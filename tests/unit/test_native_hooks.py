@@ -1,0 +1,204 @@
+"""The compiled hooks of a step: whatever is called in whatever state, they leave what those in Python leave."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as some
+
+from tests.step_hooks import OPTIMIZERS, STATE, Loss, owner_of, perform, ready
+from tests.support import NEEDS_COMPILER
+from torchobs.flight.writer.native import compiled
+from torchobs.probes.core.boundaries import LONG_TRACE
+from torchobs.probes.core.open_step import METER_EVERY
+
+NATIVE: Any = compiled()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason=NEEDS_COMPILER)
+ALL: tuple[tuple[Any, ...], ...] = (
+    ("fetch", None),
+    ("backward", [Loss(0.5), None], None),
+    *((hook, OPTIMIZERS[0], (OPTIMIZERS[0],), {}) for hook in ("before", "after")),
+)
+"""A plain step"""
+
+
+odd: Any = some.sampled_from(
+    [0, 1, 2, -1, True, False, None, 0.5, math.nan, math.inf, 3.5e38, 65536, 1 << 32, (1 << 64) - 1, 1 << 64, 1 << 200, "1", []]
+)
+numbers: Any = some.one_of(some.floats(), odd, some.just(RuntimeError("of two elements")), some.just(ValueError("of ours")))
+losses: Any = some.one_of(some.builds(Loss, numbers), some.builds(Loss, numbers, is_cpu=odd), odd)
+acts = some.one_of(
+    some.tuples(some.just("set"), some.sampled_from(STATE), odd),
+    some.tuples(some.just("fetch"), some.sampled_from([None, StopIteration(), KeyError()])),
+    some.tuples(some.just("backward"), some.lists(losses, max_size=2), some.sampled_from([None, None, KeyError()])),
+    some.tuples(some.just("take_loss"), losses, odd, odd),
+    some.tuples(
+        some.sampled_from(["before", "after"]),
+        some.sampled_from(OPTIMIZERS),
+        some.lists(odd, max_size=3).map(tuple),
+        some.dictionaries(some.just("closure"), odd, max_size=1),
+    ),
+    some.tuples(some.just("plain"), some.floats()),
+)
+
+
+@given(some.sampled_from(OPTIMIZERS), some.lists(acts, max_size=8))
+@example(OPTIMIZERS[0], [("plain", 0.5)] * (METER_EVERY + 3))
+@example(OPTIMIZERS[0], [("lengthen", LONG_TRACE - 1), *[("fetch", None)] * 3])
+def test_both_leave_the_same_in_any_state(optimizer: Any, done: list[tuple[Any, ...]]) -> None:
+    """Odd values in every attribute that the hooks read, odd arguments, exceptions of the user's and of ours."""
+    both = [ready(native=native, optimizer=optimizer) for native in (False, True)]
+    for act in [*done, ("plain", 0.25)]:
+        python, native = (perform(hooks, optimizer, *act) for hooks in both)
+        assert native == python, act
+        assert both[1].state() == both[0].state(), act
+
+
+def test_a_plain_step_is_recorded_without_the_hooks_in_python() -> None:
+    """Else the test above compares them with themselves."""
+    hooks, called = ready(native=True), list[str]()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        hooks.plain(OPTIMIZERS[0], 0.75)
+    finally:
+        sys.setprofile(None)
+    around = {"plain", "<lambda>", "act", "_act", "_act_given", "__init__", "item"}
+    assert [name for name in called if name not in around] == ["watched", "backward", "call_before", "call_after"]
+    assert hooks.recorder.step == 3
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_an_attribute_that_is_not_set_is_no_fault(name: str) -> None:
+    """The same comes of it, up to an error's moment, and the training goes on."""
+    found = []
+    for native in (False, True):
+        hooks = ready(native=native)
+        delattr(*owner_of(hooks, name))
+        found.append([perform(hooks, OPTIMIZERS[0], *act) for act in ALL])
+    assert found[0] == found[1]
+
+
+def test_a_hook_is_made_of_what_it_knows() -> None:
+    """Others' objects, too few, and attributes that are no slots are refused."""
+    hooks = ready(native=True)
+    listed: list[int] = []
+    for owners, held in (
+        ((), ()),
+        ((1, 2, 3, 4), (listed, listed, None, None, None)),
+        ((object(),) * 4, (listed, listed, None, None, None)),
+        ((SimpleNamespace(metered=False),) * 4, (listed, listed, None, None, None)),
+        ((hooks.recorder, hooks.training, hooks.data_probe, hooks.breaker), (None,) * 5),
+    ):
+        with pytest.raises((TypeError, ValueError, AttributeError)):
+            NATIVE.PlainFetch(owners, held)
+
+
+def _interrupted(error: BaseException) -> Loss:
+    """Return a loss that can be read the second time only: the first is interrupted, as by a signal handler that raises."""
+
+    def item() -> float:
+        tensor.item = lambda: 0.5  # type: ignore[method-assign]
+        raise error
+
+    tensor = Loss(0.5)
+    tensor.item = item  # type: ignore[method-assign]
+    return tensor
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader worker is killed by signal"), KeyboardInterrupt(), MemoryError()])
+def test_what_a_signal_handler_raises_is_not_lost(error: BaseException) -> None:
+    """A loss is read once: the second time it would succeed, and the exception be gone."""
+    found = []
+    for native in (False, True):
+        hooks = ready(native=native)
+        try:
+            hooks.take_loss(_interrupted(error), None, True)  # noqa: FBT003  # a listener
+            raised = None
+        except BaseException as seen:  # noqa: BLE001  # whichever
+            raised = type(seen)
+        found.append((raised, hooks.breaker.errors, hooks.state()))
+    assert found[0] == found[1]
+    assert found[1][0] is not None or found[1][1]
+
+
+class _Odd(float):
+    """A number of a tensor subclass, with an addition of its own in which the step's values are others."""
+
+    hooks: Any = None
+
+    def __radd__(self, other: float) -> float:
+        self.hooks.recorder.values = type(self.hooks.recorder.values)()
+        gc.collect()
+        return other + float(self)
+
+
+@pytest.mark.parametrize("where", ["loss", "sum"])
+def test_values_that_are_replaced_meanwhile_are_not_written_to_once_freed(where: str) -> None:
+    """As the sanitizers would say."""
+    found = []
+    for native in (False, True):
+        hooks = ready(native=native)
+        odd = _Odd(0.5)
+        odd.hooks = hooks
+        if where == "sum":
+            hooks.recorder.values.loss_sum = odd
+        hooks.take_loss(Loss(odd if where == "loss" else 0.5), None, True)  # noqa: FBT003  # a listener
+        found.append(hooks.state()[:2])
+    assert found[0] == found[1]
+
+
+def test_a_key_that_empties_the_groups_meanwhile_is_survived() -> None:
+    """The dictionary is looked up in while it is held."""
+
+    class Key:
+        armed = False
+
+        def __hash__(self) -> int:
+            return hash("lr")
+
+        def __eq__(self, other: object) -> bool:
+            if Key.armed:
+                groups.clear()
+                raise LookupError
+            return False
+
+    groups: list[dict[Any, Any]] = [{Key(): 1, "lr": 0.1}]
+    optimizer = SimpleNamespace(param_groups=groups)
+    found = []
+    for native in (False, True):
+        Key.armed = False
+        groups[:] = [{Key(): 1, "lr": 0.1}]
+        hooks = ready(native=native, optimizer=optimizer)
+        Key.armed = True
+        found.append((perform(hooks, optimizer, "plain", 0.5), hooks.recorder.step))
+    assert found[0] == found[1]
+
+
+def test_where_slots_are_kept_otherwise_python_s_hooks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that cannot be made is no reason to record nothing."""
+
+    def refuse(*_: object) -> None:
+        raise TypeError
+
+    others = {name: refuse for name in dir(NATIVE) if name.startswith("Plain") and name != "PlainSteps"}
+    module = SimpleNamespace(Map=NATIVE.Map, PlainSteps=NATIVE.PlainSteps, **others)
+    monkeypatch.setattr("torchobs.flight.writer.writer.compiled", lambda: module)
+    hooks = ready(native=True)
+    assert (hooks.recorder.step, hooks.state()[1:]) == (2, ready(native=False).state()[1:])
+
+
+def test_hooks_are_freed() -> None:
+    """They refer to the probes, and what the probes install refers to them: the garbage collector sees it."""
+    hooks = ready(native=True)
+    known = weakref.ref(hooks)
+    hooks.recorder.arguments.append(hooks)  # type: ignore[arg-type]  # which each hook holds, and this each hook
+    del hooks
+    gc.collect()
+    assert known() is None
