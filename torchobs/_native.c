@@ -15,7 +15,7 @@
 #include <time.h>
 
 /* Raised with every change of what Python calls: torchobs/flight/writer/native.py takes no other. */
-enum { INTERFACE = 2 };
+enum { INTERFACE = 3 };
 enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, WITHOUT_FETCH = 3 };
 
 /* torchobs.flight.format.step_record.PLAIN_CODES */
@@ -433,7 +433,7 @@ static int fill(PyObject *module)
 {
     if (add_type(module, "Map", &map_spec) < 0 || add_type(module, "PlainSteps", &plain_steps_spec) < 0)
         return -1;
-    if (add_hooks(module) < 0)
+    if (add_hooks(module) < 0 || add_clipping(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
 }

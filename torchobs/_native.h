@@ -1,4 +1,4 @@
-/* What the parts of torchobs._native share: _native.c writes records, _native_hooks.c has the hooks. */
+/* What the parts of torchobs._native share: _native.c writes records, _native_hooks.c and _native_clipping.c have the hooks. */
 
 #ifndef TORCHOBS_NATIVE_H
 #define TORCHOBS_NATIVE_H
@@ -36,5 +36,6 @@ int stamp(PyObject *trace, uint64_t code); /* appends `monotonic_ns() << 4 | cod
 PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 int add_hooks(PyObject *module);
+int add_clipping(PyObject *module);
 
 #endif

@@ -1,4 +1,4 @@
-/* Makes the hooks of _native_hooks.c out of Python objects with `__slots__`.
+/* Makes the hooks of _native_hooks.c and _native_clipping.c out of Python objects with `__slots__`.
  *
  * A hook holds its parts until it ends, as a tuple does: it has no tp_clear, so that no method finds a part missing. Every
  * cycle that it is in has an object of Python's, which the garbage collector clears.
@@ -7,7 +7,8 @@
 #include "_native_hook.h"
 
 static const char *const field_names[FIELDS] = {
-    "flags", "losses", "tokens", "samples", "step", "loss_sum", "norm_squared", "learning_rate", "norm_scale",
+    "flags", "losses", "tokens", "samples", "step", "loss_sum", "norm_squared", "learning_rate", "norm_base",
+    "norm_scale",
 };
 static const char *const name_texts[NAMES] = {"is_cpu", "item", "numel", "_index_sampler", "param_groups", "lr"};
 
@@ -171,4 +172,12 @@ int code_at(PyObject *trace, Py_ssize_t index)
         return -1;
     }
     return (int)(PyLong_AsUnsignedLongLongMask(last) & 15);
+}
+
+int are_run_arguments(PyObject *const *args, Py_ssize_t count)
+{
+    int fit = count == 2 && PyTuple_Check(args[0]) && PyDict_Check(args[1]);
+    if (!fit)
+        PyErr_SetString(PyExc_TypeError, "run() takes a tuple and a dict");
+    return fit;
 }

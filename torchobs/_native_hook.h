@@ -1,4 +1,4 @@
-/* What the hooks of _native_hooks.c are made of; _native_hook.c makes them. */
+/* What the hooks of _native_hooks.c and _native_clipping.c are made of; _native_hook.c makes them. */
 
 #ifndef TORCHOBS_NATIVE_HOOK_H
 #define TORCHOBS_NATIVE_HOOK_H
@@ -8,7 +8,10 @@
 enum { MOST_OWNERS = 7, MOST_SLOTS = 20, MOST_HELD = 10 };
 
 /* Attributes of StepValues, in every hook that has one. */
-enum { FLAGS, LOSSES, TOKENS, SAMPLES, NUMBER, LOSS_SUM, NORM_SQUARED, LEARNING_RATE, NORM_SCALE, FIELDS };
+enum { FLAGS, LOSSES, TOKENS, SAMPLES, NUMBER, LOSS_SUM, NORM_SQUARED, LEARNING_RATE, NORM_BASE, NORM_SCALE, FIELDS };
+
+/* torchobs.flight.format.step_record.StepFlag */
+enum { FLAG_LOSS = 1, FLAG_GRAD_NORM = 2, FLAG_LEARNING_RATE = 4, FLAG_CLIPPED = 128 };
 
 /* Attributes and keys of torch's, interned. */
 enum { IS_CPU, ITEM, NUMEL, INDEX_SAMPLER, PARAM_GROUPS, LR, NAMES };
@@ -116,6 +119,13 @@ static inline PyObject *value_of(const Hook *self, PyObject *values, int which)
     return value == NULL ? Py_None : value;
 }
 
+/* What says that the reference has to. */
+static inline PyObject *elsewhere(const Hook *self, int held)
+{
+    Py_INCREF(self->held[held]);
+    return self->held[held];
+}
+
 /* For Py_tp_new, with the type's plan; Py_tp_traverse and Py_tp_dealloc. */
 PyObject *make_hook(PyTypeObject *type, PyObject *args, PyObject *named, const Plan *plan);
 int hook_traverse(PyObject *object, visitproc visit, void *arg);
@@ -127,5 +137,18 @@ PyObject *taken(PyObject *breaker);
 int says_yes(PyObject *function);
 /* The code of the trace's boundary at that index, or -1. */
 int code_at(PyObject *trace, Py_ssize_t index);
+/* Whether these are the arguments of a run(args, kwargs), else with an exception. */
+int are_run_arguments(PyObject *const *args, Py_ssize_t count);
+
+#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
+
+#define HOOK_TYPE(name, what)                                                                                                  \
+    static PyType_Slot what##_slots[] = {                                                                                      \
+        {Py_tp_new, what##_new}, {Py_tp_traverse, hook_traverse}, {Py_tp_dealloc, hook_dealloc},                               \
+        {Py_tp_methods, what##_methods}, {0, NULL},                                                                            \
+    };                                                                                                                         \
+    static PyType_Spec what##_spec = {                                                                                         \
+        "torchobs._native." name, sizeof(Hook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, what##_slots,                      \
+    }
 
 #endif

@@ -11,17 +11,8 @@
 
 /* torchobs.probes.core.boundaries */
 enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7, LONG_TRACE = 4096 };
-/* torchobs.flight.format.step_record.StepFlag */
-enum { FLAG_LOSS = 1, FLAG_GRAD_NORM = 2, FLAG_LEARNING_RATE = 4 };
 /* torchobs.probes.core.open_step */
 enum { METER_EVERY = 32 };
-
-/* What says that the reference has to. */
-static PyObject *elsewhere(const Hook *self, int held)
-{
-    Py_INCREF(self->held[held]);
-    return self->held[held];
-}
 
 /* As `finally`: an error in it takes the place of what there was before. Takes the references. */
 static PyObject *outcome(int failed, PyObject *result, PyObject *type, PyObject *error, PyObject *traceback)
@@ -164,10 +155,8 @@ static int backward_begins(Hook *self, PyObject *args)
 static PyObject *backward_run(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     Hook *self = (Hook *)object;
-    if (count != 2 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "run() takes a tuple and a dict");
+    if (!are_run_arguments(args, count))
         return NULL;
-    }
     int begun = backward_begins(self, args[0]);
     if (begun <= 0)
         return begun < 0 ? NULL : elsewhere(self, BACK_ELSEWHERE);
@@ -427,8 +416,6 @@ static PyObject *step_after(PyObject *object, PyObject *const *args, Py_ssize_t 
 
 /* -- the types -------------------------------------------------------------------------------------------------------- */
 
-#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
-
 static PyMethodDef loss_methods[] = {{"take", FAST(loss_take), "As LossProbe's listener."}, {NULL, NULL, 0, NULL}};
 static PyMethodDef backward_methods[] = {
     {"run", FAST(backward_run), "run(args, kwargs): call and record the pass; or nothing, and `elsewhere`."},
@@ -444,14 +431,6 @@ static PyMethodDef step_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-#define HOOK_TYPE(name, what)                                                                                                  \
-    static PyType_Slot what##_slots[] = {                                                                                      \
-        {Py_tp_new, what##_new}, {Py_tp_traverse, hook_traverse}, {Py_tp_dealloc, hook_dealloc},                               \
-        {Py_tp_methods, what##_methods}, {0, NULL},                                                                            \
-    };                                                                                                                         \
-    static PyType_Spec what##_spec = {                                                                                         \
-        "torchobs._native." name, sizeof(Hook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, what##_slots,                      \
-    }
 HOOK_TYPE("PlainLoss", loss);
 HOOK_TYPE("PlainBackward", backward);
 HOOK_TYPE("PlainFetch", fetch);

@@ -47,6 +47,11 @@ class SamplingInterval:
         """Return what :meth:`is_due` would return, without a change of state."""
         return step >= self.due_at or step == self.step
 
+    def rest(self, steps: int) -> None:
+        """Be due again only after so many steps: this one, which is due, needed no measurement."""
+        if self.fixed is None:
+            self.due_at = max(self.due_at, self.step + min(steps, self.most))
+
     def spend(self, ns: int) -> None:
         """Add time that measuring took in the step that is due."""
         self._spent_ns += ns

@@ -15,11 +15,12 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
+from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Measurement, from_norms
 from torchobs.probes.gradients.norms import is_l2
-from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
+from torchobs.support.graph_safe import dispatch_modes, graph_being_made, outside_of_graphs
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ _TRUSTED_STEPS = 64
 """Steps for which the only optimizer is assumed to have as many gradients as were clipped the last time"""
 _SUSPICIOUS = 1e-15
 """Below, squares may have been lost (``norms.TINY``)"""
+_ELSEWHERE = object()
+"""What the compiled part returns for a call that is left to Python, which it has not begun"""
 
 
 @dataclass(slots=True)
@@ -66,6 +69,10 @@ class Clipping:
 class ClipWatch:
     """Wraps clipping functions. ``measure`` gets the gradients' ids and the gradients before clipping, in due steps."""
 
+    __slots__ = (  # the compiled part reads them in place
+        "__dict__", "_covered", "_covered_grads", "_covered_until", "_each_ns", "_noted", "_noted_in", "_seen", "limit",
+    )  # fmt: skip
+
     def __init__(
         self, context: ProbeContext, scaling: LossScaling, pace: SamplingInterval, measure: Measure, devices: Devices
     ) -> None:
@@ -79,7 +86,7 @@ class ClipWatch:
         """The threshold of the last clipping by value"""
         self._clamped = False
         self._each_ns = 0
-        self._covered: tuple[int, int, int] = (0, -1, 0)
+        self._covered, self._covered_grads, self._covered_until = 0, -1, 0
         """An optimizer's id, its number of gradients, and the step until which that is assumed"""
         self._noted: float | None = None
         """The total norm that was added to the step's record before its clipping was observed"""
@@ -94,7 +101,7 @@ class ClipWatch:
         from torchobs.probes.core.capture_results import CapturedResults
 
         self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
-        self._graph_being_made = graph_being_made()
+        self._graph_being_made, self._modes = graph_being_made(), dispatch_modes()
         utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
         for name, alias, watched in (
             ("_get_total_norm", "get_total_norm", self._watched_total),
@@ -129,7 +136,8 @@ class ClipWatch:
         seen = self._seen
         for index in range(len(seen) - 1, -1, -1):
             if count(optimizer, seen[index].grads) == seen[index].grads:
-                self._covered = id(optimizer), seen[index].grads, self._context.recorder.step + _TRUSTED_STEPS
+                self._covered, self._covered_grads = id(optimizer), seen[index].grads
+                self._covered_until = self._context.recorder.step + _TRUSTED_STEPS
                 self._seen = [other for other in seen if other.grads != seen[index].grads]
                 return seen[index]
         return None
@@ -189,7 +197,23 @@ class ClipWatch:
             note(tensors, norm_type, norm, seen)
             return norm
 
-        return get_total_norm
+        return self._compiled("PlainTotalNorm", original, note, get_total_norm)
+
+    def _compiled(self, name: str, original: Any, note: Callable[..., None], watched: Any) -> Any:
+        """Return a function that does in nearly every step what ``watched`` does; that itself where it is not compiled."""
+        recorder, held = self._context.recorder, (self._modes, self._torch.Tensor, note, original, _ELSEWHERE)
+        owners = recorder, self, self._scaling, self._breaker, self._pace
+        made = make_hook(self._context.writer.native, name, owners, held)
+        if made is None:
+            return watched
+        run = made.run
+
+        @functools.wraps(original)
+        def clipping_function(*args: Any, **kwargs: Any) -> Any:
+            result = run(args, kwargs)
+            return watched(*args, **kwargs) if result is _ELSEWHERE else result
+
+        return clipping_function
 
     def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
         """Return a capture of the tensors' norms, in a step that is due."""
@@ -240,8 +264,8 @@ class ClipWatch:
 
     def _is_trusted(self, made: Clipping) -> bool:
         """Return True if this is certainly the norm of all gradients that the only optimizer is about to use."""
-        recorder, (optimizer, grads, until) = self._context.recorder, self._covered
-        fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until
+        recorder = self._context.recorder
+        fits = self._covered == recorder.sole != 0 and self._covered_grads == made.grads and recorder.step < self._covered_until
         return fits and not self._scaling.waits_for_unscale and not self._seen and _SUSPICIOUS < made.total < inf
 
     def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
@@ -273,7 +297,7 @@ class ClipWatch:
             note(max_norm, total_norm, seen)  # only now: a limit that is no number is torch's to refuse
             return result
 
-        return clip_grads_with_norm_
+        return self._compiled("PlainClip", original, note, clip_grads_with_norm_)
 
     def _intercept_clamp(self, total: Any) -> CapturedResults | None:
         """Return a capture of the clipping coefficient of a distributed total, which is complete."""

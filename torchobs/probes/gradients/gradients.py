@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torchobs.probes.precision.loss_scale import LossScaling
 
 _RECOUNT_EVERY = 64
+_NOTED_STEPS = 8
+"""How many steps to leave alone where clipping has computed the norm, and nothing is left to measure"""
 _ROUNDING = 2.0**-8
 """bfloat16's relative rounding, for a limit in the gradient's own type"""
 
@@ -127,7 +129,9 @@ class GradientProbe:
         due = pace.is_due(context.recorder.step)
         if clipping is not None:
             self._use_clipping_norm(clipping, optimizer, due=due)
-        elif due and not self._clip.has_noted(context.recorder.step):
+        elif due and self._clip.has_noted(context.recorder.step):
+            pace.rest(_NOTED_STEPS)
+        elif due:
             self._measure(optimizer, begun_ns, within=False)
         if due:
             begun_ns = monotonic_ns()
