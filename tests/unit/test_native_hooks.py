@@ -63,7 +63,7 @@ def test_both_leave_the_same_in_any_state(optimizer: Any, done: list[tuple[Any, 
     both = [ready(native=native, optimizer=optimizer) for native in (False, True)]
     for act in [*done, ("plain", 0.25)]:
         python, native = (perform(hooks, optimizer, *act) for hooks in both)
-        assert native == python, act
+        assert repr(native) == repr(python), act  # NaN is not equal to itself
         assert both[1].state() == both[0].state(), act
 
 

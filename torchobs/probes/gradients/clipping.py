@@ -9,7 +9,6 @@ of. A DTensor's total would need a collective: there the shards are measured. Co
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from math import inf
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
-from torchobs.probes.gradients.measurement import Measurement, from_norms
+from torchobs.probes.gradients.measurement import Clipping, from_norms
 from torchobs.probes.gradients.norms import is_l2
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made, outside_of_graphs
 from torchobs.support.import_hooks import after_import, cancel
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
     from torchobs.probes.gradients.devices import Devices
+    from torchobs.probes.gradients.measurement import Measurement
     from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
@@ -46,24 +46,6 @@ _SUSPICIOUS = 1e-15
 """Below, squares may have been lost (``norms.TINY``)"""
 _ELSEWHERE = object()
 """What the compiled part returns for a call that is left to Python, which it has not begun"""
-
-
-@dataclass(slots=True)
-class Clipping:
-    """Result of one clipping call on ``grads`` gradients."""
-
-    grads: int
-    total: Any = None
-    """Their norm: a number, a tensor on a device, or ``None`` if it is distributed"""
-    each: Measurement | None = None
-    """Their norms by the gradients' ids, in a step that is due"""
-    limit: float = inf
-    first: int = 0
-    """id of the first gradient"""
-    scaling: int = 0
-    """How many losses had been scaled by then"""
-    scale: Any = None
-    """The loss scale that the gradients still contained, a number or a tensor on a device"""
 
 
 class ClipWatch:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.gradients.clipping import Clipping
-    from torchobs.probes.gradients.measurement import Measurement
+    from torchobs.probes.gradients.measurement import Clipping, Measurement
     from torchobs.probes.precision.loss_scale import LossScaling
 
 _RECOUNT_EVERY = 64

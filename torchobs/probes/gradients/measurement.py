@@ -87,6 +87,24 @@ class Measurement:
         self.arriving = []
 
 
+@dataclass(slots=True)
+class Clipping:
+    """Result of one clipping call on ``grads`` gradients."""
+
+    grads: int
+    total: Any = None
+    """Their norm: a number, a tensor on a device, or ``None`` if it is distributed"""
+    each: Measurement | None = None
+    """Their norms by the gradients' ids, in a step that is due"""
+    limit: float = inf
+    first: int = 0
+    """id of the first gradient"""
+    scaling: int = 0
+    """How many losses had been scaled by then"""
+    scale: Any = None
+    """The loss scale that the gradients still contained, a number or a tensor on a device"""
+
+
 def measure(
     torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
 ) -> Measurement | None:
