@@ -19,6 +19,7 @@ import fcntl
 import gc
 import inspect
 import json
+import linecache
 import os
 import runpy
 import shutil
@@ -334,7 +335,10 @@ def _execute(command: _Command) -> None:
         if command.how == "-m":
             runpy._run_module_as_main(command.what)  # type: ignore[attr-defined]  # as the interpreter itself does
         elif command.how == "-c":
-            exec(compile(command.what, "<string>", "exec"), names)  # noqa: S102
+            code = compile(command.what, "<string>", "exec")
+            if (register := getattr(linecache, "_register_code", None)) is not None:  # tracebacks show it since Python 3.13
+                register(code, command.what, "<string>")
+            exec(code, names)  # noqa: S102
         else:
             path = os.path.abspath(command.what)  # noqa: PTH100  # as the interpreter does it
             names |= {"__file__": path, "__cached__": None}

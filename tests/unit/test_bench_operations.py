@@ -30,6 +30,7 @@ def counted(times: int, ours: str = __file__) -> Operations:
 
 def test_every_call_and_instruction_more_is_counted() -> None:
     """Each call is its own and that of ``sqrt``, and the same number of instructions every time."""
+    counted(1)  # Python 3.12 and later trace no instruction of the first call; of steps the median counts
     none, one, three = counted(0), counted(1), counted(3)
     assert (one.calls - none.calls, three.calls - none.calls) == (2, 6)
     assert one.instructions - none.instructions > 5

@@ -322,12 +322,14 @@ def test_an_older_torch_which_lists_its_history_is_asked_early_only() -> None:
     assert segments_in_time(module) is None
 
 
-def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording) -> None:
+def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter has them all."""
-    watcher = observer(run, OomCuda())
+    watcher, now_s = observer(run, OomCuda()), [100.0]
+    monkeypatch.setattr("torchobs.probes.memory.oom.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     for _ in range(50):
         watcher.note(0, GIB, TOTAL, 0)
-    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
+        now_s[0] += 0.03
+    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 2
 
 
 def test_without_statistics_an_event_is_written_all_the_same() -> None:

@@ -75,12 +75,15 @@ def parser(*, lenient: bool = False) -> arguments.Parser:
 def main(given: Sequence[str]) -> int:
     """Run the exporter until it is signalled to end, and return its exit status."""
     made, mistakes = parser(lenient=True), []
+    # from Python 3.12 on argparse takes each for `-h`, prints the help and ends
+    clustered = [word for word in given if word.startswith("-h") and word != "-h"]
+    given = [word for word in given if word not in clustered]
     try:
         options, rest = made.parse_known_args(given)
     except _MistakeError as mistake:  # a value for a flag: the only error of a lenient parser
         mistakes.append(str(mistake))
         options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
-    mistakes += [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in rest]
+    mistakes += [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in (*clustered, *rest)]
     found = {name: texts for name, texts in vars(options).items() if texts is not None}
     chosen = config.parse(found, settings.environment(), mistakes)
     if chosen.problems and _is_watched():

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _TAR_AT = 257
 _MAGIC_NPY = b"\x93NUMPY"
 _HEAD = 512
 _SERIOUS = ("HIGH", "CRITICAL")
+_WITHOUT_MODELSCAN = (3, 13)
+"""Versions of Python from this one on have no release of modelscan (0.8.8 requires Python < 3.13)"""
 
 
 class UnsafeFileError(ValueError):
@@ -57,6 +60,7 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
 
     Pickles (alone, in torch's files of both formats, in ``.npy`` and ``.npz``) are read by fickling; the file as a whole, Keras
     and TensorFlow formats included, by modelscan; archives are looked at for bombs and for paths that lead out of them.
+    modelscan has no release for Python 3.13 and newer: there those formats are ``unreadable``.
 
     Returns:
         ``dangerous``: it runs commands, or is an archive that does harm. ``suspicious``: it asks for code that torch's
@@ -70,7 +74,9 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
     name = os.fspath(path)
     try:
         import fickling  # noqa: F401  # asked for at once, not only by a file with a pickle in it
-        import modelscan  # noqa: F401
+
+        if sys.version_info < _WITHOUT_MODELSCAN:
+            import modelscan  # noqa: F401
     except ImportError as error:
         raise ImportError("scan_file needs fickling and modelscan: pip install 'torchobs[guard]'") from error
     with Path(name).open("rb") as file:
@@ -297,8 +303,11 @@ def _safetensors(name: str) -> _Found:
 
 def _by_modelscan(name: str, *, is_read: bool) -> _Found:
     """Return modelscan's word. What it could not read counts unless it ``is_read`` here."""
-    from modelscan.modelscan import ModelScan
-
+    try:
+        from modelscan.modelscan import ModelScan
+    except ImportError:
+        why = "it is looked at by modelscan alone, which has no release for this version of Python"
+        return ("clean", (), ()) if is_read else ("unreadable", (why,), ())
     logger = logging.getLogger("modelscan")
     before, logger.disabled = logger.disabled, True  # what it says is in its answer
     try:
