@@ -138,6 +138,13 @@ def test_an_exception_that_is_handled_by_leaving_is_the_reason(tmp_path: Path, f
     assert [told["cause.type"] for told in ended.exceptions] == ["builtins.KeyError"]
 
 
+def test_leaving_once_more_with_the_same_status_changes_no_reason(tmp_path: Path, flight_dir: Path) -> None:
+    """As a spawned child does: its main function ends with the status that the program asked for."""
+    end = "try:\n    load()\nexcept Exception:\n    try:\n        sys.exit(4)\n    except SystemExit:\n        pass\nsys.exit(4)\n"
+    ended = run(tmp_path, flight_dir, CHAIN + end)
+    assert (ended.status, ended.reason, ended.code) == (4, Exit.EXCEPTION, 4)
+
+
 def test_a_thread_s_exception_ends_no_rank(tmp_path: Path, flight_dir: Path) -> None:
     """It is told with the thread's name, and whoever listened before still hears it."""
     thread = "thread = threading.Thread(target=load, name='loader')\nthread.start()\nthread.join()\n"

@@ -151,7 +151,13 @@ SCRIPTS = {
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 print(list(pool.map(square, range(3))))
     """,
-    "fork_exit": "import os, sys\nif os.fork() == 0:\n    sys.exit(5)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+    "fork_exit": """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")  # since Python 3.12 os.fork() warns where there are threads, such as our sampler
+        if os.fork() == 0:
+            sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """,
     "wait_for_any_child": "import os\ntry:\n    os.wait()\nexcept ChildProcessError:\n    print('no child')",
     "descriptors": """
         import os

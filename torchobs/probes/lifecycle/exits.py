@@ -10,8 +10,11 @@ prompt store it in ``sys.last_value``, where the sampler finds it unless another
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
+import traceback
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
@@ -49,14 +52,14 @@ class ExitProbe:
         self._context, self._breaker = context, context.breaker(self.name)
         self._last = id(getattr(sys, "last_value", None))
         context.writer.mark_termination()
-        self._patches = [
-            Patch(owner, name, make, probe=self.name, nests=True)
-            for owner, name, make in (
-                (sys, "excepthook", self._watched_hook),
-                (threading, "excepthook", self._watched_thread_hook),
-                (sys, "exit", self._watched_exit),
-            )
+        watched = [
+            (sys, "excepthook", self._watched_hook),
+            (threading, "excepthook", self._watched_thread_hook),
+            (sys, "exit", self._watched_exit),
         ]
+        if sys.version_info >= (3, 14) and multiprocessing.parent_process() is not None:
+            watched.append((traceback, "print_exc", self._watched_print))
+        self._patches = [Patch(owner, name, make, probe=self.name, nests=True) for owner, name, make in watched]
 
     def _watched_hook(self, before: Any) -> Any:
         breaker = self._breaker
@@ -85,6 +88,18 @@ class ExitProbe:
             before(status)
 
         return exit
+
+    def _watched_print(self, before: Any) -> Any:
+        """Watch what ``multiprocessing`` prints of a child's exception: since Python 3.14 its finalizers run only afterwards."""
+        breaker, main = self._breaker, BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]  # noqa: SLF001
+
+        def print_exc(*args: Any, **kwargs: Any) -> None:
+            error = sys.exc_info()[1]
+            if error is not None and sys._getframe(1).f_code is main:  # noqa: SLF001
+                settle(breaker, self.record_exception, error, fatal=True)
+            before(*args, **kwargs)
+
+        return print_exc
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`: restore hooks only if they are still ours."""
@@ -126,6 +141,9 @@ class ExitProbe:
         if context is None or threading.current_thread() is not threading.main_thread():
             return
         reason = Exit.EXIT_CODE if code else Exit.FINISHED
+        known = self._sys_exit is not None and self._sys_exit_step == context.recorder.step and self._sys_exit[1] == code
+        if known and handled is None:
+            return  # a spawned child's own main function, with the status that the program's has asked for
         if code and handled is not None and not isinstance(handled, SystemExit):
             self.record_exception(handled)
             reason = Exit.INTERRUPTED if isinstance(handled, KeyboardInterrupt) else Exit.EXCEPTION
