@@ -140,7 +140,7 @@ def test_an_exception_that_is_handled_by_leaving_is_the_reason(tmp_path: Path, f
 
 def test_leaving_once_more_with_the_same_status_changes_no_reason(tmp_path: Path, flight_dir: Path) -> None:
     """As a spawned child does: its main function ends with the status that the program asked for."""
-    end = "try:\n    load()\nexcept Exception:\n    try:\n        sys.exit(4)\n    except SystemExit:\n        pass\nsys.exit(4)\n"
+    end = "try:\n load()\nexcept Exception:\n try:\n  sys.exit(4)\n except SystemExit:\n  pass\nsys.exit(4)\n"
     ended = run(tmp_path, flight_dir, CHAIN + end)
     assert (ended.status, ended.reason, ended.code) == (4, Exit.EXCEPTION, 4)
 

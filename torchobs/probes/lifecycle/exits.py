@@ -90,12 +90,12 @@ class ExitProbe:
         return exit
 
     def _watched_print(self, before: Any) -> Any:
-        """Watch what ``multiprocessing`` prints of a child's exception: since Python 3.14 its finalizers run only afterwards."""
-        breaker, main = self._breaker, BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]  # noqa: SLF001
+        """Watch what ``multiprocessing`` prints of a child's exception: since Python 3.14 it finalizes only afterwards."""
+        breaker, main = self._breaker, BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 
         def print_exc(*args: Any, **kwargs: Any) -> None:
             error = sys.exc_info()[1]
-            if error is not None and sys._getframe(1).f_code is main:  # noqa: SLF001
+            if error is not None and sys._getframe(1).f_code is main:
                 settle(breaker, self.record_exception, error, fatal=True)
             before(*args, **kwargs)
 
