@@ -8,7 +8,7 @@ import time
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import found, told
 from torchobs.debug.module_values import Collector, activations, walk
 from torchobs.debug.stopping import Validation, early_stopping, finish
 from torchobs.debug.switch_checks import Check, ModelHooks
@@ -64,8 +64,7 @@ class ForwardPass(ModelHooks):
             return
         rows = [row for group in collector.read().values() for row in group]
         odd = [row for row in rows if row.anomaly]
-        for row in odd[:FLOOD]:
-            found("nonfinite_activation", row.anomaly, function="enable", name=row.name)
+        told("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
         self.last = f"{len(rows)} tensors, {len(odd)} not finite"
 
     def remove(self) -> None:
