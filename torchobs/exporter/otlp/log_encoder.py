@@ -22,7 +22,7 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.attributes import mapping, text, time_ns, whole
-from torchobs.exporter.otlp.root_spans import ROOTS, is_root
+from torchobs.exporter.otlp.root_spans import ROOTS, is_ours, is_root
 from torchobs.flight.format import event_ring, span_ids
 from torchobs.ranks import labels
 
@@ -142,9 +142,7 @@ def _packed(records: list[tuple[RankLog, LogRecord]]) -> Packed:
 def _checkpoint(frame: Mapping[str, Any]) -> LogRecord | None:
     """Return a record for the span of a save that succeeded; one that failed has an event."""
     name, begun_ns, ended_ns = text(frame.get("name")), time_ns(frame.get("t0")), time_ns(frame.get("t1"))
-    scope = frame.get("scope")
-    ours = isinstance(scope, list) and scope[:1] == [otlp_attributes.SCOPE]
-    if frame.get("k") != "span" or name != catalog.SPAN_CHECKPOINT.name or not ours or frame.get("status") == "error":
+    if frame.get("k") != "span" or name != catalog.SPAN_CHECKPOINT.name or not is_ours(frame) or frame.get("status") == "error":
         return None
     given = {"duration_s": max(ended_ns - begun_ns, 0) / 1e9, **mapping(frame.get("attrs"))}
     return LogRecord(
