@@ -97,6 +97,22 @@ def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
     assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
 
 
+def test_bridges_may_be_closed_in_any_order() -> None:
+    """Findings reach every one that is open, and after the last they go where they went before; they went nowhere."""
+    kept, own = Kept(), logging.getLogger("training of one's own")
+    own.addHandler(kept)
+    first, second = debug.logging_bridge(own), debug.logging_bridge(own)
+    try:
+        first.close()
+        assert not findings.logger.propagate
+        debug.analyze_tensor(torch.tensor([nan]), "x")
+    finally:
+        second.close()
+        own.removeHandler(kept)
+    assert len(kept.records) == 1
+    assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
+
+
 @pytest.mark.parametrize(
     ("target", "error"), [("training", TypeError), (logging.getLogger("torchobs.debug"), ValueError)], ids=["name", "itself"]
 )

@@ -12,6 +12,7 @@ import yaml
 
 from tests.dashboards import FOLDER, shipped
 from torchobs.cli import dashboards as command
+from torchobs.cli import dispatch
 from torchobs.exporter.otlp import attributes
 
 GRAFANA = FOLDER.parent
@@ -103,5 +104,5 @@ def test_the_command_writes_what_is_shipped(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 1 and one line."""
     (tmp_path / "file").touch()
-    assert command.main(["export", str(tmp_path / "file" / "below")]) == 1
+    assert dispatch.main(["dashboards", "export", str(tmp_path / "file" / "below")]) == 1
     assert capsys.readouterr().err == f"torchobs dashboards: {tmp_path / 'file' / 'below'}: Not a directory\n"

@@ -110,6 +110,7 @@ def test_every_option_sets_its_field() -> None:
         ("telemetry_path", "/"),
         ("telemetry_path", "/-/healthy"),
         ("telemetry_path", "/api/v1"),
+        ("telemetry_path", "/live/stream"),
         ("telemetry_path", "/a{b}"),
         ("grace_s", "soon"),
         ("mode", "daemon"),

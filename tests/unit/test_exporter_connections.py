@@ -71,6 +71,17 @@ def test_a_second_request_has_the_same_ten_seconds() -> None:
     assert not alive_after(connection, 0, HEAD_S + 0.1)
 
 
+def test_a_request_at_the_address_of_the_last_one_is_another() -> None:
+    """Python gives a new object the memory of one that is gone; a stream that follows one of 50 s was closed after 10."""
+    connection = Connection(Cycle())
+    connections = crowd(connection)
+    connections.sweep(0)
+    connection.cycle = None
+    connection.cycle = Cycle()
+    connections.sweep(RESPONSE_S + 1)
+    assert connection in connections
+
+
 def test_each_request_starts_the_clock_again() -> None:
     """A connection that is used for an hour is no slow one."""
     connection = Connection()

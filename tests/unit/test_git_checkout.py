@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,15 @@ def test_a_changed_file(git: Git, tmp_path: Path, change: str) -> None:
     found = checkout(tmp_path)
     assert found is not None
     assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), True)
+
+
+def test_a_pipe_in_the_place_of_an_empty_file(git: Git, tmp_path: Path) -> None:
+    """It is a change, and is not read, from which nobody would return."""
+    (tmp_path / "train.py").write_text("")
+    git("commit", "-qam", "empty")
+    (tmp_path / "train.py").unlink()
+    os.mkfifo(tmp_path / "train.py")
+    assert checkout(tmp_path) == Checkout(git("rev-parse", "HEAD"), "trunk", dirty=True)
 
 
 def test_packed_references_detached_heads_and_worktrees(git: Git, tmp_path: Path) -> None:

@@ -137,8 +137,9 @@ def test_a_header_s_value_is_never_repeated(text: str) -> None:
     assert not any("secret" in problem for problem in problems)
 
 
-def test_a_password_in_the_address_is_refused() -> None:
-    """It would be on the log."""
-    found, (problem,) = options.parse({"otlp_endpoint": ["http://user:secret@c:1"]}, {})
+@pytest.mark.parametrize("user", ["user:secret", ":secret"])
+def test_a_password_in_the_address_is_refused(user: str) -> None:
+    """It would be on the log; one without a user was taken, and never sent."""
+    found, (problem,) = options.parse({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
     assert found is None
     assert "secret" not in problem

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from torchobs.identity.redaction import HIDDEN, is_secret_name, redacted, redacted_text, redacted_value
@@ -122,3 +124,24 @@ def test_paths_and_names_are_no_tokens(text: str) -> None:
     """They stay legible."""
     assert redacted_text(text) == text
     assert redacted(["python", "x.py", "-b", "32", text]) == ["python", "x.py", "-b", "32", text]
+
+
+@pytest.mark.parametrize("part", ["a", "a ", "aGVsbG8x", "a=b ", " ", "a.b-"])
+def test_a_long_argument_takes_time_by_its_length_alone(part: str) -> None:
+    """A configuration in base64 of 20 KB held the training's start up for 20 s: time by the square of its length."""
+
+    def least_s(length: int) -> float:
+        text, times = (part * length)[:length], []
+        for _ in range(3):
+            begun = time.thread_time()
+            redacted_text(text)
+            times.append(time.thread_time() - begun)
+        return min(times)
+
+    assert least_s(16_000) < 64 * least_s(1_000)  # in proportion 16 times as long, by the square 256 times
+
+
+def test_pairs_within_pairs_have_an_end() -> None:
+    """Of a thousand the innermost are hidden; it was an error, after which nothing of how the run was started was kept."""
+    assert redacted_text("a=b=c=1") == "a=b=c=1"
+    assert redacted_text("a=" * 1000 + "1").endswith(f"a={HIDDEN}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torchobs
 from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError
 
 if TYPE_CHECKING:
     import argparse
@@ -39,15 +40,13 @@ def main(given: Sequence[str]) -> int:
     options = parser().parse_args(list(given))
     files = rendered()
     if not files:
-        sys.stderr.write("torchobs dashboards: this installation has none: it was built without deploy/grafana\n")
-        return 1
+        raise CommandError("this installation has none: it was built without deploy/grafana")
     try:
         options.directory.mkdir(parents=True, exist_ok=True)
         for file in files:
             (options.directory / file.name).write_bytes(file.read_bytes())
     except OSError as error:
-        sys.stderr.write(f"torchobs dashboards: {error.filename or options.directory}: {error.strerror}\n")
-        return 1
+        raise CommandError(f"{error.filename or options.directory}: {error.strerror}") from None
     sys.stdout.write(f"{len(files)} dashboards in {options.directory}\n")
     return 0
 

@@ -95,8 +95,8 @@ def _ask(path: Path, method: str, target: str, content: str | None = None) -> tu
         connection.request(method, target, content, {"Content-Type": "application/json"} if content else {})
         answer = connection.getresponse()
         return answer.status, answer.read()
-    except OSError as problem:
-        reason = problem.strerror or problem
+    except (OSError, http.client.HTTPException) as problem:  # the latter: it ended in the midst of its answer
+        reason = getattr(problem, "strerror", None) or problem
         hint = "`torchobs run` starts an exporter, `torchobs exporter --mode node` is one; a sidecar needs --api.socket"
         raise CommandError(f"no exporter answers at {path}: {reason}. {hint}") from None
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from torchobs.debug.module_values import call
+from torchobs.debug.module_values import call, walk
 from torchobs.debug.tensors import require_module
 from torchobs.debug.values import bytes_of
 from torchobs.support import cgroup
@@ -214,13 +214,7 @@ def _popping(stack: list[tuple[str, str]]) -> Any:
 
 
 def _tensors(values: Any) -> list[Any]:
-    import torch
-
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict) or hasattr(values, "items"):
-        return [x for value in values.values() for x in _tensors(value)]
-    return [x for value in values for x in _tensors(value)] if isinstance(values, (tuple, list)) else []
+    return [x for _, x in walk(values, "")]
 
 
 def batch_size(batch: Any) -> int:

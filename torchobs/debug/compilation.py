@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.batch_memory import unchanged
-from torchobs.debug.findings import FLOOD, found
-from torchobs.debug.module_values import call
+from torchobs.debug.findings import told
+from torchobs.debug.module_values import raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.reasons import REMEDIES, read_break, read_failure, read_guard
 from torchobs.support.result import Result
@@ -95,12 +95,10 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     texts = [("graph_break", row.location, f"graph break at {row.location}: {row.reason}") for row in breaks]
     texts += [("recompile", row.function, _recompile_text(row)) for row in recompiles]
     texts += [("compile_error", type(model).__name__, f"the compiler raised {error}")] if error else []
-    for kind, name, text in texts[:FLOOD]:
-        found(kind, text, function="compile", name=name)
     operators = sum(_operators(graph) for graph in first)
     return CompileCheck(
         model=type(model).__name__, graphs=len(first), operators=operators, full_graph=len(first) == 1 and not breaks,
-        breaks=breaks, recompiles=tuple(recompiles), guards=guards, error=error, anomalies=tuple(text for _, _, text in texts),
+        breaks=breaks, recompiles=tuple(recompiles), guards=guards, error=error, anomalies=told("compile", texts),
     )  # fmt: skip
 
 
@@ -143,20 +141,9 @@ class _Tracer:
         from torch._dynamo.utils import get_compilation_metrics
 
         before = {id(record) for record in get_compilation_metrics()}
-        self._graphs, error = [], None
+        self._graphs = []
         with torch.set_grad_enabled(grad):
-            try:
-                call(self._compiled, batch)
-            except (
-                ArithmeticError,
-                AssertionError,
-                AttributeError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as raised:
-                error = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+            error = raised_by(self._compiled, batch)
         return [one for one in get_compilation_metrics() if id(one) not in before], self._graphs, error
 
     def close(self) -> None:

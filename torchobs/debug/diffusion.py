@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.debug.findings import found, record_series
+from torchobs.debug.findings import record_series, told
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import bytes_of, elements_of
 from torchobs.support.result import Result
@@ -75,15 +75,13 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
     rows = tuple(_component(name, part, is_module=name in modules) for name, part in parts.items())
     every = {id(x): x for module in modules.values() for x in [*module.parameters(), *module.buffers()]}
     parameters = {id(x): x for module in modules.values() for x in module.parameters()}
-    anomalies = [*_mismatches([row for row in rows if row.name in modules]), *_nonfinite(modules)]
-    for kind, name, text in anomalies:
-        found(kind, text, function="analyze_diffusion", name=name)
+    anomalies = told("analyze_diffusion", [*_mismatches([row for row in rows if row.name in modules]), *_nonfinite(modules)])
     return DiffusionCheck(
         pipeline=type(pipeline).__name__, total_parameters=sum(map(elements_of, parameters.values())),
         trainable_parameters=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
         size=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
         devices=_sorted(row.devices for row in rows), components=rows, scheduler=_scheduler(parts.get("scheduler")),
-        anomalies=tuple(text for _, _, text in anomalies),
+        anomalies=anomalies,
     )  # fmt: skip
 
 
@@ -280,12 +278,10 @@ class DiffusionMonitor:
             rows.append(DenoisingStep(one.step, timestep, m.norm, m.mean, m.std, *counts, drift, one.time))
         times = [row.time for row in rows if row.time is not None]
         odd = next((row for row in rows if row.nan_count or row.inf_count), None)
-        texts = list(_latent_texts(rows, odd))
-        for kind, text in texts:
-            found(kind, text, function="diffusion_monitor", name="latents")
+        texts = told("diffusion_monitor", ((kind, "latents", text) for kind, text in _latent_texts(rows, odd)))
         return DenoisingCheck(
             len(rows), sum(times), sum(times) / len(times) if times else None, rows[-1].norm if rows else nan,
-            odd.step if odd is not None else None, tuple(text for _, text in texts), tuple(rows),
+            odd.step if odd is not None else None, texts, tuple(rows),
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchobs.debug import resources
 from torchobs.debug.findings import found
 from torchobs.debug.history import history
-from torchobs.support.result import Result
+from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,30 +56,23 @@ def performance(
     if not operation or slow_s <= 0 or (samples is not None and samples < 1):
         raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {operation!r}, {slow_s}, {samples}")
     measured, before = Performance(operation, slow_s, samples), resources.read()
-    _wait(synchronize=synchronize)
+    if synchronize:
+        resources.synchronize()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:
         yield measured
     finally:
         raised = sys.exc_info()[0]
         error = raised.__name__ if raised is not None else None
-        _wait(synchronize=synchronize and error is None)
+        if synchronize and error is None:
+            resources.synchronize()
         elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
-        values = {
-            "time": elapsed, "cpu_time": cpu, "slow": elapsed > slow_s, "error": error,
-            "time_per_sample": elapsed / samples if samples else None,
-            "throughput": samples / elapsed if samples and elapsed else None,
-        }  # fmt: skip
-        for name, value in values.items():
-            object.__setattr__(measured, name, value)  # nobody was told that it was complete
+        fill(
+            measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, error=error,
+            time_per_sample=elapsed / samples if samples else None,
+            throughput=samples / elapsed if samples and elapsed else None,
+        )  # fmt: skip
         _tell(measured, before)
-
-
-def _wait(*, synchronize: bool) -> None:
-    import torch
-
-    if synchronize and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
 
 
 def _tell(measured: Performance, before: resources.Reading) -> None:

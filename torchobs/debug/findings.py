@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import Counter
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import api, catalog
 from torchobs.detect.event_rate_limit import anomaly_limiter
@@ -15,6 +16,7 @@ from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
 LOGGER = "torchobs.debug"
@@ -53,6 +55,17 @@ def found(kind: str, message: str, *, function: str, name: str = "", **fields: A
         api.record_event(catalog.EVENT_DEBUG_FINDING, about | fields)
 
 
+def told(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[str, ...]:
+    """Log and record findings (kind, what it was found in, sentence), of each kind the first eight; return all sentences."""
+    seen, texts = Counter[str](), list[str]()
+    for kind, name, text in findings:
+        seen[kind] += 1
+        if seen[kind] <= FLOOD:
+            found(kind, text, function=function, name=name)
+        texts.append(text)
+    return tuple(texts)
+
+
 def _extra(kind: str, function: str, name: str, fields: dict[str, Any], left_out: int) -> dict[str, Any]:
     session = current()
     extra = {"kind": kind, "function": function, "subject": name, "left_out": left_out, **fields}
@@ -76,9 +89,16 @@ def forget() -> None:
 class LoggingBridge(logging.Handler):
     """Hands findings on to another logger until it is closed. A context manager, too."""
 
+    _open: ClassVar[set[LoggingBridge]] = set()
+    _propagated: ClassVar[bool] = True
+    """What the first of those that are open found"""
+
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
-        self._target, self._propagated = target, logger.propagate
+        self._target = target
+        if not self._open:
+            LoggingBridge._propagated = logger.propagate
+        self._open.add(self)
         logger.addHandler(self)
         logger.propagate = False  # the target's own handlers would print it a second time
 
@@ -89,9 +109,10 @@ class LoggingBridge(logging.Handler):
 
     def close(self) -> None:
         """Let findings go where they went before. Idempotent."""
-        if self in logger.handlers:
+        if self in self._open:
+            self._open.remove(self)
             logger.removeHandler(self)
-            logger.propagate = self._propagated
+            logger.propagate = self._propagated if not self._open else False
         super().close()
 
     def __enter__(self) -> LoggingBridge:  # noqa: PYI034  # typing.Self needs Python 3.11

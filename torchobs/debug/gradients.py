@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import told
 from torchobs.debug.statistics import NOTHING, Moments
 from torchobs.debug.tensors import parameters_of, start_moments, total_norm
 from torchobs.debug.transfer import Numbers
@@ -163,24 +163,13 @@ def _checked(
     missing: tuple[str, ...],
     function: str,
 ) -> GradientCheck:
-    rows = tuple(_row(one.name, one.numel, one.moments, scale) for one in measured)
+    rows = tuple(GradientStats(name=one.name, numel=one.numel, **one.moments.described(scale)) for one in measured)
     total = total_norm((one.moments for one in measured), scale) if rows else nan
     check = GradientCheck(
         model=type(model).__name__, total_norm=total, loss=loss, loss_scale=scale, has_nan=any(row.nan_count for row in rows),
         has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), parameters=rows,
     )  # fmt: skip
-    anomalies = _anomalies(check, {one.name for one in measured if one.is_weight})
-    for kind, name, text in _limited(anomalies):
-        found(kind, text, function=function, name=name)
-    object.__setattr__(check, "anomalies", tuple(text for _, _, text in anomalies))  # nobody has seen it yet
-    return check
-
-
-def _row(name: str, numel: int, m: Moments, scale: float) -> GradientStats:
-    return GradientStats(
-        name=name, numel=numel, norm=m.norm / scale, mean=m.mean / scale, std=m.std / scale, min=m.min / scale,
-        max=m.max / scale, zero_count=int(m.zeros), nan_count=int(m.nan), inf_count=int(m.infinite),
-    )  # fmt: skip
+    return replace(check, anomalies=told(function, _anomalies(check, {one.name for one in measured if one.is_weight})))
 
 
 def _anomalies(check: GradientCheck, weights: set[str]) -> list[tuple[str, str, str]]:
@@ -212,17 +201,6 @@ def _anomalies(check: GradientCheck, weights: set[str]) -> list[tuple[str, str, 
             text = f"{row.name}: the gradient's norm {row.norm:.3g} is below {VANISHING:g} (vanishing)"
             anomalies.append(("gradient_vanishing", row.name, text))
     return anomalies
-
-
-def _limited(anomalies: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Return the first few of each kind."""
-    left: dict[str, int] = {}
-    kept = []
-    for anomaly in anomalies:
-        left[anomaly[0]] = left.get(anomaly[0], FLOOD) - 1
-        if left[anomaly[0]] >= 0:
-            kept.append(anomaly)
-    return kept
 
 
 def require_positive(threshold: float) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import told
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -127,8 +127,6 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
     texts = [*_slow_workers(loads), *summary.findings(), *shared]
     if not seconds:
         texts.append(("no_batch", "loader", "the loader gives no batch"))
-    for kind, name, text in texts[:FLOOD]:
-        found(kind, text, function="dataloader", name=name)
     counts = summary.classes
     return LoaderCheck(
         dataset=type(dataset).__name__, dataset_size=_length(dataset), batch_size=getattr(loader, "batch_size", None),
@@ -137,7 +135,7 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
         batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
         worker_loads=loads, parts=summary.parts(), classes={str(key): counts[key] for key in sorted(counts)},
         imbalance=max(counts.values()) / min(counts.values()) if counts else None, splits=rows,
-        anomalies=tuple(text for _, _, text in texts),
+        anomalies=told("dataloader", texts),
     )  # fmt: skip
 
 

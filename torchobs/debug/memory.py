@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import resources
 from torchobs.debug.values import is_uninitialized
-from torchobs.support.result import Result
+from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -174,12 +174,10 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
             tracemalloc.stop()
         host, device = resources.use(before, after)
         live = watch.live()
-        values = {
-            "host": host, "gpu_memory": device, "tensor_size": watch.current, "tensor_peak": watch.peak,
-            "tensor_lines": _by_line(live), "python_lines": _python_lines(later, lines), "objects": grown,
-        }  # fmt: skip
-        for name, value in values.items():
-            object.__setattr__(growth, name, value)  # nobody was told that it was complete
+        fill(
+            growth, host=host, gpu_memory=device, tensor_size=watch.current, tensor_peak=watch.peak,
+            tensor_lines=_by_line(live), python_lines=_python_lines(later, lines), objects=grown,
+        )  # fmt: skip
 
 
 def _by_line(live: Iterable[Live]) -> tuple[LineGrowth, ...]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_TENSORS = 64
 """Most tensors of a batch, or of an output, that are looked at"""
+_RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model raises, or the compiler"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,7 @@ class Collector:
         found: dict[str, list[ValueStats]] = {}
         for group, name, (shape, dtype, device, numel), index in self._taken:
             m = NOTHING if index is None else Moments(*numbers[index])
-            row = ValueStats(
-                name,
-                shape,
-                dtype,
-                device,
-                numel,
-                m.mean,
-                m.std,
-                m.min,
-                m.max,
-                m.norm,
-                int(m.zeros),
-                int(m.nan),
-                int(m.infinite),
-            )
+            row = ValueStats(name=name, shape=shape, dtype=dtype, device=device, numel=numel, **m.described())
             found.setdefault(group, []).append(row)
         return {group: tuple(rows) for group, rows in found.items()}
 
@@ -134,3 +122,12 @@ def call(model: Any, batch: Any) -> Any:
     if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
         return model(**dict(batch.items()))
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def raised_by(model: Any, batch: Any) -> str | None:
+    """Call a model with a batch; return class and first line of what it raised, ``None`` if nothing."""
+    try:
+        call(model, batch)
+    except _RAISED as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None

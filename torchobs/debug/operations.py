@@ -17,7 +17,7 @@ from torchobs.debug.history import history
 from torchobs.debug.optimizer_norms import norm_of_model, unwatch_steps, watch_steps
 from torchobs.debug.resources import MemoryUse
 from torchobs.debug.tensors import require_module
-from torchobs.support.result import Result
+from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +150,7 @@ class _Measurement:
         elapsed = time.perf_counter() - begun
         undo.close()
         if error is not None:
-            _fill(opened.info, error=type(error).__name__)
+            fill(opened.info, error=type(error).__name__)
             if anomaly_mode.raised_by_torch(error):
                 opened.note(str(error).splitlines()[0])
         _finish(opened, elapsed, before, self._model)
@@ -163,7 +163,7 @@ def _finish(opened: _Open, elapsed: float, before: resources.Reading, model: Any
     if norm is not None and not isfinite(norm):
         opened.note(f"the gradient norm is {norm}")
     anomalies = tuple(opened.texts)
-    _fill(
+    fill(
         info, execution_time=elapsed, memory_usage=host, gpu_memory=device, gradient_norm=norm,
         anomaly_detected=bool(anomalies), anomalies=anomalies,
     )  # fmt: skip
@@ -173,11 +173,6 @@ def _finish(opened: _Open, elapsed: float, before: resources.Reading, model: Any
         if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it
             fields = {name: value for name, value in about.items() if value is not None}
             found("anomaly", f"{info.operation}: {text}", function="context", name=info.operation, **fields)
-
-
-def _fill(info: DebugInfo, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(info, name, value)
 
 
 def _note_norm(norm: Any) -> None:

@@ -9,15 +9,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
+from torchobs.debug.values import bytes_of
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model raises, or the compiler"""
 KINDS = ("parameter", "buffer", "input", "gradient", "optimizer state")
 
 
@@ -106,9 +105,7 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     anomalies = [(f"misplaced_{row.kind.replace(' ', '_')}", row.name, _misplaced_text(row)) for row in misplaced]
     anomalies += [("silent_copy", row.operator, _copy_text(row)) for row in copies]
     anomalies += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
-    for kind, name, text in anomalies[:FLOOD]:
-        found(kind, text, function="devices", name=name)
-    texts = tuple(text for _, _, text in anomalies)
+    texts = told("devices", anomalies)
     return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, texts)
 
 
@@ -122,14 +119,10 @@ def _copy_text(row: SilentCopy) -> str:
     return f"{row.operator} copies {row.size} bytes from {row.source} to {row.target} in {row.count} calls{waits}{where}"
 
 
-def _size(x: Any) -> int:
-    return int(x.numel() * x.element_size()) if not x.is_nested else 0
-
-
 def _home(tensors: list[Any]) -> str:
     sizes: Counter[str] = Counter()
     for x in tensors:
-        sizes[str(x.device)] += _size(x) + 1
+        sizes[str(x.device)] += bytes_of(x) + 1
     return sizes.most_common(1)[0][0] if sizes else "cpu"
 
 
@@ -166,7 +159,7 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
     for group, named in groups.items():
         for _, x in named:
             row = counts.setdefault(str(x.device), Counter())
-            row[group], row["size"] = row[group] + 1, row["size"] + _size(x)
+            row[group], row["size"] = row[group] + 1, row["size"] + bytes_of(x)
     return tuple(DeviceUse(name, r["parameters"], r["buffers"], r["inputs"], r["size"]) for name, r in counts.items())
 
 
@@ -174,14 +167,11 @@ def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None
     import torch
 
     from torchobs.debug.batch_memory import unchanged
-    from torchobs.debug.module_values import call
+    from torchobs.debug.module_values import raised_by
     from torchobs.debug.transfer_watch import TransferWatch
 
-    watch, error = TransferWatch(), None
+    watch = TransferWatch()
     with unchanged(model), torch.no_grad(), watch:
-        try:
-            call(model, batch)
-        except RAISED as raised:
-            error = f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
+        error = raised_by(model, batch)
     rows = [SilentCopy(*key[:3], count, size, *key[3:]) for key, (count, size) in watch.seen.items()]
     return tuple(sorted(rows, key=lambda row: -row.size)), error

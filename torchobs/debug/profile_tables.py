@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import found
-from torchobs.support.result import Result
+from torchobs.debug.findings import told
+from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,19 +95,16 @@ def filled(result: Profile, profiler: Any, steps: int, elapsed: float, top: int,
     operators = [row for row in on_host if "::" in row.key]
     cpu, device = (sum(r.self_cpu_time_total for r in on_host) / 1e6, sum(r.self_device_time_total for r in on_device) / 1e6)
     synchronizations = _events(row for row in on_host if row.key in SYNCHRONIZATIONS)
-    values = {
-        "steps": steps, "time": elapsed, "time_per_step": elapsed / steps if steps else None, "cpu_time": cpu,
-        "time_per_sample": elapsed / steps / result.batch_size if steps and result.batch_size else None,
-        "device_time": device, "device_share": min(1.0, device / elapsed) if on_device else None,
-        "flops": sum(int(row.flops or 0) for row in operators), "operators": _operators(operators, top, device > 0),
-        "synchronizations": synchronizations,
-        "copies": _events(row for row in rows if row.key in COPIES or row.key.startswith("Memcpy")),
-        "lines": _lines(profiler.events()), "anomalies": tuple(_anomalies(synchronizations, elapsed, bool(on_device))),
-    }  # fmt: skip
-    for name, value in values.items():
-        object.__setattr__(result, name, value)
-    for text in result.anomalies:
-        found("slow_synchronization", text, function="profile", name=result.name)
+    texts = [("slow_synchronization", result.name, text) for text in _anomalies(synchronizations, elapsed, bool(on_device))]
+    fill(
+        result, steps=steps, time=elapsed, time_per_step=elapsed / steps if steps else None, cpu_time=cpu,
+        time_per_sample=elapsed / steps / result.batch_size if steps and result.batch_size else None,
+        device_time=device, device_share=min(1.0, device / elapsed) if on_device else None,
+        flops=sum(int(row.flops or 0) for row in operators), operators=_operators(operators, top, device > 0),
+        synchronizations=synchronizations,
+        copies=_events(row for row in rows if row.key in COPIES or row.key.startswith("Memcpy")),
+        lines=_lines(profiler.events()), anomalies=told("profile", texts),
+    )  # fmt: skip
 
 
 def _operators(rows: list[Any], top: int, by_device: bool) -> tuple[OperatorCost, ...]:  # noqa: FBT001  # what the share is of

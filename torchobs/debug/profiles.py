@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from torchobs.debug import resources
 from torchobs.debug.profile_tables import Profile, filled
+from torchobs.support.result import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -146,14 +148,14 @@ class Recorder:
     def record(self) -> None:
         """Keep what runs from now on."""
         self._profiler.start_trace()
-        _synchronize()
+        resources.synchronize()
         self._begun = time.perf_counter()
 
     def finish(self, steps: int) -> None:
         """End it, and fill the result from what was recorded in that many steps; with none, only stop."""
         if self._profiler is None:
             return
-        _synchronize()
+        resources.synchronize()
         elapsed, profiler = time.perf_counter() - self._begun, self._profiler
         self._profiler = None
         if not self._begun:
@@ -188,21 +190,13 @@ class Recorder:
             if self._trace is not None:
                 with (gzip.open if self._trace.suffix == ".gz" else Path.open)(self._trace, "wb") as file:
                     file.write(written.read_bytes())
-                object.__setattr__(self.result, "trace", str(self._trace))
+                fill(self.result, trace=str(self._trace))
             if self._tensorboard is not None:
                 folder = Path(self._tensorboard)
                 folder.mkdir(parents=True, exist_ok=True)
                 # the plugin takes the name apart: worker, time, ending
                 shutil.copyfile(written, folder / f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json")
-                object.__setattr__(self.result, "tensorboard", str(folder))
-
-
-def _synchronize() -> None:
-    import torch
-
-    cuda: Any = torch.cuda
-    if cuda.is_initialized():
-        cuda.synchronize()
+                fill(self.result, tensorboard=str(folder))
 
 
 class ProfiledLoop(Generic[T]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
 from torchobs.support.result import Result
 
@@ -171,12 +171,9 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
     texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
     wrong = [row for row in rows if row.kind != "buffer" or not broadcast]
     texts += [(f"rank_{row.kind}", row.name, _text(row)) for row in wrong]
-    for kind, name, text in texts[:FLOOD]:
-        found(kind, text, function="ddp", name=name)
     agree = not structure and all(row.kind == "buffer" for row in rows)
-    anomalies = tuple(text for _, _, text in texts)
     sharded = max(side.sharded for side in sides)
-    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), random_states, sharded, anomalies)
+    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), random_states, sharded, told("ddp", texts))
 
 
 def _text(row: Disagreement) -> str:

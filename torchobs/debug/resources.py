@@ -63,6 +63,13 @@ def _devices() -> tuple[int | None, int]:
     return sum(map(torch.cuda.memory_allocated, devices)), sum(map(torch.cuda.max_memory_allocated, devices))
 
 
+def synchronize() -> None:
+    """Wait for the CUDA device, if this process uses one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def use(before: Reading, after: Reading) -> tuple[MemoryUse, MemoryUse | None]:
     """Return what was used on the host and, where there is one, on CUDA devices."""
     host = MemoryUse(before.host, after.host, _peak(before.host, after.host, before.host_peak, after.host_peak))

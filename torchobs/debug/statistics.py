@@ -45,6 +45,12 @@ class Moments(NamedTuple):
         """The L2 norm of all elements: NaN or infinite if one of them is."""
         return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared) if not isnan(self.norm_squared) else nan
 
+    def described(self, scale: float = 1.0) -> dict[str, Any]:
+        """Return what results tell of it, by the names of their fields; values are divided by ``scale``."""
+        values = {"norm": self.norm, "mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
+        counts = {"zero_count": self.zeros, "nan_count": self.nan, "inf_count": self.infinite}
+        return {name: value / scale for name, value in values.items()} | {name: int(n) for name, n in counts.items()}
+
 
 NOTHING = Moments(0, 0, 0, 0, nan, 0, nan, nan, 0)
 """Moments of no elements"""

@@ -9,7 +9,7 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import resources
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import told
 from torchobs.debug.gradients import GradientCheck, check_gradients
 from torchobs.debug.module_values import Collector, ValueStats, activations, call
 from torchobs.debug.monitor import Verdict, judge_step
@@ -276,22 +276,13 @@ class _Part:
 @contextmanager
 def _measured() -> Iterator[_Part]:
     part, before = _Part(), resources.read()
-    _wait()
+    resources.synchronize()
     begun = time.perf_counter()
     yield part
-    _wait()
+    resources.synchronize()
     part.time = time.perf_counter() - begun
     part.host, part.device = resources.use(before, resources.read())
 
 
-def _wait() -> None:
-    import torch
-
-    cuda: Any = torch.cuda
-    if cuda.is_initialized():
-        cuda.synchronize()
-
-
 def _tell(kind: str, anomalies: tuple[str, ...], function: str) -> None:
-    for text in anomalies[:FLOOD]:
-        found(kind, text, function=function, name=text.split(":")[0][:80])
+    told(function, ((kind, text.split(":")[0][:80], text) for text in anomalies))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
-from torchobs.support.result import Result
+from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,13 +167,11 @@ class Validation(Result):
 
     def add(self, samples: int = 1, **values: Any) -> None:
         """Count one batch with its values (numbers, or tensors with one element, which are read at the end)."""
-        object.__setattr__(self, "samples", self.samples + samples)
-        object.__setattr__(self, "batches", self.batches + 1)
         sums = self.metrics if self.metrics is not None else {}
         for name, value in values.items():
             kept = value.detach() if hasattr(value, "detach") else value
             sums[name] = sums.get(name, 0.0) + kept * samples
-        object.__setattr__(self, "metrics", sums)
+        fill(self, samples=self.samples + samples, batches=self.batches + 1, metrics=sums)
 
 
 @contextmanager
@@ -214,12 +212,8 @@ def finish(result: Validation, elapsed: float, error: str | None) -> None:
     metrics = {key: float(total) / max(result.samples, 1) for key, total in (result.metrics or {}).items()}
     texts = [f"{name} is {value}" for name, value in metrics.items() if not isfinite(value)]
     texts += ["no batch was added: call add(samples, ...) for each"] * (not result.batches and error is None)
-    values = {
-        "time": elapsed, "metrics": metrics, "anomalies": tuple(texts), "error": error,
-        "throughput": result.samples / elapsed if elapsed else None,
-    }  # fmt: skip
-    for name, value in values.items():
-        object.__setattr__(result, name, value)  # nobody was told that it was complete
+    throughput = result.samples / elapsed if elapsed else None
+    fill(result, time=elapsed, metrics=metrics, anomalies=tuple(texts), error=error, throughput=throughput)
     record_series({f"{result.name}.{name}": value for name, value in metrics.items()})
     about = {"name": result.name, "samples": result.samples, "batches": result.batches, "seconds": elapsed, **metrics}
     api.record_event(catalog.EVENT_DEBUG_VALIDATION, about)

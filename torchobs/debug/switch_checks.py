@@ -51,14 +51,11 @@ class Anomaly(Check):
     """Torch's anomaly mode."""
 
     def install(self, guard: Guard) -> None:
-        """See :class:`Check`."""
-        del guard
         self._undo = ExitStack()
         self._undo.enter_context(anomaly_mode.entered("raise", lambda _: None))
         self.last = "torch raises at NaN in a backward function"
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         self._undo.close()
 
 
@@ -70,8 +67,6 @@ class Memory(Check):
         self._device: deque[int] = deque(maxlen=GROWING_LOOKS)
 
     def after_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del model, optimizer
         reading = resources.read()
         self.last = f"{reading.host / 2**20:.0f} MiB on the host"
         record_series({"debug.memory.host": reading.host})
@@ -92,7 +87,6 @@ class GradientNorms(Check):
     """``check_gradients`` of the model, or the total norm where the model is unknown."""
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
         import torch
 
         from torchobs.debug.gradients import check_gradients
@@ -117,8 +111,6 @@ class Rates(Check):
         self._before: list[float] = []
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del model
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         for index, rate in enumerate(rates):
             before = self._before[index] if len(self._before) == len(rates) else rate
@@ -139,11 +131,9 @@ class ModelHooks(Check):
         self._is_due = False
 
     def install(self, guard: Guard) -> None:
-        """See :class:`Check`."""
         self._guard = guard
 
     def take_model(self, model: Any) -> None:
-        """See :class:`Check`."""
         if not self._handles:
             before, after = self._guard(self.before_forward), self._guard(self.after_forward)
             self._handles = [
@@ -152,7 +142,6 @@ class ModelHooks(Check):
             ]
 
     def begin_step(self) -> None:
-        """See :class:`Check`."""
         self._is_due = True
 
     def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
@@ -162,7 +151,6 @@ class ModelHooks(Check):
         """Look at what comes out."""
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         while self._handles:
             self._handles.pop().remove()
 

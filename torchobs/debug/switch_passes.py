@@ -8,7 +8,7 @@ import time
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import found, told
 from torchobs.debug.module_values import Collector, activations, walk
 from torchobs.debug.stopping import Validation, early_stopping, finish
 from torchobs.debug.switch_checks import Check, ModelHooks
@@ -34,7 +34,6 @@ class ForwardPass(ModelHooks):
         self._inside: AbstractContextManager[None] | None = None
 
     def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        """See :class:`ModelHooks`."""
         if not self._is_due or not model.training or self._inside is not None:
             return
         self._is_due, self._collector = False, Collector()
@@ -44,8 +43,6 @@ class ForwardPass(ModelHooks):
         self._inside.__enter__()
 
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """See :class:`ModelHooks`."""
-        del model, args, kwargs
         if self._inside is not None and self._collector is not None:
             self._leave()
             self._collector.add("outputs", "output", output)
@@ -57,19 +54,16 @@ class ForwardPass(ModelHooks):
 
     def before_step(self, model: Any, optimizer: Any) -> None:
         """Read what the step's forward pass left on the device."""
-        del model, optimizer
         self._leave()  # where the forward pass raised
         collector, self._collector = self._collector, None
         if collector is None:
             return
         rows = [row for group in collector.read().values() for row in group]
         odd = [row for row in rows if row.anomaly]
-        for row in odd[:FLOOD]:
-            found("nonfinite_activation", row.anomaly, function="enable", name=row.name)
+        told("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
         self.last = f"{len(rows)} tensors, {len(odd)} not finite"
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         self._leave()
         super().remove()
 
@@ -125,12 +119,10 @@ class _LossWatch(Check):
     """Hears of each backward pass with its loss."""
 
     def install(self, guard: Guard) -> None:
-        """See :class:`Check`."""
         self._listener = guard(self._hear)
         _tap.add(self._listener)
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         _tap.remove(self._listener)
 
     def _hear(self, tensors: Any, seconds: float) -> None:
@@ -152,12 +144,9 @@ class BackwardPass(_LossWatch):
         self._seconds = 0.0
 
     def hear(self, loss: Any, seconds: float) -> None:
-        """See :class:`_LossWatch`."""
         self._loss, self._seconds = loss, seconds
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del optimizer
         from torchobs.debug.monitor import monitor_step
 
         loss, self._loss = self._loss, None
@@ -176,13 +165,9 @@ class Stopping(_LossWatch):
         self._count = 0
 
     def hear(self, loss: Any, seconds: float) -> None:
-        """See :class:`_LossWatch`."""
-        del seconds
         self._sum, self._count = self._sum + loss, self._count + 1
 
     def after_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del model, optimizer
         if self._count:
             decision = self._stopper(self._sum / self._count)
             self._sum, self._count = 0.0, 0
@@ -193,7 +178,6 @@ class Placement(ModelHooks):
     """``devices`` of model and optimizer, and of what the model is given."""
 
     def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        """See :class:`ModelHooks`."""
         if not self._is_due:
             return
         self._is_due = False
@@ -204,7 +188,6 @@ class Placement(ModelHooks):
                 found("misplaced_input", text, function="enable", name=name)
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
         from torchobs.debug.placement import devices
 
         if model is not None:
@@ -216,10 +199,8 @@ class Precision(ModelHooks):
     """What autocast computes in, the output's type, weights in float16, and the loss scale where a session knows it."""
 
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """See :class:`ModelHooks`."""
         import torch
 
-        del args, kwargs
         if not self._is_due or not model.training:
             return
         self._is_due = False
@@ -233,8 +214,6 @@ class Precision(ModelHooks):
             found("half_weights", text, function="enable", name=half[0])
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del model, optimizer
         from torchobs.debug.gradients import scale_in_use
 
         scale = scale_in_use(None)
@@ -251,7 +230,6 @@ class Validations(ModelHooks):
         self._begun = self._ended = 0.0
 
     def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        """See :class:`ModelHooks`."""
         if model.training:
             self._close()
         elif self._current is None:
@@ -261,8 +239,6 @@ class Validations(ModelHooks):
             self._current.add(int(first.shape[0]) if first is not None else 1)
 
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """See :class:`ModelHooks`."""
-        del model, args, kwargs, output
         self._ended = time.perf_counter()
 
     def _close(self) -> None:
@@ -272,11 +248,8 @@ class Validations(ModelHooks):
             self.last = f"{current.samples} samples in {current.time or 0:.3g} s"
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del model, optimizer
         self._close()
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         self._close()
         super().remove()

@@ -28,8 +28,6 @@ class StepProfile(Check):
         self.directory, self.written = directory, 0
 
     def install(self, guard: Any) -> None:
-        """See :class:`Check`."""
-        del guard
         self.wanting.append(self)
 
     def begin_step(self) -> None:
@@ -48,7 +46,6 @@ class StepProfile(Check):
 
     def after_step(self, model: Any, optimizer: Any) -> None:
         """End it."""
-        del model, optimizer
         recorder, StepProfile.recorder = StepProfile.recorder, None
         if recorder is None:
             return
@@ -62,7 +59,6 @@ class StepProfile(Check):
                 one.last += f", trace in {result.tensorboard}"
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         self.wanting.remove(self)
         if not self.wanting and (recorder := StepProfile.recorder) is not None:
             StepProfile.recorder = None
@@ -77,10 +73,8 @@ class Loading(Check):
         self._depth = 0
 
     def install(self, guard: Any) -> None:
-        """See :class:`Check`."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        del guard
         self._patch = Patch(_BaseDataLoaderIter, "__next__", self._watched)
 
     def _watched(self, original: Any) -> Any:
@@ -101,8 +95,6 @@ class Loading(Check):
         return fetch
 
     def after_step(self, model: Any, optimizer: Any) -> None:
-        """See :class:`Check`."""
-        del model, optimizer
         now = time.perf_counter()
         share, steps = self._waited / max(now - self._begun, 1e-9), self._steps
         self._waited, self._begun, self._steps = 0.0, now, 0
@@ -114,5 +106,4 @@ class Loading(Check):
             found("data_wait", f"training waits for data {share:.0%} of the time", function="enable", name="data_loading")
 
     def remove(self) -> None:
-        """See :class:`Check`."""
         self._patch.undo()

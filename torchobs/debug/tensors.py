@@ -7,7 +7,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import statistics
-from torchobs.debug.findings import FLOOD, found
+from torchobs.debug.findings import found, told
 from torchobs.debug.statistics import BINS, NOTHING, QUANTILES, Moments
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import bytes_of, elements_of, require_tensor, shape_of, values_of
@@ -166,14 +166,13 @@ def analyze_parameters(model: Any) -> ParameterAnalysis:
     named = parameters_of(model, "analyze_parameters")
     found_moments = read_moments([parameter for _, parameter in named])
     rows = tuple(_parameter_stats(name, x, m) for (name, x), m in zip(named, found_moments, strict=True))
-    anomalies = tuple(f"{row.name}: {row.nan_count} NaN, {row.inf_count} Inf" for row in rows if row.nan_count or row.inf_count)
-    for text in anomalies[:FLOOD]:
-        found("nonfinite_parameter", text, function="analyze_parameters", name=text.split(":")[0])
+    odd = [row for row in rows if row.nan_count or row.inf_count]
+    texts = [("nonfinite_parameter", row.name, f"{row.name}: {row.nan_count} NaN, {row.inf_count} Inf") for row in odd]
     return ParameterAnalysis(
         model=type(model).__name__, numel=sum(row.numel for row in rows), trainable=sum(r.numel for r in rows if r.trainable),
         size_bytes=sum(bytes_of(parameter) for _, parameter in named), norm=total_norm(found_moments),
-        has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows), anomalies=anomalies,
-        parameters=rows,
+        has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows),
+        anomalies=told("analyze_parameters", texts), parameters=rows,
     )  # fmt: skip
 
 
@@ -221,6 +220,5 @@ def total_norm(all_moments: Iterable[Moments], scale: float = 1.0) -> float:
 def _parameter_stats(name: str, x: Any, m: Moments) -> ParameterStats:
     return ParameterStats(
         name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), trainable=bool(x.requires_grad),
-        numel=elements_of(x), mean=m.mean, std=m.std, min=m.min, max=m.max, norm=m.norm, zero_count=int(m.zeros),
-        nan_count=int(m.nan), inf_count=int(m.infinite),
+        numel=elements_of(x), **m.described(),
     )  # fmt: skip

@@ -28,7 +28,7 @@ _PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
-_RESERVED = "/api/"
+_RESERVED = ("/api/", "/live/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,8 @@ class _Service:
         most = config.series_limit_total or for_memory
         self._snapshots = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
         self._pages, self._scrapers = PageCache(config, most), ScrapeTracker()
-        self._site = Site(self._snapshots, self._pages, self._scrapers, config.telemetry_path, self._problems, config.pod_uid)
-        self._web_config = WebConfigMiddleware(config.web_config_file)
-        self._api = Api(config, self._snapshots, lambda: self._web_config.authenticates)
-        self._site.live.evidence = self._api.evidence
+        self._web_config, self._api = WebConfigMiddleware(config.web_config_file), Api(config, self._snapshots)
+        self._site = Site(config, self._snapshots, self._pages, self._scrapers, self._problems, self._api.evidence)
         app, api = self._site.app(self._api.mounts()), None
         if unix_socket_path.is_wanted(config):
             api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(unix_socket_path.address, config))

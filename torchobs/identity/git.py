@@ -92,6 +92,8 @@ def _differs(path: Path, fields: tuple[int | bytes, ...]) -> tuple[bool, int]:
         now = path.lstat()
     except OSError:
         return True, 0
+    if not stat.S_ISREG(now.st_mode) and not stat.S_ISLNK(now.st_mode):
+        return True, 0  # a directory, or a pipe, from which nothing may ever come
     seconds, nanoseconds, size, name = fields[2], fields[3], fields[9], fields[10]
     same_time = (now.st_mtime_ns // 10**9 & 0xFFFFFFFF, now.st_mtime_ns % 10**9) == (seconds, nanoseconds)
     if now.st_size & 0xFFFFFFFF != size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 HIDDEN = "***"
 _SECRET = frozenset({
@@ -23,24 +24,28 @@ _ENDINGS = (
 """As the end of a longer word: ``wandbapikey``, ``authtoken``; of keys only these, for ``monkey`` is none."""
 _COUNTED = frozenset({"tokens", "token", "keys"})
 """Names of quantities too (``--max-tokens 512``): a number of at most seven digits is no secret."""
+_NAME = r"(?<![A-Za-z0-9_.\-])([A-Za-z0-9_.\-]+)"
+"""Begun only where a word begins: from every character on it would take time by the square of a long word's length"""
+_MOST_NESTED = 8
+"""Pairs within the value of a pair that are looked at; what is deeper is hidden as a whole"""
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 _NUMBER = re.compile(r"[0-9][0-9_,.]{0,8}[kKmMbB]?")
 _PAIR = re.compile(
-    r"([A-Za-z0-9_.\-]+)([\"']?\s*(?:=|:(?!//))\s*)"
+    rf"{_NAME}([\"']?\s*(?:=|:(?!//))\s*)"
     r"(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?:(?i:bearer|basic|token|apikey)\s+)?(?![{\[(])[^\s\"',;&}\])]+)"
 )
-_LIST = re.compile(r"([A-Za-z0-9_.\-]+)([\"']?\s*[=:]\s*)(\[[^\]]*\]?)")
+_LIST = re.compile(rf"{_NAME}([\"']?\s*[=:]\s*)(\[[^\]]*\]?)")
 _FLAG = re.compile(r"(?<![^\s=\"'])((?:--?|\+\+?)[A-Za-z][A-Za-z0-9_.\-]*)(\s+)([^\s\-]\S*)")
 """A flag with its value, within one argument: a command that another program is given"""
 _HEADER = re.compile(r"([A-Za-z][A-Za-z0-9\-]*):\s+(.*)", re.DOTALL)
 _CODE = re.compile(r"-[A-Za-z]*c")
 _WHOLE = re.compile(r"-{0,2}([A-Za-z0-9_.\-]+)=(.*)", re.DOTALL)
-_URL_CREDENTIALS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s?#]*|[^/@\s?#:]*:[^@]*)@")
+_URL_CREDENTIALS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]{0,30}://)(?:[^/\s?#]*|[^/@\s?#:]*:[^@]*)@")
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_\w{16,}|api_org_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w\-]{16,}|sk-[\w\-]{16,}"
     r"|(?:xoxe\.)?xox[a-z]-[\w\-]{10,}|xapp-[\w\-]{10,}|wandb_v[0-9]_\w{20,}|ya29\.[\w\-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w\-]{30,}|eyJ[\w\-]{8,}\.[\w\-]{8,}(?:\.[\w\-]*)?"
     r"|npm_[A-Za-z0-9]{20,}|dapi[0-9a-f]{20,}|[rs]k_live_[A-Za-z0-9]{10,}|SG\.[\w\-]{16,}\.[\w\-]{16,}|[0-9a-f]{40})\b"
-    r"|(?<![A-Za-z0-9/+])(?=[^A-Z]*[A-Z])(?=[^a-z]*[a-z])(?=[^0-9]*[0-9])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])"
+    r"|(?<![A-Za-z0-9/+])(?=[a-z0-9/+]{0,39}[A-Z])(?=[A-Z0-9/+]{0,39}[a-z])(?=[A-Za-z/+]{0,39}[0-9])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])"
     r"|https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.\-]*webhook\.office\.com)/\S+"
     r"|-----BEGIN[\s\S]*"
 )
@@ -93,11 +98,12 @@ def redacted_text(text: str) -> str:
     return _KNOWN.sub(HIDDEN, text)
 
 
-def _pair(found: re.Match[str]) -> str:
+def _pair(found: re.Match[str], nested: int = _MOST_NESTED) -> str:
     name, between, value = found.groups()
     if is_secret_name(name):
         return found[0] if _is_quantity(name, value) else name + between + HIDDEN
-    return name + between + _PAIR.sub(_pair, value)  # which may be a pair itself
+    # the value may be a pair itself
+    return name + between + (_PAIR.sub(partial(_pair, nested=nested - 1), value) if nested else HIDDEN)
 
 
 def _names_secret(argument: str) -> bool:

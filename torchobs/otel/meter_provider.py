@@ -51,15 +51,12 @@ class FlightMeter(Meter):
         self._delegate: Meter | None = None
 
     def create_counter(self, name: str, unit: str = "", description: str = "") -> api.Counter:
-        """See :class:`opentelemetry.metrics.Meter`."""
         return self._create(instruments.FlightCounter, name, unit, description)
 
     def create_up_down_counter(self, name: str, unit: str = "", description: str = "") -> api.UpDownCounter:
-        """See :class:`opentelemetry.metrics.Meter`."""
         return self._create(instruments.FlightUpDownCounter, name, unit, description)
 
     def create_gauge(self, name: str, unit: str = "", description: str = "") -> _Gauge:
-        """See :class:`opentelemetry.metrics.Meter`."""
         return self._create(instruments.FlightGauge, name, unit, description)
 
     def create_histogram(
@@ -70,7 +67,6 @@ class FlightMeter(Meter):
         *,
         explicit_bucket_boundaries_advisory: Sequence[float] | None = None,
     ) -> api.Histogram:
-        """See :class:`opentelemetry.metrics.Meter`."""
         advisory = explicit_bucket_boundaries_advisory
         if self._delegate is not None:
             advised = {} if advisory is None else {"explicit_bucket_boundaries_advisory": advisory}
@@ -80,19 +76,16 @@ class FlightMeter(Meter):
     def create_observable_counter(
         self, name: str, callbacks: Sequence[api.CallbackT] | None = None, unit: str = "", description: str = ""
     ) -> api.ObservableCounter:
-        """See :class:`opentelemetry.metrics.Meter`."""
         return self._create(instruments.FlightObservableCounter, name, unit, description, callbacks=callbacks)
 
     def create_observable_up_down_counter(
         self, name: str, callbacks: Sequence[api.CallbackT] | None = None, unit: str = "", description: str = ""
     ) -> api.ObservableUpDownCounter:
-        """See :class:`opentelemetry.metrics.Meter`."""
         return self._create(instruments.FlightObservableUpDownCounter, name, unit, description, callbacks=callbacks)
 
     def create_observable_gauge(
         self, name: str, callbacks: Sequence[api.CallbackT] | None = None, unit: str = "", description: str = ""
     ) -> api.ObservableGauge:
-        """See :class:`opentelemetry.metrics.Meter`."""
         return self._create(instruments.FlightObservableGauge, name, unit, description, callbacks=callbacks)
 
     def observables(self) -> list[instruments.AsynchronousInstrument]:

@@ -12,8 +12,8 @@ from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
-from torchobs.report.charts import Curve, Points, band_path, curve, line_path, spreads
-from torchobs.report.content import AreaChart, Chart, HeatMap, LineChart, Rounded, Series, StripChart
+from torchobs.report.charts import Curve, Points, band_path, curve_of, described, line_path, spreads
+from torchobs.report.content import AreaChart, Chart, HeatMap, LineChart, StripChart
 from torchobs.report.html import EMPTY, Html, tag
 
 WIDTH, HEIGHT = 600.0, 180.0
@@ -139,13 +139,8 @@ def _axis(series: Sequence[Sequence[tuple[float, float]]], *, timed: bool) -> _A
     return _Axis(min(places, default=0.0), max(places, default=1.0), timed)
 
 
-def _curves(series: Sequence[Series]) -> list[Curve | None]:
-    # the curve counts in whole steps; times are kept to a millisecond
-    return [curve(((round(at * 1000), value) for at, value in one.points), BUCKETS) for one in series]
-
-
 def _lines(chart: LineChart) -> Html:
-    curves = _curves(chart.series)
+    curves = [curve_of(one.points, BUCKETS) for one in chart.series]
     values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
     scale = scale_of(values, from_zero=chart.from_zero)
     if scale is None:
@@ -157,17 +152,10 @@ def _lines(chart: LineChart) -> Html:
         if found is not None:
             content += _curve(found, scale, axis, index, banded=len(chart.series) == 1)
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
-    said = [alternative(one, found, chart.rounded) for one, found in zip(chart.series, curves, strict=True) if found]
+    pairs = zip(chart.series, curves, strict=True)
+    said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
     plot = _frame(content, f"{chart.name}. {'; '.join(said)}{_marked(chart)}", ys, axis.ticks())
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
-
-
-def alternative(series: Series, found: Curve, rounded: Rounded) -> str:
-    """Return one line of a chart in words."""
-    first = next(bucket.mean for bucket in found.buckets if bucket.mean is not None)
-    odd = f", {found.nonfinite:,} values not finite" if found.nonfinite else ""
-    ends = f"from {rounded(first)} to {rounded(found.last)}, least {rounded(found.least)}, greatest {rounded(found.greatest)}"
-    return f"{series.name}: {ends}{odd}"
 
 
 def _marked(chart: LineChart) -> str:
@@ -227,7 +215,7 @@ def _areas(chart: AreaChart) -> Html:
     content = [
         tag(
             "path",
-            d=_area([(axis.x(step), scale.y(top[index]), scale.y(top[index + 1])) for step, top in tops]),
+            d=_area([(axis.x(step), 0.0, scale.y(top[index]), scale.y(top[index + 1])) for step, top in tops]),
             class_=f"is-{name}",
         )
         for index, name in enumerate(chart.names)
@@ -252,12 +240,8 @@ def _thinned(rows: Sequence[tuple[float, tuple[float, ...]]]) -> list[tuple[floa
     ]
 
 
-def _area(row: Sequence[tuple[float, float, float]]) -> str:
-    if len(row) == 1:
-        row = [(0.0, *row[0][1:]), (WIDTH, *row[0][1:])]
-    above = [f"{x:.1f} {top:.1f}" for x, _, top in row]
-    below = [f"{x:.1f} {bottom:.1f}" for x, bottom, _ in reversed(row)]
-    return f"M{'L'.join(above + below)}Z"
+def _area(row: Points) -> str:
+    return band_path(row if len(row) > 1 else [(0.0, *row[0][1:]), (WIDTH, *row[0][1:])])
 
 
 def _strip(chart: StripChart) -> Html:

@@ -75,6 +75,11 @@ def curve(values: Iterable[tuple[int, float]], most: int = BUCKETS) -> Curve | N
     )
 
 
+def curve_of(points: Iterable[tuple[float, float]], most: int) -> Curve | None:
+    """Return the data of a chart over steps or seconds, whose buckets count in thousandths: a curve counts in whole steps."""
+    return curve(((round(at * 1000), value) for at, value in points), most)
+
+
 def heights(curve: Curve) -> list[tuple[float, float, float] | None]:
     """Return each bucket's (mean, minimum, maximum), scaled to 0 (the chart's bottom) to 1."""
 
@@ -141,13 +146,16 @@ def sparkline(curve: Curve | None, what: str, rounded: Callable[[float], str], *
 
 
 def alternative(curve: Curve, what: str, rounded: Callable[[float], str]) -> str:
-    """Return the chart's text alternative: first and last value, and extremes."""
+    """Return the text alternative of a chart over steps."""
+    return f"{what} from step {curve.first_step:,} to {curve.last_step:,}: {described(curve, rounded)}"
+
+
+def described(curve: Curve, rounded: Callable[[float], str]) -> str:
+    """Return a curve in words: first and last value, and extremes."""
     first = next(bucket.mean for bucket in curve.buckets if bucket.mean is not None)
     odd = f", {curve.nonfinite:,} values not finite" if curve.nonfinite else ""
-    return (
-        f"{what} from step {curve.first_step:,} to {curve.last_step:,}: from {rounded(first)} to {rounded(curve.last)},"
-        f" least {rounded(curve.least)}, greatest {rounded(curve.greatest)}{odd}"
-    )
+    ends = f"from {rounded(first)} to {rounded(curve.last)}"
+    return f"{ends}, least {rounded(curve.least)}, greatest {rounded(curve.greatest)}{odd}"
 
 
 def phases(shares: Sequence[float]) -> Html:

@@ -294,5 +294,5 @@ def _charts(reports: Sequence[RankReport]) -> Section:
 
 
 def _both(reports: Sequence[RankReport], field: str) -> tuple[Series, ...]:
-    series = (Series(name, points_of(report.steps, field)) for name, report in zip(_NAMES, reports, strict=True))
-    return tuple(one for one in series if one.points)
+    pairs = zip(_NAMES, reports, strict=True)
+    return tuple(Series(name, points) for name, report in pairs if (points := points_of(report.steps, field)))

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from torchobs.diagnosis import text_format
-from torchobs.report.axes import alternative
-from torchobs.report.charts import curve
+from torchobs.report.charts import curve_of, described
 from torchobs.report.content import (
     AreaChart,
     Block,
@@ -82,11 +81,11 @@ def _block(block: Block) -> Iterator[str]:  # one case for each kind
 def _lines(chart: LineChart) -> Iterator[str]:
     yield f"**{_plain(chart.name)}**"
     for one in chart.series:
-        found = curve(((round(at * 1000), value) for at, value in one.points), _BARS)
+        found = curve_of(one.points, _BARS)
         if found is not None:
             bars = text_format.sparkline([bucket.mean for bucket in found.buckets], _BARS)
             yield ""
-            yield f"`{bars}` {_plain(alternative(one, found, chart.rounded))}"
+            yield f"`{bars}` {_plain(f'{one.name}: {described(found, chart.rounded)}')}"
     if chart.note:
         yield ""
         yield _plain(chart.note)

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from torchobs.report.charts import curve, spreads
+from torchobs.report.charts import curve_of, spreads
 from torchobs.report.content import AreaChart, Chart, Document, HeatMap, LineChart, StripChart
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _drawn(chart: Chart, axes: Axes) -> bool:
 def _lines(chart: LineChart, axes: Axes) -> bool:
     values = []
     for index, one in enumerate(chart.series):
-        found = curve(((round(at * 1000), value) for at, value in one.points), _BUCKETS)
+        found = curve_of(one.points, _BUCKETS)
         if found is not None:
             known = [bucket for bucket in found.buckets if bucket.mean is not None]
             places, colour = [bucket.at / 1000 for bucket in known], _COLOURS[index % len(_COLOURS)]

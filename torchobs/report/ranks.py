@@ -48,10 +48,8 @@ def _row(report: RankReport) -> tuple[str, ...]:
 
 def _lines(every: Sequence[RankReport], name: str, field: str, *, timed: bool = False) -> LineChart | None:
     shown = sorted(every, key=lambda report: -sum(typical_phases(report.steps).values()))[:_MOST_LINES]
-    series = [
-        Series(f"rank {report.rank}", points_of(report.steps, field)) for report in sorted(shown, key=lambda one: int(one.rank))
-    ]
-    series = [one for one in series if one.points]
+    in_order = sorted(shown, key=lambda one: (len(one.rank), one.rank))
+    series = [Series(f"rank {one.rank}", points) for one in in_order if (points := points_of(one.steps, field))]
     note = f"The {_MOST_LINES} slowest of {len(every):,} ranks." if len(every) > _MOST_LINES else ""
     rounded = text_format.duration if timed else text_format.number
     return LineChart(name, tuple(series), rounded, note=note) if series else None

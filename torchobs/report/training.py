@@ -51,7 +51,7 @@ def section_of(report: RankReport, of: str) -> Section:
 
 
 def _series(steps: Iterable[Step], field: str) -> tuple[Series, ...]:
-    points = [(float(step.step), value) for step in steps if (value := getattr(step, field)) is not None]
+    points = points_of(steps, field)
     return (Series(field.replace("_", " "), points),) if points else ()
 
 
@@ -96,9 +96,8 @@ def anomalies(report: RankReport, of: str) -> Section:
     for fact in report.events:
         if fact.name not in _ORDINARY and fact.step is not None:
             rows.setdefault((_kind(fact), severity_of(fact)), []).append(float(fact.step))
-    for name, steps in (("step skipped by the scaler", [float(step.step) for step in report.steps if step.skipped]),):
-        if steps:
-            rows[name, "warning"] = steps
+    if skipped := [float(step.step) for step in report.steps if step.skipped]:
+        rows["step skipped by the scaler", "warning"] = skipped
     table = _counts(report)
     if not rows:
         return section("anomalies", f"Anomalies{of}", table)
@@ -166,4 +165,4 @@ def _row(known: dict[float, float], times: Sequence[float]) -> tuple[float | Non
 
 def points_of(steps: Iterable[Step], field: str) -> list[Point]:
     """Return a field of the steps that have it, by step."""
-    return [point for one in _series(steps, field) for point in one.points]
+    return [(float(step.step), value) for step in steps if (value := getattr(step, field)) is not None]

@@ -47,8 +47,8 @@ class RunDetails:
     def begin(self) -> None:
         """Write what costs nothing to know."""
         self._found = {
-            "command": _shortened(redacted(sys.orig_argv)),
-            "arguments": _shortened(redacted(sys.argv)[1:]),
+            "command": _shortened(redacted(sys.orig_argv[:_MOST_ARGUMENTS])),
+            "arguments": _shortened(redacted(sys.argv[: _MOST_ARGUMENTS + 1])[1:]),
             "settings": _settings(self._context.settings),
             "environment": {name: text[:_LONGEST] for name in _VARIABLES if (text := settings.environment().get(name))},
             "platform": f"{platform.system()} {platform.machine()}",
@@ -89,7 +89,7 @@ class RunDetails:
 
 
 def _shortened(arguments: list[str]) -> list[str]:
-    return [text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…" for text in arguments[:_MOST_ARGUMENTS]]
+    return [text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…" for text in arguments]
 
 
 def _settings(chosen: Settings) -> dict[str, str]:

@@ -12,8 +12,10 @@ from torchobs.support.result import Result
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Entry = tuple[Callable[["AnomalyReport"], object], CircuitBreaker]
+
 logger = logging.getLogger("torchobs")
-_callbacks: list[tuple[Callable[[AnomalyReport], object], CircuitBreaker]] = []
+_callbacks: list[Entry] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,20 @@ def on_anomaly(callback: Callable[[AnomalyReport], object]) -> Callable[[], None
     """
     if not callable(callback):
         raise TypeError(f"on_anomaly() takes a function, not {type(callback).__name__}")
-    _callbacks.append((callback, CircuitBreaker("on_anomaly")))
-    return lambda: _remove(callback)
+    entry = callback, CircuitBreaker("on_anomaly")
+    _callbacks.append(entry)
+    return lambda: _remove(entry)
 
 
 def notify(report: AnomalyReport) -> None:
     """Call them all."""
-    for callback, breaker in tuple(_callbacks):
+    for entry in tuple(_callbacks):
+        callback, breaker = entry
         call(breaker, callback, report)
         for failure in breaker.failures:
             what = f"raised {failure.exception} at {failure.location}"
             logger.warning("torchobs: the function given to on_anomaly() %s and is not called again", what)
-            _remove(callback)
+            _remove(entry)
 
 
 def wanted() -> bool:
@@ -58,5 +62,5 @@ def wanted() -> bool:
     return bool(_callbacks)
 
 
-def _remove(callback: Callable[[AnomalyReport], object]) -> None:
-    _callbacks[:] = [entry for entry in _callbacks if entry[0] is not callback]
+def _remove(ended: Entry) -> None:
+    _callbacks[:] = [entry for entry in _callbacks if entry is not ended]

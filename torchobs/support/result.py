@@ -29,6 +29,12 @@ class Result:
         return f"<div><b>{escape(type(self).__name__)}</b>{_html(self)}</div>"
 
 
+def fill(result: Result, **values: Any) -> None:
+    """Set fields of a frozen result whose block has just ended; nobody was told before that it was complete."""
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+
+
 def _items(result: Result) -> list[tuple[str, Any]]:
     return [(field.name, getattr(result, field.name)) for field in fields(result) if not field.name.startswith("_")]
 

@@ -24,6 +24,7 @@ from torchobs.exporter.api.artifacts import ArtifactStore
 from torchobs.exporter.api.commands import CommandService
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.summaries import Summaries
+from torchobs.exporter.http.client_scope import LET_IN
 from torchobs.flight.format.event_ring import plain
 from torchobs.ranks.rank_file import READ_ERRORS
 
@@ -51,9 +52,8 @@ T = TypeVar("T")
 class Api:
     """One per exporter; every listener has its own :meth:`mounts`."""
 
-    def __init__(self, config: ExporterConfig, watch: SnapshotCache, authenticated: Callable[[], bool] = lambda: False) -> None:
-        """``authenticated``: returns True if every request over TCP is authenticated by the web configuration."""
-        self._config, self._watch, self._authenticated = config, watch, authenticated
+    def __init__(self, config: ExporterConfig, watch: SnapshotCache) -> None:
+        self._config, self._watch = config, watch
         self._token = authorization.Token(config.api_token_file)
         self._artifacts = ArtifactStore(config)
         self._commands = CommandService(config, self._artifacts)
@@ -106,7 +106,7 @@ class Api:
 
     async def _answer(self, operation: Operation, request: Request, channel: AccessChannel) -> Response:
         """Return the answer to a request that is allowed and as described. Raises ``Problem``."""
-        known = self._authenticated()
+        known = bool(request.scope.get(LET_IN))
         refusal = authorization.refusal(request.method, request.headers, channel, self._token, authenticated=known)
         if refusal is not None:
             raise refusal

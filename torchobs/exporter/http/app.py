@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
@@ -14,12 +14,13 @@ from torchobs.exporter.ui.routes import LivePage
 from torchobs.ranks.snapshot import EMPTY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.delivery import Counts
     from torchobs.exporter.prometheus.page_cache import PageCache
@@ -29,24 +30,24 @@ if TYPE_CHECKING:
 
 
 class Site:
-    """The handlers. ``problems`` returns the present errors of the configuration."""
+    """The handlers. ``problems`` returns the present errors of the configuration, ``evidence`` the ranks' artifacts."""
 
     def __init__(
-        self,
-        snapshots: SnapshotCache,
-        pages: PageCache,
-        scrapers: ScrapeTracker,
-        telemetry_path: str,
-        problems: Callable[[], tuple[str, ...]],
-        pod_uid: str | None = None,
-    ) -> None:
-        self._snapshots, self._problems, self._telemetry_path = snapshots, problems, telemetry_path
-        self._metrics = MetricsPage(self._fresh, pages, scrapers, pod_uid)
+        self, config: ExporterConfig, snapshots: SnapshotCache, pages: PageCache, scrapers: ScrapeTracker,
+        problems: Callable[[], tuple[str, ...]], evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+    ) -> None:  # fmt: skip
+        self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
+        self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
         self.host: HostMetrics | None = None
-        links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
-        self.live = LivePage(snapshots, problems, links)
+        links = (
+            (config.telemetry_path, "Metrics"),
+            ("/api/v1/openapi.json", "API"),
+            ("/-/healthy", "healthy"),
+            ("/-/ready", "ready"),
+        )
+        self.live = LivePage(snapshots, problems, links, evidence)
 
     def scrape_input(self, snapshot: Snapshot) -> ScrapeInput:
         """Return the input of a metrics page of that snapshot."""

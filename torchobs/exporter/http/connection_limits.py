@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections import Counter
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Protocol
 
 from torchobs import catalog
 
@@ -45,6 +44,14 @@ class Connection(Protocol):
     """set while the connection is idle after a response, when uvicorn applies its own timeout"""
 
 
+class _Mark(NamedTuple):
+    """What a connection was seen to do, and since when; holds the request, for another could get its ``id``."""
+
+    cycle: object
+    busy: bool
+    since_s: float
+
+
 class Connections:
     """All connections of all listeners. ``dropped``: numbers of those closed, or never accepted, by reason."""
 
@@ -52,9 +59,8 @@ class Connections:
         """``most``: maximum number; ``None``: 512, or a quarter of this process's descriptors if that is less."""
         self.dropped = Counter(dict.fromkeys(REASONS, 0))
         self._most = most if most is not None else _room()
-        self._all: dict[Connection, None] = {}
+        self._all: dict[Connection, _Mark | None] = {}
         self._exhausted_s = -RETRY_S
-        self._since: WeakKeyDictionary[Connection, tuple[tuple[int, bool], float]] = WeakKeyDictionary()
 
     def add(self, connection: Connection) -> None:
         """Register a connection."""
@@ -115,11 +121,10 @@ class Connections:
         """Return whether a connection is busy with a response, whether it is idle after one, and for how many seconds."""
         cycle = connection.cycle
         busy = cycle is not None and not cycle.response_complete
-        mark = (id(cycle), busy)
-        known = self._since.get(connection)
-        if known is None or known[0] != mark:
-            known = self._since[connection] = (mark, now_s)
-        return busy, not busy and connection.timeout_keep_alive_task is not None, now_s - known[1]
+        known = self._all[connection]
+        if known is None or known.cycle is not cycle or known.busy != busy:
+            known = self._all[connection] = _Mark(cycle, busy, now_s)
+        return busy, not busy and connection.timeout_keep_alive_task is not None, now_s - known.since_s
 
     def __contains__(self, connection: Connection) -> bool:
         return connection in self._all

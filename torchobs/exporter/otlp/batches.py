@@ -12,11 +12,12 @@ from opentelemetry.sdk.resources import Resource
 
 from torchobs._version import __version__
 from torchobs.exporter import exporter_metrics
-from torchobs.exporter.otlp import attributes
-from torchobs.exporter.otlp.log_encoder import LogRequests, RankLog
+from torchobs.exporter.otlp import attributes, log_encoder, span_encoder
+from torchobs.exporter.otlp.log_encoder import RankLog
 from torchobs.exporter.otlp.metric_encoder import Requests
 from torchobs.exporter.otlp.metric_source import Source
-from torchobs.exporter.otlp.span_encoder import SpanRequests, Trace
+from torchobs.exporter.otlp.request_size import packed
+from torchobs.exporter.otlp.span_encoder import Trace, spans_of
 from torchobs.flight.reader.reader import MAX_FILES
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -24,14 +25,18 @@ from torchobs.ranks.rank_file import READ_ERRORS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+    from opentelemetry.sdk.trace import ReadableSpan
+
     from torchobs.exporter.exporter_metrics import HostFacts, ScrapeInput
+    from torchobs.exporter.otlp.request_size import Packed
+    from torchobs.exporter.otlp.span_encoder import Frame
     from torchobs.exporter.otlp.span_reader import SpanReader
     from torchobs.ranks.snapshot import Rank
 
 OLDER_NS = 10_000_000_000
 """A rank this much older than the exporter was served by an earlier exporter; a node's first rank starts its own exporter."""
 
-Packed = list[tuple[bytes, int]]
 _log = logging.getLogger(__name__)
 
 
@@ -130,13 +135,13 @@ class Traces:
 
     def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
         """Return the requests for the new spans of ``ranks``."""
-        requests = SpanRequests()
+        spans: list[tuple[ReadableSpan, Frame]] = []
         for rank in ranks:
             try:
-                self._add(requests, rank, wall_ns)
+                self._add(spans, rank, wall_ns)
             except READ_ERRORS as problem:
                 _log.warning("OTLP: spans of rank %s cannot be made: %s", rank.rank, problem)
-        return requests.finish()
+        return packed(spans, span_encoder.request_of)
 
     def keep(self, ranks: Iterable[Rank]) -> None:
         """Drop the state of all other ranks."""
@@ -145,16 +150,16 @@ class Traces:
         for gone in self._traces.keys() - served:
             del self._traces[gone]
 
-    def _add(self, requests: SpanRequests, rank: Rank, wall_ns: int) -> None:
+    def _add(self, spans: list[tuple[ReadableSpan, Frame]], rank: Rank, wall_ns: int) -> None:
         header, live = rank.view.header, rank.view.live
         if rank.incarnation not in self._traces:
             self._traces[rank.incarnation] = Trace(header, with_events=self._with_events)
         trace = self._traces[rank.incarnation]
         trace.ring_head = live.event_head
-        requests.add(trace, trace.take(self._rings.read(rank, wall_ns)))
+        spans += spans_of(trace, trace.take(self._rings.read(rank, wall_ns)))
         if not rank.up:
             last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
-            requests.add(trace, trace.finish(exporter_metrics.ending(rank), last_ns))
+            spans += spans_of(trace, trace.finish(exporter_metrics.ending(rank), last_ns))
 
 
 class Logs:
@@ -171,7 +176,8 @@ class Logs:
 
     def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
         """Return the requests for the new events of ``ranks``, and drop the state of all other ranks."""
-        requests, served = LogRequests(), set()
+        records: list[tuple[RankLog, LogRecord]] = []
+        served = set()
         for rank in ranks:
             served.add(rank.incarnation)
             head = rank.view.live.event_head
@@ -180,11 +186,11 @@ class Logs:
             log = self._logs[rank.incarnation]
             if head != log.ring_head:
                 log.ring_head = head
-                requests.add(log, log.records(self._rings.fresh(rank, wall_ns), wall_ns))
+                records += ((log, record) for record in log.records(self._rings.fresh(rank, wall_ns), wall_ns))
         self._rings.keep(served)
         for gone in self._logs.keys() - served:
             del self._logs[gone]
-        return requests.finish()
+        return packed(records, log_encoder.request_of)
 
     def close(self) -> None:
         """Close the files."""

@@ -56,19 +56,16 @@ class GrpcTransport:
         return message
 
     def send(self, body: bytes) -> Outcome:
-        """See :class:`Transport`."""
         outcome = self._send(body)
         if outcome.kind == "retry" and self._tls:
             self.close()  # a channel keeps its credentials; the next channel reads renewed certificates
         return outcome
 
     def cancel(self) -> None:
-        """See :class:`Transport`."""
         self._closed = True
         self.close()
 
     def close(self) -> None:
-        """See :class:`Transport`."""
         with self._lock:
             channel, self._channel = self._channel, None
         if channel is not None:

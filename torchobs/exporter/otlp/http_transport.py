@@ -56,11 +56,9 @@ class HttpTransport:
         self._late = Event()
 
     def pack(self, message: bytes) -> bytes:
-        """See :class:`Transport`."""
         return gzip.compress(message, _LEVEL, mtime=0) if self._target.gzip else message
 
     def send(self, body: bytes) -> Outcome:
-        """See :class:`Transport`."""
         late = self._late = Event()
 
         def give_up() -> None:
@@ -84,12 +82,10 @@ class HttpTransport:
         return self._outcome(answer, content)
 
     def cancel(self) -> None:
-        """See :class:`Transport`."""
         self._closed = True
         self._abort()
 
     def close(self) -> None:
-        """See :class:`Transport`."""
         if self._manager is not None:
             self._manager.clear()
         self._forget_connection()

@@ -22,19 +22,14 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.attributes import mapping, text, time_ns, whole
-from torchobs.exporter.otlp.root_spans import ROOTS, is_root
+from torchobs.exporter.otlp.root_spans import ROOTS, is_ours, is_root
 from torchobs.flight.format import event_ring, span_ids
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchobs.flight.format.layout import Header
-
-Packed = list[tuple[bytes, int]]
-MOST_RECORDS = 512
-"""Limit of one request: the SDK's default."""
-MOST_BYTES = 2 * 1024**2
 
 _MARKS = tuple(f'"{word}"'.encode() for word in ("event", catalog.SPAN_CHECKPOINT.name, *ROOTS))
 """Texts in the payloads that matter here; others are not decoded."""
@@ -107,24 +102,8 @@ class RankLog:
         )
 
 
-class LogRequests:
-    """Collects log records and encodes them as requests."""
-
-    def __init__(self) -> None:
-        self._records: list[tuple[RankLog, LogRecord]] = []
-
-    def add(self, log: RankLog, records: Iterable[LogRecord]) -> None:
-        """Add the records of a rank."""
-        self._records += ((log, record) for record in records)
-
-    def finish(self) -> Packed:
-        """Return (serialised request, number of records) pairs."""
-        parts = (self._records[begin : begin + MOST_RECORDS] for begin in range(0, len(self._records), MOST_RECORDS))
-        return [request for part in parts for request in _packed(part)]
-
-
-def _packed(records: list[tuple[RankLog, LogRecord]]) -> Packed:
-    """Return the records as one request; if it is too large for a receiver, as several, splitting the records in halves."""
+def request_of(records: Sequence[tuple[RankLog, LogRecord]]) -> ExportLogsServiceRequest:
+    """Return records with the ranks that they are of as one request."""
     of_rank: dict[RankLog, list[LogRecord]] = {}
     for log, record in records:
         of_rank.setdefault(log, []).append(record)
@@ -133,18 +112,13 @@ def _packed(records: list[tuple[RankLog, LogRecord]]) -> Packed:
         resource = request.resource_logs.add()
         resource.resource.attributes.extend(log.resource)
         resource.scope_logs.add(scope=log.scope, log_records=own)
-    if request.ByteSize() > MOST_BYTES and len(records) > 1:
-        half = len(records) // 2
-        return [*_packed(records[:half]), *_packed(records[half:])]
-    return [(request.SerializeToString(), len(records))]
+    return request
 
 
 def _checkpoint(frame: Mapping[str, Any]) -> LogRecord | None:
     """Return a record for the span of a save that succeeded; one that failed has an event."""
     name, begun_ns, ended_ns = text(frame.get("name")), time_ns(frame.get("t0")), time_ns(frame.get("t1"))
-    scope = frame.get("scope")
-    ours = isinstance(scope, list) and scope[:1] == [otlp_attributes.SCOPE]
-    if frame.get("k") != "span" or name != catalog.SPAN_CHECKPOINT.name or not ours or frame.get("status") == "error":
+    if frame.get("k") != "span" or name != catalog.SPAN_CHECKPOINT.name or not is_ours(frame) or frame.get("status") == "error":
         return None
     given = {"duration_s": max(ended_ns - begun_ns, 0) / 1e9, **mapping(frame.get("attrs"))}
     return LogRecord(

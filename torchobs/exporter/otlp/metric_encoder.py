@@ -28,6 +28,7 @@ from opentelemetry.sdk.resources import Resource
 
 from torchobs.catalog import Kind
 from torchobs.exporter.otlp import attributes as otlp_attributes
+from torchobs.exporter.otlp.request_size import MOST_BYTES
 from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from torchobs.ranks.exemplars import Exemplar
 
 MOST_POINTS = 5_000
-MOST_BYTES = 2 * 1024**2
-"""Size of one request, as estimated: gRPC receivers accept 4 MiB by default."""
 
 _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 _SUMS = frozenset({Kind.COUNTER, Kind.HISTOGRAM})
@@ -177,7 +176,7 @@ class Requests:
         return self.done
 
     def add(self, stream: PushedSeries, point: _Point, size: int, *, ends: bool = False) -> None:
-        """Add a point of about ``size`` bytes to its metric; ``ends``: it ends the series."""
+        """Add a point of about ``size`` bytes, as estimated, to its metric; ``ends``: it ends the series."""
         if self._points >= MOST_POINTS or (self._points and self._bytes + size > MOST_BYTES):
             self._cut()
         self._points += 1

@@ -65,7 +65,7 @@ class PushConfig:
 
 def _url(text: str) -> str:
     parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.fragment or parts.port == 0:
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc or parts.fragment or parts.port == 0:
         raise ValueError(text)
     if not _HEADER_VALUE.fullmatch(text) or " " in text:
         raise ValueError(text)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.exporter_metrics import ScrapeInput
-    from torchobs.exporter.otlp.batches import Packed
     from torchobs.exporter.otlp.delivery import Counts
     from torchobs.exporter.otlp.options import PushConfig, PushTarget
+    from torchobs.exporter.otlp.request_size import Packed
     from torchobs.exporter.otlp.transport import Transport
     from torchobs.ranks.snapshot import Rank, Snapshot
 

@@ -25,17 +25,15 @@ from torchobs.exporter.otlp.attributes import mapping, namespaced, text, time_ns
 from torchobs.exporter.otlp.root_spans import OpenRoot, is_ours, is_root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from torchobs.flight.format.layout import Header
 
 Frame = dict[str, Any]
-MOST_SPANS = 512
-"""Limit of one request: the SDK's default."""
-MOST_BYTES = 2 * 1024**2
 _MOST_OPEN = 1024
 
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
@@ -113,37 +111,23 @@ class Trace:
         self._root.add_event(Event(name, otlp_attributes.cleaned(attributes.items()), at_ns))
 
 
-class SpanRequests:
-    """Collects spans and encodes them as requests."""
-
-    def __init__(self) -> None:
-        self._spans: list[tuple[ReadableSpan, Frame]] = []
-
-    def add(self, trace: Trace, frames: Iterable[Frame]) -> None:
-        """Add the spans of the sampled frames; invalid frames are skipped."""
-        for frame in frames:
-            if whole(frame.get("flags")) & _SAMPLED:
-                with contextlib.suppress(ValueError):
-                    self._spans.append((span_of(frame, trace), frame))
-
-    def finish(self) -> list[tuple[bytes, int]]:
-        """Return (serialised request, number of spans) pairs."""
-        parts = (self._spans[begin : begin + MOST_SPANS] for begin in range(0, len(self._spans), MOST_SPANS))
-        return [request for part in parts for request in _packed(part)]
+def spans_of(trace: Trace, frames: Iterable[Frame]) -> Iterator[tuple[ReadableSpan, Frame]]:
+    """Yield the spans of the sampled frames, each with its frame; invalid frames are skipped."""
+    for frame in frames:
+        if whole(frame.get("flags")) & _SAMPLED:
+            with contextlib.suppress(ValueError):
+                yield span_of(frame, trace), frame
 
 
-def _packed(spans: list[tuple[ReadableSpan, Frame]]) -> list[tuple[bytes, int]]:
-    """Return the spans as one request; if it is too large for a receiver, as several, splitting the spans in halves."""
+def request_of(spans: Sequence[tuple[ReadableSpan, Frame]]) -> ExportTraceServiceRequest:
+    """Return spans, each with its frame, as one request."""
     request = encode_spans([span for span, _ in spans])
-    if request.ByteSize() > MOST_BYTES and len(spans) > 1:
-        half = len(spans) // 2
-        return [*_packed(spans[:half]), *_packed(spans[half:])]
     frames = {(frame["trace_id"], frame["span_id"]): frame for _, frame in spans}
     for of_resource in request.resource_spans:
         for of_scope in of_resource.scope_spans:
             for span in of_scope.spans:
                 _complete(span, frames[span.trace_id.hex(), span.span_id.hex()])
-    return [(request.SerializeToString(), len(spans))]
+    return request
 
 
 def span_of(frame: Frame, trace: Trace) -> ReadableSpan:

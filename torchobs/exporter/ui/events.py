@@ -30,7 +30,7 @@ MOST_LINES = 100
 MOST_TEXT = 400
 ALIKE_S = 60.0
 
-_EVENTS = {event.name: event for event in vars(catalog).values() if isinstance(event, catalog.Event)}
+_EVENTS = {event.name: event for event in catalog.EVENTS}
 _SPANS = {
     catalog.SPAN_EPOCH.name: "Epoch",
     catalog.SPAN_EVALUATION.name: "Evaluation",

@@ -29,11 +29,13 @@ _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosni
 class LivePage:
     """The handlers. ``problems`` returns the exporter's problems, ``links`` are its other pages as (path, name)."""
 
-    def __init__(self, watch: SnapshotCache, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, watch: SnapshotCache, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]],
+        evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+    ) -> None:  # fmt: skip
+        """``evidence`` returns the ranks' artifacts, as in the API."""
         self._watch, self._problems, self._links = watch, problems, links
-        self.evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _no_evidence
-        """returns the ranks' artifacts, as in the API"""
-        self._feed = Feed(watch, lambda: self.evidence())  # noqa: PLW0108  # the attribute may be set later
+        self._feed = Feed(watch, evidence)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -61,10 +63,6 @@ class LivePage:
     async def _stream(self, request: Request) -> Response:
         messages = self._feed.messages(choice_of(request.url.query))
         return StreamingResponse(messages, headers=_STREAM_HEADERS, media_type="text/event-stream")
-
-
-async def _no_evidence() -> Sequence[Mapping[str, Any]]:
-    return ()
 
 
 def _refusal_of(request: Request) -> Problem | None:

@@ -102,6 +102,8 @@ class Feed:
         """End all streams. ``done``: because all ranks have ended, which viewers are informed of."""
         self._closed, self._done = True, done
         self._wake()
+        if self._ticker is not None:
+            self._ticker.cancel()  # it would want the thread that ends here
         self._thread.shutdown(wait=False)
 
     async def _tick(self) -> None:

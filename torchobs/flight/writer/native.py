@@ -24,6 +24,10 @@ def compiled() -> ModuleType | None:
     return module if getattr(module, "INTERFACE", 0) == INTERFACE else None
 
 
+ELSEWHERE = object()
+"""What a compiled hook's ``run`` returns where it has left the call to the same hook in Python"""
+
+
 def make_hook(module: ModuleType | None, name: str, owners: tuple[object, ...], held: tuple[object, ...]) -> Any:
     """Return that hook of the module; ``None`` without one, or where a Python keeps ``__slots__`` in a way unknown to it."""
     if module is None:

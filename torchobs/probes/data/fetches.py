@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect.starvation import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
-from torchobs.flight.writer.native import make_hook
+from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 from torchobs.probes.core.patch import Patch
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 
-_ELSEWHERE = object()
 _PHASES = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
 _DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 
@@ -64,7 +63,7 @@ class DataProbe:
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if run is not None and (batch := run(iterator)) is not _ELSEWHERE:
+            if run is not None and (batch := run(iterator)) is not ELSEWHERE:
                 return batch
             if self._depth or breaker.is_open or thread_id() != training.thread:
                 return original(iterator)
@@ -91,9 +90,9 @@ class DataProbe:
         return watched
 
     def _compiled(self, original: Any, breaker: CircuitBreaker) -> Callable[[Any], Any] | None:
-        """Return what calls ``original`` and records nearly every fetch, or says ``_ELSEWHERE``; if it is compiled."""
+        """Return what calls ``original`` and records nearly every fetch, or says ``ELSEWHERE``; if it is compiled."""
         recorder, training = self._context.recorder, self._context.training
-        held = recorder.trace, recorder.arguments, self._grad_enabled, original, _ELSEWHERE
+        held = recorder.trace, recorder.arguments, self._grad_enabled, original, ELSEWHERE
         made = make_hook(self._context.writer.native, "PlainFetch", (recorder, training, self, breaker), held)
         return made.run if made is not None else None
 

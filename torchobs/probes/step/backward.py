@@ -14,7 +14,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.writer.native import make_hook
+from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 from torchobs.probes.core.patch import Patch
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
 """Positions among the arguments of the engine's ``run_backward``"""
 _MOST_RETURNED = 1024
-_ELSEWHERE = object()
 
 
 class BackwardWatch:
@@ -58,7 +57,7 @@ class BackwardWatch:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if run is not None and (result := run(args, kwargs)) is not _ELSEWHERE:
+            if run is not None and (result := run(args, kwargs)) is not ELSEWHERE:
                 return result
             if training.backwards or breaker.is_open or thread_id() != training.thread or (modes() and is_made()):
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
@@ -88,9 +87,9 @@ class BackwardWatch:
         return backward
 
     def _compiled(self, original: Any) -> Callable[..., Any] | None:
-        """Return what calls ``original`` and records nearly every backward pass, or says ``_ELSEWHERE``; if it is compiled."""
+        """Return what calls ``original`` and records nearly every backward pass, or says ``ELSEWHERE``; if it is compiled."""
         context, owners = self._context, (self._training, self._breaker, self._manual_steps)
-        held = context.recorder.trace, context.hooks.takes_loss.listeners, dispatch_modes(), original, _ELSEWHERE
+        held = context.recorder.trace, context.hooks.takes_loss.listeners, dispatch_modes(), original, ELSEWHERE
         made = make_hook(context.writer.native, "PlainBackward", owners, held)
         return made.run if made is not None else None
 

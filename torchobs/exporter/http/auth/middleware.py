@@ -59,11 +59,6 @@ class WebConfigMiddleware:
         """The TLS context for new connections: another object after every change."""
         return self._active.context if self._active is not None else None
 
-    @property
-    def authenticates(self) -> bool:
-        """True if every request that passes is authenticated, by a password or a client certificate."""
-        return self._active is not None and self._active.config.authenticates
-
     async def reload(self) -> None:
         """Reload the file if it, or a certificate file that it names, has changed."""
         if self._path is not None and await asyncio.to_thread(self._changed):

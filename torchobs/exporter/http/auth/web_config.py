@@ -107,6 +107,8 @@ def parse(text: str) -> WebConfig:
         raise WebConfigError(f"{at}{getattr(problem, 'problem', None) or 'no YAML'}") from None
     except msgspec.ValidationError as problem:
         raise WebConfigError(str(problem)) from None
+    except ValueError:  # of Python's types for a date in month 13, or for a number of 5,000 digits
+        raise WebConfigError("it has a date or a number that there is not") from None
     except RecursionError:
         raise WebConfigError("it is nested too deeply") from None
     _check(found)
