@@ -14,7 +14,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.flight.writer.native import make_hook
+from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Clipping, from_norms
@@ -44,8 +44,6 @@ _TRUSTED_STEPS = 64
 """Steps for which the only optimizer is assumed to have as many gradients as were clipped the last time"""
 _SUSPICIOUS = 1e-15
 """Below, squares may have been lost (``norms.TINY``)"""
-_ELSEWHERE = object()
-"""What the compiled part returns for a call that is left to Python, which it has not begun"""
 
 
 class ClipWatch:
@@ -183,7 +181,7 @@ class ClipWatch:
 
     def _compiled(self, name: str, original: Any, note: Callable[..., None], watched: Any) -> Any:
         """Return a function that does in nearly every step what ``watched`` does; that itself where it is not compiled."""
-        recorder, held = self._context.recorder, (self._modes, self._torch.Tensor, note, original, _ELSEWHERE)
+        recorder, held = self._context.recorder, (self._modes, self._torch.Tensor, note, original, ELSEWHERE)
         owners = recorder, self, self._scaling, self._breaker, self._pace
         made = make_hook(self._context.writer.native, name, owners, held)
         if made is None:
@@ -193,7 +191,7 @@ class ClipWatch:
         @functools.wraps(original)
         def clipping_function(*args: Any, **kwargs: Any) -> Any:
             result = run(args, kwargs)
-            return watched(*args, **kwargs) if result is _ELSEWHERE else result
+            return watched(*args, **kwargs) if result is ELSEWHERE else result
 
         return clipping_function
 
