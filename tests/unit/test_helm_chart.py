@@ -150,6 +150,7 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
         ("injection.excludeNamespaces[0]=a", "/injection", "additional properties 'excludeNamespaces' not allowed"),
         ("prometheusRule.disabled[0]=Torchobs", "/prometheusRule/disabled/0", ALERT),
         (f"prometheusRule.severities.{ALERT}=loud", f"/prometheusRule/severities/{ALERT}", "one of 'page', 'ticket'"),
+        ("prometheusRule.severityNames.pages=critical", "/prometheusRule/severityNames", "properties 'pages' not allowed"),
         ("prometheusRule.severities.Nothing=page", "/prometheusRule/severities", "additional properties 'Nothing' not allowed"),
         ("otlp.endpoint=collector:4318", "/otlp/endpoint", "'collector:4318' does not match pattern"),
         ("networkPolicy.mode=deny", "/networkPolicy/mode", "one of 'restrict', 'allow'"),
@@ -225,7 +226,9 @@ def test_alerts_are_chosen_and_changed_by_values(program: Callable[[str], str], 
     assert before.keys() - after.keys() == {ALERT}
     assert before["TorchobsRankFailed"]["labels"]["severity"] == "ticket"
     failed = after["TorchobsRankFailed"]
-    assert failed["labels"] == before["TorchobsRankFailed"]["labels"] | {"severity": "page", "team": "training"}
+    assert failed["labels"] == before["TorchobsRankFailed"]["labels"] | {"severity": "critical", "team": "training"}
+    assert after["TorchobsRunDown"]["labels"]["severity"] == "critical"
+    assert after["TorchobsSlowdown"]["labels"]["severity"] == "ticket"
     assert failed["annotations"]["runbook_url"] == "https://runbooks.example.org/torchobs/TorchobsRankFailed.md"
     assert failed["annotations"]["dashboard_url"].startswith("https://grafana.example.org/d/torchobs-run?")
     assert all(after[name]["expr"] == before[name]["expr"] for name in after)

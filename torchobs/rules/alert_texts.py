@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from torchobs import catalog
 from torchobs.rules.promql import ONE_RANK, select
 
-RUN = "Training run {{ $labels.run_id }} of {{ $labels.job_name }}{{ with $labels.cluster }} ({{ . }}){{ end }}"
+RUN = (
+    "Training run {{ $labels.run_id }} of {{ $labels.job_name }}"
+    "{{ with $labels.namespace }} in namespace {{ . }}{{ end }}{{ with $labels.cluster }} ({{ . }}){{ end }}"
+)
 """How a summary begins"""
 
 _MATCHERS = (
