@@ -197,7 +197,7 @@ def script(pod: dict[str, Any]) -> str:
 
 
 def test_a_policy_that_is_not_in_force_yet_is_waited_for() -> None:
-    """Right after the installation the first pod has no sidecar. It says so and waits; the next one, which tells, comes after it."""
+    """Right after the installation the first pod has no sidecar. It says so and waits; then comes the next one, which tells."""
     first, second = of_kind(objects(rendered("--set", "injection.apiVersion=v1", "-s", "templates/tests/exporter.yaml")), "Pod")
     weights = [int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) for one in (first, second)]
     assert weights == sorted(set(weights))

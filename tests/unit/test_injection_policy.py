@@ -95,8 +95,9 @@ def test_the_registrys_secrets_come_to_the_pods_own() -> None:
         ),
         ({"apps.kubernetes.io/pod-index": "0"}, "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)"),
         ({"pod-template-hash": "h"}, "$(POD_UID)"),
+        ({"jobset.sigs.k8s.io/jobset-uid": "u", "batch.kubernetes.io/job-completion-index": "0"}, "$(POD_UID)"),
     ],
-    ids=["indexed Job", "StatefulSet", "Deployment"],
+    ids=["indexed Job", "StatefulSet", "Deployment", "JobSet"],
 )
 def test_pods_that_train_for_themselves_are_runs_of_their_own(
     default: dict[str, Any], labels: dict[str, str], expected: str
@@ -115,7 +116,10 @@ def test_pods_that_train_for_themselves_are_runs_of_their_own(
     assert "TORCHOBS_RUN_ID" not in environment(admitted(default, given)["spec"]["containers"][0])
     own = pod({"name": "a", "env": [{"name": "TORCHOBS_RUN_ID", "value": "mine"}]}, annotations={"run": "pod"})
     assert environment(admitted(default, own)["spec"]["containers"][0])["TORCHOBS_RUN_ID"] == "mine"
-    assert environment(admitted(default, pod(annotations={"run": "pod"}))["spec"]["containers"][0])["TORCHOBS_RUN_ID"] == "$(POD_UID)"
+    assert (
+        environment(admitted(default, pod(annotations={"run": "pod"}))["spec"]["containers"][0])["TORCHOBS_RUN_ID"]
+        == "$(POD_UID)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,11 @@ variables:
       ? [{'name': dyn('TORCHOBS_K8S_JOB_UID'),
       'valueFrom': dyn({'fieldRef': {'fieldPath': "metadata.labels['" + string(variables.runLabels[0].uid) + "']"}})}]
       : variables.owner.map(o, {'name': dyn('TORCHOBS_K8S_JOB_UID'), 'value': dyn(o.uid)}))
-  - name: index  # labels of what stays when a pod is replaced
+  - name: index  # labels of what stays when a pod is replaced, and is unique in the run: not among the Jobs of a JobSet
     expression: >-
       ['batch.kubernetes.io/job-completion-index', 'apps.kubernetes.io/pod-index'].filter(l, l in variables.labels
-      && (size(variables.runLabels) > 0 || size(variables.owner) > 0))
+      && (size(variables.runLabels) > 0 || size(variables.owner) > 0)
+      && variables.runLabels.all(r, string(r.when) == 'batch.kubernetes.io/controller-uid'))
   - name: podRun  # where each pod is a run
     expression: >-
       !('torchobs.io/run' in variables.annotations && variables.annotations['torchobs.io/run'] == 'pod') ? []
