@@ -209,10 +209,16 @@ def test_it_warns_of_a_prometheus_that_would_ignore_it(namespace: Namespace) -> 
     try:
         install = ("install", "torchobs", CHART, *IMAGE, "--dry-run=server", "--set", "podMonitor.checkSelector=true")
         warning = f"WARNING: Prometheus {namespace.name}/main selects PodMonitors by release=other"
-        assert warning in succeeds(namespace, *install)
-        slower = ("--set", "podMonitor.additionalLabels.release=other,podMonitor.interval=1m")
+        notes = succeeds(namespace, *install)
+        assert warning in notes
+        assert "set prometheusRule.grafanaUrl" in notes
+        slower = (
+            "--set",
+            "prometheusRule.grafanaUrl=https://grafana.example.org,podMonitor.additionalLabels.release=other,podMonitor.interval=1m",
+        )
         notes = succeeds(namespace, *install, *slower)
         assert warning not in notes
+        assert "grafanaUrl" not in notes
         assert "pods get 45 s to end, and a last scrape may take 75 s" in notes
     finally:
         namespace.kubectl("delete", "prometheus", "main")

@@ -135,6 +135,12 @@ def _faults(range_: str) -> Culprits:
     return Culprits(f"max_over_time({ended}[{range_}])", "{{ $l.reason }}", "Among them")
 
 
+def _ends() -> Culprits:
+    """Return how many ended by what: where one was told to end, a node may have been drained, and the others failed for it."""
+    ends = f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{GONE}]) == 1)"
+    return Culprits(ends, '{{ printf "%.0f" $v }} {{ $l.reason }}', "All ends", named=False)
+
+
 def _absent() -> str:
     """Return how many collectives a rank that waits in none has not called (:mod:`torchobs.detect.collectives`)."""
     called, back = (select(metric, THIS_RUN) for metric in (catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED))
@@ -168,20 +174,25 @@ def _behind() -> Culprits:
     return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
 
 
-def _run_down(values: Values) -> Alert:
-    """Return the alert: a run that failed, has not come back, and was not told to end.
+def _lived(values: Values) -> str:
+    """Return the condition that a run lived for some minutes of its last hour: a page is for what can be lost.
 
-    Whoever tries a script out sees it crash: what lived for minutes only wakes nobody up. The window is so much longer than the
-    one for failures that the alert ends with that.
+    Whoever tries a script out sees it crash, and a Job with a mistake is tried seven times by default. The window is so much
+    longer than the one for failures that an alert ends with that.
     """
     lived_s = values.thresholds.lived_s
+    return f"60 * sum_over_time(({ALIVE} > bool 0)[{GONE_S + lived_s:.0f}s:1m]) >= {lived_s:g}"
+
+
+def _run_down(values: Values) -> Alert:
+    """Return the alert: a run that failed, has not come back, and was not told to end."""
     return Alert(
         alert="TorchobsRunDown",
         expr=f"""
             max {BY_RUN} (
                 last_over_time({FAILED}[{GONE}]) > 0
                 and on ({ONE_RUN})
-                60 * sum_over_time(({ALIVE} > bool 0)[{GONE_S + lived_s:.0f}s:1m]) >= {lived_s:g}
+                {_lived(values)}
                 unless on ({ONE_RUN})
                 max_over_time({ALIVE}[{ABSENT}]) > 0
             )
@@ -191,9 +202,10 @@ def _run_down(values: Values) -> Alert:
         summary="is down.",
         description=(
             "Nobody has been alive for ten minutes, the run has not finished, and "
-            '{{ printf "%.0f" $value }} of its ranks ended by a fault. Nothing restarts it.'
+            '{{ printf "%.0f" $value }} of its ranks ended by a fault. Nothing has restarted it.'
         ),
         culprits=_faults(GONE),
+        also=(_ends(),),
     )
 
 
@@ -211,12 +223,16 @@ def _crash_loop(values: Values) -> Alert:
         expr=f"""
             max {BY_RUN} (
                 max {BY_RUN} ({counted}) >= {restarts:g}
+                and on ({ONE_RUN})
+                {_lived(values)}
               or
                 max {BY_RUN} (
                     changes({STARTED}[{LOOP}])
                     unless on ({ONE_NUMBER}) max by ({ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
                     unless on ({ONE_NUMBER}) max_over_time({TWINS}[{LOOP}]) > 1
                 ) >= {restarts:g}
+                and on ({ONE_RUN})
+                {_lived(values)}
             )
         """,
         severity="page",
