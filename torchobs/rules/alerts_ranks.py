@@ -222,15 +222,15 @@ def _crash_loop(values: Values) -> Alert:
         alert="TorchobsCrashLoop",
         expr=f"""
             max {BY_RUN} (
-                max {BY_RUN} ({counted}) >= {restarts:g}
-                and on ({ONE_RUN})
-                {_lived(values)}
-              or
-                max {BY_RUN} (
-                    changes({STARTED}[{LOOP}])
-                    unless on ({ONE_NUMBER}) max by ({ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
-                    unless on ({ONE_NUMBER}) max_over_time({TWINS}[{LOOP}]) > 1
-                ) >= {restarts:g}
+                (
+                    max {BY_RUN} ({counted}) >= {restarts:g}
+                  or
+                    max {BY_RUN} (
+                        changes({STARTED}[{LOOP}])
+                        unless on ({ONE_NUMBER}) max by ({ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
+                        unless on ({ONE_NUMBER}) max_over_time({TWINS}[{LOOP}]) > 1
+                    ) >= {restarts:g}
+                )
                 and on ({ONE_RUN})
                 {_lived(values)}
             )
