@@ -39,9 +39,10 @@ def now(runbooks: str) -> tuple[Panel, ...]:
         ),
         panels.number(
             "Pages",
-            "Alerts that fire with the severity page: somebody is to look now. Good: 0.",
+            "Alerts that fire with the severity page or critical: somebody is to look now. Good: 0.",
             "short",
-            Query(f'count(ALERTS{{{FIRING}, severity="page"}}) or vector(0)'),
+            # the chart may name it as kube-prometheus-stack does
+            Query(f'count(ALERTS{{{FIRING}, severity=~"page|critical"}}) or vector(0)'),
             steps=thresholds.NONE_IS_GOOD,
         ),
         panels.number(

@@ -83,6 +83,12 @@ def with_keys() -> dict[str, Any]:
     return job("keys", template)
 
 
+def sweep() -> dict[str, Any]:
+    """Pods of one Job that train each for itself, by annotation; which run they are of needs no training."""
+    template = pod_template("true", ["sh", "-c", 'echo "$TORCHOBS_RUN_ID"'], run="pod")
+    return job("sweep", template, completions=2, parallelism=2, completionMode="Indexed")
+
+
 def child_of_a_jobset(index: int) -> dict[str, Any]:
     """A Job as JobSet's controller (0.8.1, `constructJob` and `labelAndAnnotateObject`) makes one of two, by hand."""
     place = {
@@ -111,7 +117,7 @@ def namespace() -> Iterator[Namespace]:
         made.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}, "data": scripts})
         wait_for_injection(made, pod())
         made.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"id": "a key"}})
-        made.apply(labelled(), automatic(), own(), with_keys(), child_of_a_jobset(0), child_of_a_jobset(1))
+        made.apply(labelled(), automatic(), own(), with_keys(), sweep(), child_of_a_jobset(0), child_of_a_jobset(1))
         introduce(made)
         yield made
 
@@ -155,6 +161,13 @@ def test_a_label_is_all_that_a_job_needs(namespace: Namespace, pages: Pages) -> 
         assert value(pages[one], "torchobs_world_size", **whose) == 2
         assert printed(namespace, one)[-1] == str(STEPS)
         assert (one.container("torchobs")["restartCount"], one.ended("torchobs")["exitCode"]) == (0, 0)
+
+
+def test_a_sweeps_pods_are_runs_of_their_own(namespace: Namespace) -> None:
+    """By the Job and the pod's index in it, which the pod that replaces it has, too; kubelet puts them together."""
+    uid = uid_of(namespace, "sweep")
+    found = in_order(completed(namespace, "sweep"))
+    assert [namespace.logs(one, "main") for one in found] == [f"{uid}-{index}\n" for index in range(2)]
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:

@@ -174,6 +174,7 @@ def odd_pods() -> dict[str, dict[str, Any]]:
         "environment": annotated("auto"),
         "path": annotated("auto"),
         "bare": annotated("auto"),
+        "own run": annotated(run="pod"),
     }
     trainer = made["environment"]["spec"]["containers"][0]
     trainer["envFrom"] = [{"configMapRef": {"name": "any", "optional": True}}]

@@ -125,7 +125,7 @@ def test_any_user_trains_on_a_root_file_system_that_is_read_only(stage: Stage) -
 
 
 def test_a_crash_loop_is_seen_by_rules_evaluated_once_a_minute(stage: Stage) -> None:
-    """Five lives within half a minute, of one pod."""
+    """Four lives within half a minute, of one pod that has trained for a minute before."""
     stage.ended("loops", "Failed")
     run = stage.uid("loops")
 

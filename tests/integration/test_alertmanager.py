@@ -60,6 +60,18 @@ def test_only_alerts_that_exist_are_named_and_no_ticket_silences_a_page() -> Non
         assert sources == {"page"} or targets == {"ticket"}
 
 
+def test_a_run_that_nobody_sees_is_told_once() -> None:
+    """That it is down or gone explains the ranks that are missing, and the machines that it does not use."""
+    follows = {
+        (source, target)
+        for rule in alertmanager.config()["inhibit_rules"]
+        for source in rule["source_matchers"][0].split('"')[1].split("|")
+        for target in rule["target_matchers"][0].split('"')[1].split("|")
+    }
+    for source in ("TorchobsRunDown", "TorchobsTelemetryGone"):
+        assert {(source, "TorchobsRanksMissing"), (source, "TorchobsGoodputLow")} <= follows
+
+
 @pytest.mark.parametrize("name", ["prometheus", "prometheus3"])
 def test_the_right_alert_arrives_once_with_its_culprit_and_resolves(
     name: str,

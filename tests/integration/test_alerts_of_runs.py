@@ -29,6 +29,8 @@ from tests.exporters import start_program
 from tests.prometheus_server import DIRECT
 from tests.recorded_runs import Life, RecordedRun, Recording, Told, cases, record, told
 from tests.support import wait_until
+from torchobs.rules.files import rendered
+from torchobs.rules.values import Thresholds, Values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -183,10 +185,13 @@ def recording(
 
 
 @pytest.fixture
-def rules(checkout: Path) -> Sequence[Path]:
-    """The shipped ones."""
-    folder = checkout / "deploy" / "prometheus" / "rules"
-    return [folder / "torchobs-recordings.yml", folder / "torchobs-alerts.yml"]
+def rules(tmp_path: Path) -> Sequence[Path]:
+    """The shipped ones but for a value: the run that crashes again and again does so from its first second."""
+    written = rendered(Values(Thresholds(lived_s=60)))
+    paths = [tmp_path / name for name in ("torchobs-recordings.yml", "torchobs-alerts.yml")]
+    for path in paths:
+        path.write_text(written[f"rules/{path.name}"])
+    return paths
 
 
 def evaluated(promtool: str, text: str, folder: Path) -> list[Told]:

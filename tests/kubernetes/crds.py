@@ -1,8 +1,9 @@
 """CustomResourceDefinitions of the operators whose objects the chart makes, for kubeconform and for a real API server.
 
 No package index carries the operators' own CRD files. The schemas are those of Python packages that are generated from them:
-`cloudcoil.models.prometheus_operator` and `kubeflow_trainer_api`. For GrafanaDashboard there is no such package: its fields are
-written down here, by the names and types of grafana-operator 5's API reference, without its rules of validation.
+`cloudcoil.models.prometheus_operator` and `kubeflow_trainer_api`. For GrafanaDashboard and Kyverno's MutatingPolicy there is no
+such package: their fields are written down here, by the names and types of grafana-operator 5's and Kyverno 1.17's API
+references, without their rules of validation.
 """
 
 from __future__ import annotations
@@ -106,16 +107,47 @@ def _model(module: str, name: str) -> Callable[[], Schema]:
     return schema
 
 
-def _grafana_dashboard() -> Schema:
-    def an_object(*strings: str, **others: Schema) -> Schema:
-        return {"type": "object", "properties": {name: {"type": "string"} for name in strings} | others}
+def _an_object(*strings: str, **others: Schema) -> Schema:
+    return {"type": "object", "properties": {name: {"type": "string"} for name in strings} | others}
 
-    flag: Schema = {"type": "boolean"}
-    labels: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
-    expression = an_object("key", "operator", values={"type": "array", "items": {"type": "string"}})
-    selector = an_object(matchLabels=labels, matchExpressions={"type": "array", "items": expression})
-    source = an_object("name", "key", optional=flag)
-    spec = an_object(
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+_FLAG: Schema = {"type": "boolean"}
+_TEXTS = _list_of({"type": "string"})
+_SELECTOR = _an_object(
+    matchLabels={"type": "object", "additionalProperties": {"type": "string"}},
+    matchExpressions=_list_of(_an_object("key", "operator", values=_TEXTS)),
+)
+
+
+def _mutating_policy() -> Schema:
+    switch, named = _an_object(enabled=_FLAG), _list_of(_an_object("name", "expression") | {"required": ["name", "expression"]})
+    lists = ("apiGroups", "apiVersions", "operations", "resources", "resourceNames")
+    rules = _list_of(_an_object("scope", **dict.fromkeys(lists, _TEXTS)))
+    selectors = {"namespaceSelector": _SELECTOR, "objectSelector": _SELECTOR}
+    constraints = {"resourceRules": rules, "excludeResourceRules": rules, **selectors}
+    patch = _an_object("patchType", jsonPatch=_an_object("expression"), applyConfiguration=_an_object("expression"))
+    spec = _an_object(
+        "reinvocationPolicy",
+        failurePolicy={"type": "string", "enum": ["Ignore", "Fail"]},
+        matchConstraints=_an_object("matchPolicy", **constraints),
+        targetMatchConstraints=_an_object("matchPolicy", "expression", **constraints),
+        matchConditions=named,
+        variables=named,
+        mutations=_list_of(patch | {"required": ["patchType"]}),
+        autogen=_an_object(podControllers=_an_object(controllers=_TEXTS), mutatingAdmissionPolicy=switch),
+        evaluation=_an_object("mode", admission=switch, background=switch, mutateExisting=switch),
+        webhookConfiguration=_an_object(timeoutSeconds={"type": "integer"}),
+    )
+    return _an_object("apiVersion", "kind", spec=spec, metadata={"type": "object"}) | {"required": ["spec"]}
+
+
+def _grafana_dashboard() -> Schema:
+    source = _an_object("name", "key", optional=_FLAG)
+    spec = _an_object(
         *(
             "contentCacheDuration",
             "folder",
@@ -128,14 +160,14 @@ def _grafana_dashboard() -> Schema:
             "uid",
             "url",
         ),
-        allowCrossNamespaceImport=flag,
-        suspend=flag,
+        allowCrossNamespaceImport=_FLAG,
+        suspend=_FLAG,
         configMapRef=source,
-        instanceSelector=selector,
-        datasources={"type": "array", "items": an_object("inputName", "datasourceName")},
-        plugins={"type": "array", "items": an_object("name", "version")},
+        instanceSelector=_SELECTOR,
+        datasources=_list_of(_an_object("inputName", "datasourceName")),
+        plugins=_list_of(_an_object("name", "version")),
     )
-    return an_object("apiVersion", "kind", spec=spec | {"required": ["instanceSelector"]}, metadata={"type": "object"})
+    return _an_object("apiVersion", "kind", spec=spec | {"required": ["instanceSelector"]}, metadata={"type": "object"})
 
 
 _PROMETHEUS = "cloudcoil.models.prometheus_operator.v1"
@@ -144,6 +176,7 @@ CRDS = (
     Crd(_MONITORING, "v1", "PodMonitor", "podmonitors", "Namespaced", _model(_PROMETHEUS, "PodMonitor")),
     Crd(_MONITORING, "v1", "PrometheusRule", "prometheusrules", "Namespaced", _model(_PROMETHEUS, "PrometheusRule")),
     Crd(_MONITORING, "v1", "Prometheus", "prometheuses", "Namespaced", _model(_PROMETHEUS, "Prometheus")),
+    Crd("policies.kyverno.io", "v1", "MutatingPolicy", "mutatingpolicies", "Cluster", _mutating_policy),
     Crd("grafana.integreatly.org", "v1beta1", "GrafanaDashboard", "grafanadashboards", "Namespaced", _grafana_dashboard),
     Crd(
         *("trainer.kubeflow.org", "v1alpha1", "ClusterTrainingRuntime", "clustertrainingruntimes", "Cluster"),

@@ -18,12 +18,13 @@ import pytest
 
 from tests import support
 from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
-from tests.helm import CHART
 from tests.kubernetes.cluster import PORT, Namespace, Pod, get, value
 from tests.kubernetes.jobs import trainer_of
 from tests.kubernetes.scraping import scrape_config
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import free_port, wait_until
+from torchobs.rules.files import rendered
+from torchobs.rules.values import Thresholds, Values
 
 # Upper bounds for a machine that is busy with other tests.
 STARTS_S, ENDS_S, ARRIVES_S = 600.0, 600.0, 600.0
@@ -109,13 +110,18 @@ def monitored(folder: Path, *objects: Mapping[str, Any]) -> Iterator[Stage]:
     """All objects at once; two Prometheus, one with an Alertmanager whose receiver is this process.
 
     They run outside the cluster, with the chart's rules, and find the pods by its scrape configuration and the cluster's API.
+    One value is another: lives are short here.
     """
     program = newest_prometheus(2)
     if reason := support.why_missing("helm") or support.why_missing("prometheus-alertmanager"):
         pytest.skip(reason)
     assert program, support.why_missing("prometheus")
     arrived: list[dict[str, Any]] = []
-    rules = sorted((CHART / "files" / "rules").glob("*.yml"))
+    rules = []
+    for name, text in rendered(Values(Thresholds(lived_s=1))).items():
+        if name.startswith("rules/"):
+            rules.append(folder / Path(name).name)
+            rules[-1].write_text(text)
 
     def receive(request: BaseHTTPRequestHandler) -> bytes:
         arrived.append(json.loads(request.rfile.read(int(request.headers["Content-Length"]))))

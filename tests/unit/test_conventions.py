@@ -170,7 +170,20 @@ def test_the_readme_s_commands_exist(checkout: Path) -> None:
 
 
 def test_links_between_pages_lead_somewhere(checkout: Path) -> None:
-    """Every relative link in a page names a file that is there."""
-    for page in [*checkout.glob("*.md"), *(checkout / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    """Every relative link in a page names a file that is there, and its heading; pages that files to deploy name are there."""
+    folders = [checkout / name for name in ("docs", "deploy", "helm")]
+    for page in [*checkout.glob("*.md"), *(found for folder in folders for found in folder.rglob("*.md"))]:
+        for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            if heading and linked.suffix == ".md":
+                assert heading in anchors(linked), f"{page.name} links to {target}#{heading}"
+    for file in (found for found in (checkout / "deploy").rglob("*") if found.is_file() and found.suffix != ".md"):
+        for target in re.findall(r"(?<!/)\b(?:torchobs/blob/main/)?(docs/[a-z-]+\.md)", file.read_text()):
+            assert (checkout / target).exists(), f"{file.name} names {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", one)).strip().lower().replace(" ", "-") for one in headings}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,9 +77,9 @@ def test_kyvernos_policy_has_the_newest_version_that_is_served(served: tuple[str
     assert made["apiVersion"] == "policies.kyverno.io/v2"
 
 
-def scraped(*settings: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def scraped(*settings: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """The PodMonitor's spec and the job of the scrape configuration."""
-    made = objects(rendered("--set", ",".join(["scrapeConfig.enabled=true", *settings])))
+    made = objects(rendered("--set", ",".join(["scrapeConfig.enabled=true", *settings]), *more))
     (monitor,) = of_kind(made, "PodMonitor")
     (text,) = [one["data"]["torchobs.yaml"] for one in made if one["metadata"]["name"].endswith("scrape-config")]
     (job,) = yaml.safe_load(text)["scrape_configs"]
@@ -91,6 +94,26 @@ def test_only_pods_with_the_sidecars_label_are_asked_for() -> None:
     monitor, job = scraped("podMonitor.selector.matchLabels.torchobs=null")
     assert not monitor["selector"].get("matchLabels")
     assert job["kubernetes_sd_configs"] == [{"role": "pod"}]
+
+
+def test_the_scrape_configuration_selects_what_the_podmonitor_does() -> None:
+    """Expressions, too, in the API server's notation; an operator that it does not know is refused by its name."""
+    expressions = [
+        {"key": "tier", "operator": "In", "values": ["a", "b"]},
+        {"key": "team", "operator": "NotIn", "values": ["x"]},
+        {"key": "job", "operator": "Exists"},
+        {"key": "quiet", "operator": "DoesNotExist"},
+    ]
+    given = ("--set-json", f"podMonitor.selector.matchExpressions={json.dumps(expressions)}")
+    _, job = scraped(more=given)
+    (selector,) = job["kubernetes_sd_configs"][0]["selectors"]
+    assert selector["label"] == "torchobs=sidecar,tier in (a,b),team notin (x),job,!quiet"
+    _, job = scraped("podMonitor.selector.matchLabels.torchobs=null", more=given)
+    assert job["kubernetes_sd_configs"][0]["selectors"][0]["label"] == "tier in (a,b),team notin (x),job,!quiet"
+    wrong = 'podMonitor.selector.matchExpressions=[{"key":"a","operator":"in","values":["b"]}]'
+    refused = helm("template", "t", CHART, "--kube-version", NEWEST, "--set", "image.repository=any,scrapeConfig.enabled=true",
+                   "--set-json", wrong)  # fmt: skip
+    assert 'operator is "in", and must be one of DoesNotExist, Exists, In, NotIn' in refused.stderr
 
 
 def test_a_pod_on_the_nodes_network_is_asked_for_its_own_page() -> None:
@@ -108,7 +131,7 @@ def test_the_name_of_the_port_is_one_value() -> None:
     monitor, job = scraped("podMonitor.port=obs")
     assert monitor["podMetricsEndpoints"][0]["port"] == "obs"
     assert job["relabel_configs"][0]["regex"].startswith("obs;")
-    (test,) = of_kind(objects(rendered("--set", "podMonitor.port=obs")), "Pod")
+    (test,) = of_kind(objects(rendered("--set", "podMonitor.port=obs,injection.engine=none")), "Pod")
     assert test["spec"]["initContainers"][0]["ports"] == [{"name": "obs", "containerPort": 10960}]
 
 
@@ -158,9 +181,30 @@ def test_a_network_policy_about_other_ports_than_the_sidecars_is_refused(setting
 )
 def test_helm_test_tries_the_label_wherever_it_does_something(settings: str, *, labelled: bool) -> None:
     """Else the same pod has the sidecar by the helper. It has no right and no token, and asks nobody for a volume."""
-    (pod,) = of_kind(objects(rendered("--set", settings, "-s", "templates/tests/exporter.yaml")), "Pod")
-    assert ("torchobs.io/inject" in pod["metadata"]["labels"]) is labelled
-    assert ("initContainers" in pod["spec"]) is not labelled
-    assert ("the label added a sidecar" in pod["spec"]["containers"][0]["command"][-1]) is labelled
-    assert pod["spec"]["automountServiceAccountToken"] is False
-    compile(pod["spec"]["containers"][0]["command"][-1], "test", "exec")
+    pods = of_kind(objects(rendered("--set", settings, "-s", "templates/tests/exporter.yaml")), "Pod")
+    assert [one["metadata"]["name"] for one in pods] == [*(["torchobs-test-wait"] if labelled else []), "torchobs-test"]
+    for pod in pods:
+        assert ("torchobs.io/inject" in pod["metadata"]["labels"]) is labelled
+        assert ("initContainers" in pod["spec"]) is not labelled
+        assert ("the label added a sidecar" in script(pod)) is labelled
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        compile(script(pod), "test", "exec")
+
+
+def script(pod: dict[str, Any]) -> str:
+    """What a pod of `helm test` runs."""
+    return str(pod["spec"]["containers"][0]["command"][-1])
+
+
+def test_a_policy_that_is_not_in_force_yet_is_waited_for() -> None:
+    """Right after the installation the first pod has no sidecar. It says so and waits; then comes the next one, which tells."""
+    first, second = of_kind(objects(rendered("--set", "injection.apiVersion=v1", "-s", "templates/tests/exporter.yaml")), "Pod")
+    weights = [int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) for one in (first, second)]
+    assert weights == sorted(set(weights))
+    begun = script(first).replace("time.sleep(20)", "print('waited')")  # this machine has no such volume either
+    done = subprocess.run([sys.executable, "-c", begun], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == ["waited"]
+    assert "did nothing yet" in done.stdout
+    there = begun.replace("/var/run/torchobs/flight", "/")
+    done = subprocess.run([sys.executable, "-c", there], capture_output=True, text=True, check=True)
+    assert done.stdout == "the label added a sidecar\n"

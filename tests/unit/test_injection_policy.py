@@ -87,6 +87,42 @@ def test_the_registrys_secrets_come_to_the_pods_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (
+            {"batch.kubernetes.io/controller-uid": "u", "batch.kubernetes.io/job-completion-index": "3"},
+            "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)",
+        ),
+        ({"apps.kubernetes.io/pod-index": "0"}, "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)"),
+        ({"pod-template-hash": "h"}, "$(POD_UID)"),
+        ({"jobset.sigs.k8s.io/jobset-uid": "u", "batch.kubernetes.io/job-completion-index": "0"}, "$(POD_UID)"),
+    ],
+    ids=["indexed Job", "StatefulSet", "Deployment", "JobSet"],
+)
+def test_pods_that_train_for_themselves_are_runs_of_their_own(
+    default: dict[str, Any], labels: dict[str, str], expected: str
+) -> None:
+    """By an annotation: the same run for the pod that replaces another, where pods have a number; else all pods are one run."""
+    given = pod(annotations={"run": "pod"})
+    given["metadata"] |= {"ownerReferences": [{"controller": True, "uid": "u", "name": "n", "kind": "any"}]}
+    given["metadata"]["labels"] |= labels
+    env = environment(admitted(default, given)["spec"]["containers"][0])
+    assert env["TORCHOBS_RUN_ID"] == expected
+    known = list(env)
+    used = {name for name in known if f"$({name})" in expected}
+    assert used
+    assert all(known.index(name) < known.index("TORCHOBS_RUN_ID") for name in used), "kubelet knows what came before"
+    del given["metadata"]["annotations"]
+    assert "TORCHOBS_RUN_ID" not in environment(admitted(default, given)["spec"]["containers"][0])
+    own = pod({"name": "a", "env": [{"name": "TORCHOBS_RUN_ID", "value": "mine"}]}, annotations={"run": "pod"})
+    assert environment(admitted(default, own)["spec"]["containers"][0])["TORCHOBS_RUN_ID"] == "mine"
+    assert (
+        environment(admitted(default, pod(annotations={"run": "pod"}))["spec"]["containers"][0])["TORCHOBS_RUN_ID"]
+        == "$(POD_UID)"
+    )
+
+
+@pytest.mark.parametrize(
     ("settings", "annotation", "security", "trainer", "sidecars", "group"),
     [
         ({}, "", {}, {}, {}, 65532),

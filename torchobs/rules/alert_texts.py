@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from torchobs import catalog
 from torchobs.rules.promql import ONE_RANK, select
 
-RUN = "Training run {{ $labels.run_id }} of {{ $labels.job_name }}{{ with $labels.cluster }} ({{ . }}){{ end }}"
+RUN = (
+    "Training run {{ $labels.run_id }} of {{ $labels.job_name }}"
+    "{{ with $labels.namespace }} in namespace {{ . }}{{ end }}{{ with $labels.cluster }} ({{ . }}){{ end }}"
+)
 """How a summary begins"""
 
 _MATCHERS = (
@@ -23,7 +26,10 @@ DURATION = "{{ $v | humanizeDuration }}"
 
 AT = "{{ $l.instance }}{{ with $l.pod }} (pod {{ . }}){{ end }}"
 """Whose series it is that has no rank: the scrape's address, and the pod where the scrape adds that label"""
-EXPORTER = "{{ $labels.instance }}{{ with $labels.pod }} of pod {{ . }}{{ end }}"
+EXPORTER = (
+    "{{ $labels.instance }}{{ with $labels.pod }} of pod {{ . }}{{ end }}"
+    "{{ with $labels.namespace }} in namespace {{ . }}{{ end }}"
+)
 """The same in an alert about an exporter or a machine"""
 
 _WHERE = "host, k8s_node_name, k8s_pod_name"

@@ -34,7 +34,7 @@ _FOLLOWS = (
     (("TorchobsLossScaleStuck",), ("TorchobsGradientExplosion",)),
     (("TorchobsGpuFault",), ("TorchobsNvlinkDown", "TorchobsGpuThrottled", "TorchobsStraggler")),
     (("TorchobsCgroupOomKill",), ("TorchobsOutOfMemoryNear", "TorchobsMemoryGrowth", "TorchobsLoaderWorkerDied")),
-    (("TorchobsTelemetryGone",), ("TorchobsRanksMissing",)),
+    (("TorchobsTelemetryGone",), ("TorchobsRanksMissing", "TorchobsGoodputLow")),
     (("TorchobsCheckpointFailed",), ("TorchobsCheckpointOverdue", "TorchobsCheckpointNever")),
 )  # fmt: skip
 """Alerts of a run, each with those of the same run that it explains. No ticket silences a page: a run that hangs because a rank

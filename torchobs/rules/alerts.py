@@ -9,8 +9,9 @@ from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.vanishing import LASTING
 from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
-from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
 from torchobs.rules.recent import name, recent
+from torchobs.rules.recordings import ONE_NUMBER, TWINS
 from torchobs.rules.rule_file import WINDOW, Alert, Group
 from torchobs.rules.values import DEFAULT, Values
 
@@ -28,7 +29,7 @@ def anomalies(values: Values = DEFAULT) -> Group:
 
 
 def disagreement() -> Group:
-    """Return the rule about ranks that differ; it needs nothing that others record, and is evaluated beside them."""
+    """Return the rule about ranks that differ, which is evaluated beside the others."""
     return Group("torchobs.disagreement", (_ranks_disagree(),))
 
 
@@ -129,8 +130,12 @@ def _gradient_vanishing() -> Alert:
 
 
 def _ranks_disagree() -> Alert:
-    """Return the alert on what must be equal on all ranks of a run: learning rate, world size, versions of torch."""
+    """Return the alert on what must be equal on all ranks of a run: learning rate, world size, versions of torch.
+
+    And on living ranks of one number that all train: runs of their own, which nothing tells apart.
+    """
     rates = select(catalog.LEARNING_RATE)
+    training = f"count by ({ONE_NUMBER}) (rate({select(catalog.STEPS)}[5m]) > 0)"
     of_group = f"by ({ONE_RUN}, group)"
     sizes = select(catalog.DISTRIBUTED_WORLD_SIZE)
     return Alert(
@@ -144,18 +149,24 @@ def _ranks_disagree() -> Alert:
                 max {BY_RUN} ({sizes}) != min {BY_RUN} ({sizes})
               or
                 count {BY_RUN} (count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO)})) > 1
+              or
+                max {BY_RUN} (
+                    {lasting(TWINS, "> 1", WINDOW, ONE_NUMBER)}
+                    and on ({ONE_NUMBER}) {training} > 1
+                )
             )
         """,
         severity="ticket",
         summary="has ranks that do not agree with each other.",
         description=(
             "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their versions of "
-            "torch do: they do not train one model."
+            "torch do, or several ranks of one number have trained at once: they do not train one model."
         ),
         culprits=Culprits(_extremes(), '{{ printf "%.3g" $v }} in group {{ $l.group }}', "Learning rates are"),
         also=(
             _differing("torch_version", select(catalog.RANK_INFO, THIS_RUN), "torch"),
             _differing("size", select(catalog.DISTRIBUTED_WORLD_SIZE, THIS_RUN), "a world of", of_value=True),
+            Culprits(select(TWINS, THIS_RUN), '{{ printf "%.0f" $v }} ranks {{ $l.rank }}', "At once there are", named=False),
         ),
     )
 

@@ -6,7 +6,7 @@ from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
 from torchobs.rules.alert_texts import AT, DURATION, THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
-from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
+from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, GONE_S, LEFT, MISSING, ONE_NUMBER, STARTED, TWINS
 from torchobs.rules.rule_file import Alert, Group, Recording
 from torchobs.rules.values import DEFAULT, Values
 
@@ -21,13 +21,16 @@ is one that loads a model with Python's lock held."""
 HUNG_RUN = "5m"
 STUCK = "run:torchobs_rank_state:stuck"
 ABSENT = "10m"
+WATCHED = "3m"
+"""A Prometheus that was down itself has seen nobody alive, until it has scraped and evaluated anew: by default a minute each"""
+BY_HAND = "finished|interrupted"
 LOOP = "15m"
 """Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
 
 
 def ranks(values: Values = DEFAULT) -> Group:
     """Return the rules about ranks and runs that are not there."""
-    return Group("torchobs.ranks", (_failed(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone()))
+    return Group("torchobs.ranks", (_failed(), _run_down(values), _crash_loop(values), _missing(), _telemetry_gone()))
 
 
 def hung() -> Group:
@@ -132,6 +135,12 @@ def _faults(range_: str) -> Culprits:
     return Culprits(f"max_over_time({ended}[{range_}])", "{{ $l.reason }}", "Among them")
 
 
+def _ends() -> Culprits:
+    """Return how many ended by what: where one was told to end, a node may have been drained, and the others failed for it."""
+    ends = f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{GONE}]) == 1)"
+    return Culprits(ends, '{{ printf "%.0f" $v }} {{ $l.reason }}', "All ends", named=False)
+
+
 def _absent() -> str:
     """Return how many collectives a rank that waits in none has not called (:mod:`torchobs.detect.collectives`)."""
     called, back = (select(metric, THIS_RUN) for metric in (catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED))
@@ -165,7 +174,17 @@ def _behind() -> Culprits:
     return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
 
 
-def _run_down() -> Alert:
+def _lived(values: Values) -> str:
+    """Return the condition that a run lived for some minutes of its last hour: a page is for what can be lost.
+
+    Whoever tries a script out sees it crash, and a Job with a mistake is tried seven times by default. The window is so much
+    longer than the one for failures that an alert ends with that.
+    """
+    lived_s = values.thresholds.lived_s
+    return f"60 * sum_over_time(({ALIVE} > bool 0)[{GONE_S + lived_s:.0f}s:1m]) >= {lived_s:g}"
+
+
+def _run_down(values: Values) -> Alert:
     """Return the alert: a run that failed, has not come back, and was not told to end."""
     return Alert(
         alert="TorchobsRunDown",
@@ -173,32 +192,47 @@ def _run_down() -> Alert:
             max {BY_RUN} (
                 last_over_time({FAILED}[{GONE}]) > 0
                 and on ({ONE_RUN})
-                max_over_time({ALIVE}[{GONE}]) > 0
+                {_lived(values)}
                 unless on ({ONE_RUN})
                 max_over_time({ALIVE}[{ABSENT}]) > 0
             )
         """,
         severity="page",
+        wait=WATCHED,
         summary="is down.",
         description=(
             "Nobody has been alive for ten minutes, the run has not finished, and "
-            '{{ printf "%.0f" $value }} of its ranks ended by a fault. Nothing restarts it.'
+            '{{ printf "%.0f" $value }} of its ranks ended by a fault. Nothing has restarted it.'
         ),
         culprits=_faults(GONE),
+        also=(_ends(),),
     )
 
 
 def _crash_loop(values: Values) -> Alert:
-    """Return the alert. A pod that was replaced has another instance and a count of 0: its rank's start is what changes."""
+    """Return the alert. A pod that was replaced has another instance and a count of 0: its rank's start is what changes.
+
+    A rank that finished, or was stopped by hand, is begun again by a person or by a sweep; and one that starts beside another
+    of its number is a training of its own, such as a replica of a StatefulSet.
+    """
     restarts = values.thresholds.restarts
     counted = f"increase({select(catalog.RANK_RESTARTS)}[{LOOP}])"
+    ended = select(catalog.RANK_EXIT, f'reason=~"{BY_HAND}"')
     return Alert(
         alert="TorchobsCrashLoop",
         expr=f"""
             max {BY_RUN} (
-                max {BY_RUN} ({counted}) >= {restarts:g}
-              or
-                max {BY_RUN} (changes({STARTED}[{LOOP}])) >= {restarts:g}
+                (
+                    max {BY_RUN} ({counted}) >= {restarts:g}
+                  or
+                    max {BY_RUN} (
+                        changes({STARTED}[{LOOP}])
+                        unless on ({ONE_NUMBER}) max by ({ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
+                        unless on ({ONE_NUMBER}) max_over_time({TWINS}[{LOOP}]) > 1
+                    ) >= {restarts:g}
+                )
+                and on ({ONE_RUN})
+                {_lived(values)}
             )
         """,
         severity="page",
@@ -247,6 +281,7 @@ def _telemetry_gone() -> Alert:
             )
         """,
         severity="ticket",
+        wait=WATCHED,
         summary="is not seen any more.",
         description=(
             'When it was last scraped, {{ printf "%.0f" $value }} of its ranks lived, and none said that it ended. Either the '

@@ -15,6 +15,7 @@ ONE_NUMBER = f"{ONE_RUN}, rank"
 """A rank whatever machine it is on: after a restart elsewhere it has another instance."""
 
 STARTED = "rank_number:torchobs_rank_start_time_seconds:max"
+TWINS = "rank_number:torchobs_rank_up:several"
 RUN_STARTED = "run:torchobs_rank_start_time_seconds:max"
 ALIVE = "run:torchobs_rank_up:sum"
 FAILED = "run:torchobs_rank_exit:failed"
@@ -46,7 +47,7 @@ FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_
 PAST = "7d"
 """How far back a run's best and its first start are remembered over a gap; a longer run is judged by so much of its end."""
 _PAST_S = 7 * 86_400
-GONE = "1h"
+GONE, GONE_S = "1h", 3600
 """How long a run without a living rank may be restarted: its wall time counts on, as time lost."""
 _STEP_S = 60
 """Resolution of the integral of the goodput"""
@@ -63,6 +64,7 @@ def runs() -> Group:
         "torchobs.runs",
         (
             Recording(STARTED, f"max by ({ONE_NUMBER}) ({started})"),
+            Recording(TWINS, f"count by ({ONE_NUMBER}) ({up} == 1) > 1"),
             Recording(RUN_STARTED, f"max {BY_RUN} ({started})"),
             Recording(ALIVE, f"sum {BY_RUN} ({up})"),
             Recording(

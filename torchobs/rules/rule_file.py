@@ -37,7 +37,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alerting rule without ``for``: it fires as soon as its expression is true, and for ``keep_firing_for`` after that.
+    """An alerting rule, most without ``for``: it fires once its expression is true, and for ``keep_firing_for`` after that.
 
     A fault that begins three minutes before a job's exit would never outlast a ``for: 5m``. What has to last says so in its
     expression.
@@ -56,6 +56,8 @@ class Alert:
     """False for an alert about an exporter or a machine, whose labels and summary name that"""
     dashboard: str = "torchobs-run"
     keep_firing_for: str = WINDOW
+    wait: str = "0s"
+    """``for`` of the rule: only where the run is gone already, and no exit can cut it short"""
 
     def rendered(self, values: Values) -> dict[str, Any]:
         """Return the rule as Prometheus reads it."""
@@ -65,7 +67,7 @@ class Alert:
         return {
             "alert": self.alert,
             "expr": clean(self.expr),
-            "for": "0s",
+            "for": self.wait,
             "keep_firing_for": self.keep_firing_for,
             "labels": {"severity": values.severities.get(self.alert, self.severity)},
             "annotations": {

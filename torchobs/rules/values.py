@@ -45,6 +45,8 @@ class Thresholds:
     time_to_limit_s: float = 4 * 3600
     """Growing memory is extrapolated to at most 60 times its observed length (`torchobs/detect/growth.py`), so that four hours
     were observed for at least four minutes; and four hours suffice to let the run reach a checkpoint."""
+    lived_s: float = 600
+    """A run that has lived for less in its last hour wakes nobody up when it fails: `TorchobsRankFailed` tells of it"""
     restarts: float = 3
     """Restarts of a rank within fifteen minutes"""
     recompiles: float = 16

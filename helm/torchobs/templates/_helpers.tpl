@@ -46,6 +46,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- default .Release.Namespace .Values.podMonitor.namespace -}}
 {{- end -}}
 
+{{/* A label selector as text: `a=b,c in (d,e),!f`. */}}
+{{- define "torchobs.selectorText" -}}
+{{- $said := list -}}
+{{- range $key, $value := .matchLabels }}{{ $said = append $said (printf "%s=%s" $key $value) }}{{ end -}}
+{{- range .matchExpressions -}}
+{{- $values := .values | default list | join "," -}}
+{{- $forms := dict "In" (printf "%s in (%s)" .key $values) "NotIn" (printf "%s notin (%s)" .key $values) "Exists" .key "DoesNotExist" (print "!" .key) -}}
+{{- if not (hasKey $forms .operator) -}}
+{{- fail (printf "podMonitor.selector: operator is %q, and must be one of %s" .operator (keys $forms | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- $said = append $said (get $forms .operator) -}}
+{{- end -}}
+{{- join "," $said -}}
+{{- end -}}
+
 {{/* A duration in whole seconds. */}}
 {{- define "torchobs.seconds" -}}
 {{- $zero := toDate "2006" "2000" -}}

@@ -98,9 +98,22 @@ variables:
       ? [{'name': dyn('TORCHOBS_K8S_JOB_UID'),
       'valueFrom': dyn({'fieldRef': {'fieldPath': "metadata.labels['" + string(variables.runLabels[0].uid) + "']"}})}]
       : variables.owner.map(o, {'name': dyn('TORCHOBS_K8S_JOB_UID'), 'value': dyn(o.uid)}))
+  - name: index  # labels of what stays when a pod is replaced, and is unique in the run: not among the Jobs of a JobSet
+    expression: >-
+      ['batch.kubernetes.io/job-completion-index', 'apps.kubernetes.io/pod-index'].filter(l, l in variables.labels
+      && (size(variables.runLabels) > 0 || size(variables.owner) > 0)
+      && variables.runLabels.all(r, string(r.when) == 'batch.kubernetes.io/controller-uid'))
+  - name: podRun  # where each pod is a run
+    expression: >-
+      !('torchobs.io/run' in variables.annotations && variables.annotations['torchobs.io/run'] == 'pod') ? []
+      : size(variables.index) > 0
+      ? [{'name': dyn('POD_INDEX'),
+      'valueFrom': dyn({'fieldRef': {'fieldPath': "metadata.labels['" + variables.index[0] + "']"}})},
+      {'name': dyn('TORCHOBS_RUN_ID'), 'value': dyn('$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)')}]
+      : [{'name': dyn('TORCHOBS_RUN_ID'), 'value': dyn('$(POD_UID)')}]
   - name: env
     expression: >-
-      variables.runEnv + {{ include "torchobs.podEnv" . | fromYamlArray | include "torchobs.cel" }}
+      variables.runEnv + {{ include "torchobs.podEnv" . | fromYamlArray | include "torchobs.cel" }} + variables.podRun
       + ('torchobs.io/level' in variables.annotations
       ? [{'name': dyn('TORCHOBS_LEVEL'), 'value': dyn(variables.annotations['torchobs.io/level'])}] : [])
   - name: mounts
