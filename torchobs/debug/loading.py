@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from torchobs.debug.findings import FLOOD, found
+from torchobs.support.kept_state import random_states_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
 
     generators = [getattr(one, "generator", None) for one in (loader, getattr(loader, "sampler", None))]
     states = [(one, one.get_state()) for one in generators if one is not None]
-    with torch.random.fork_rng(devices=[]):
+    with random_states_kept():
         begun = time.perf_counter()
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
         try:

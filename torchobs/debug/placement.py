@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import FLOOD, found
 from torchobs.debug.tensors import require_module
+from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -173,12 +174,11 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
 def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
     import torch
 
-    from torchobs.debug.batch_memory import unchanged
     from torchobs.debug.module_values import call
     from torchobs.debug.transfer_watch import TransferWatch
 
     watch, error = TransferWatch(), None
-    with unchanged(model), torch.no_grad(), watch:
+    with state_kept(model), torch.no_grad(), watch:
         try:
             call(model, batch)
         except RAISED as raised:

@@ -246,7 +246,9 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     try:
         for module, _ in modes:
             module.training = False  # not eval(), which tells probes and wrappers that an evaluation begins
-        with torch.inference_mode():
+        # TorchScript may have compiled the model for gradients, and then refuses tensors of inference mode
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in modes)
+        with torch.no_grad() if scripted else torch.inference_mode():
             return _forward(model, batch, "inference", wanted=activations)
     finally:
         for module, mode in modes:
