@@ -1,6 +1,7 @@
-"""What runs a model, or takes batches, beside a training leaves no trace in it: random states, buffers, in place or replaced."""
+"""What runs a model, or takes batches, beside a training leaves no trace in it: random states, buffers, also replaced ones."""
 
 # mypy: disable-error-code="no-untyped-call"
+# ruff: noqa: NPY002  # the global generator, which augmentations draw from
 
 import random
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torchobs import debug
 
 class _Counting(nn.Module):
     """Keeps a count and a mean as buffers, and draws from all generators."""
+
+    calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

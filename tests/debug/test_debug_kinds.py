@@ -65,7 +65,8 @@ def test_a_complex_output_has_a_sum_to_differentiate() -> None:
             self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.fft.fft(x) @ self.weight
+            out: torch.Tensor = torch.fft.fft(x) @ self.weight
+            return out
 
     model, x = Complex(), torch.randn(3, 4)
     assert debug.count_flops(model, x).backward > 0
@@ -104,8 +105,8 @@ def test_statistics_within_a_context_are_no_finding() -> None:
     empty = {"x": torch.full((3,), float("nan")), "none": torch.zeros(0)}
 
     class Model(nn.Module):
-        def forward(self, x: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
-            return none
+        def forward(self, x: torch.Tensor, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, none
 
     with debug.context("looked at", anomaly="warn") as info:
         debug.forward_pass(Model(), empty)
@@ -113,7 +114,34 @@ def test_statistics_within_a_context_are_no_finding() -> None:
     assert info.anomalies == ()
 
 
-def test_wrong_models_are_refused_with_a_word() -> None:
-    """Promise: `trace_nan` says what it takes, as every other function does."""
-    with pytest.raises(TypeError, match=r"trace_nan\(\) takes a torch.nn.Module, not str"):
-        debug.trace_nan("model", torch.zeros(1))  # type: ignore[arg-type]
+wrong: Any = debug
+"""To be called as nobody who checks types would"""
+
+
+def _model() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: wrong.trace_nan("model", torch.zeros(1)), r"trace_nan\(\) takes a torch.nn.Module, not str"),
+        (
+            lambda: wrong.training_step(_model(), nn.functional.mse_loss, None, None),
+            "takes a torch.optim.Optimizer, not function",
+        ),
+        (lambda: wrong.training_step(_model(), torch.optim.SGD([torch.zeros(1)]), 3, None), "takes a loss function after"),
+        (lambda: wrong.memory_usage(_model(), torch.zeros(1, 2), optimizer=3), "takes a torch.optim.Optimizer, not int"),
+        (lambda: wrong.operation(3), "takes a name, or stands alone above a function, not int"),
+        (lambda: wrong.dataloader([1], batches="3"), "takes at least one batch, not '3'"),
+        (lambda: wrong.dataloader([1], splits=3), "by name, as {'train': ...}, not int"),
+        (lambda: wrong.profile(lambda: None, active="3"), "active and top >= 1, whole numbers, not 1, 1, '3', 15"),
+        (lambda: wrong.performance("x", slow_s="3").__enter__(), "slow_s > 0 and samples >= 1, not 'x', '3', None"),
+        (lambda: wrong.early_stopping("loss", patience="3"), r"patience >= 1, min_delta >= 0, not \('loss', '3', 0.0\)"),
+        (lambda: wrong.early_stopping(3), r"needs a name, patience >= 1, min_delta >= 0, not \(3, 10, 0.0\)"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_word(call: Any, words: str) -> None:
+    """Promise: a wrong argument is an error that says what to do, before anything is done."""
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()

@@ -296,7 +296,8 @@ def test_a_pipe_or_a_device_is_refused_at_once(read: Callable[[Path], Any], tmp_
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "is empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs")]
+    ("content", "words"),
+    [(b"", "is empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs")],
 )
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 def test_what_holds_no_model_is_said_in_words(name: str, content: bytes, words: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _SOCKET = Option(
 )
 _ADVICE = {
     "no-such-rank": "there is no such rank on this machine: `torchobs top --once` shows those there are",
-    "ambiguous-rank": "several ranks are meant: name one by its incarnation, the digits in its flight file's name (r0-….flight)",
+    "ambiguous-rank": "several ranks are meant: name one by its incarnation, the digits in the name of its flight file",
 }
 """Problems of the API of which a person at a terminal is told otherwise, by their type"""
 RANK = "A rank's number, or its incarnation (the id of one process)."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from torchobs.debug.module_values import call, is_sequence, walk
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support import cgroup
 from torchobs.support.kept_state import state_kept
@@ -103,6 +103,8 @@ def memory_usage(
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
     """
     require_module(model, "memory_usage")
+    if optimizer is not None:
+        require_optimizer(optimizer, "memory_usage")
     size = batch_size(batch)
     other = size // 2 if size >= _LEAST_HALVED else 2 * size
     first, second = _measured(model, batch, loss_fn), _measured(model, resized(batch, size, other), loss_fn)

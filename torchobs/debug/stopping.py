@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
+from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def early_stopping(
     Raises:
         ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
     """
-    if not monitor or patience < 1 or min_delta < 0:
+    if not (is_text(monitor) and monitor and is_whole(patience) and patience >= 1 and is_number(min_delta) and min_delta >= 0):
         raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
     if mode not in {"auto", "min", "max"}:
         raise ValueError(f"mode is 'auto', 'min' or 'max', not {mode!r}")

@@ -191,6 +191,14 @@ def require_module(model: Any, function: str) -> None:
         raise TypeError(f"{function}() takes a torch.nn.Module, not {type(model).__name__}")
 
 
+def require_optimizer(optimizer: Any, function: str) -> None:
+    """Raise ``TypeError`` with advice if ``optimizer`` is none."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
 def read_moments(tensors: Iterable[Any]) -> list[Moments]:
     """Return the moments of each tensor, after one transfer from each device; unknown ones for one without numbers."""
     import torch

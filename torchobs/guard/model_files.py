@@ -141,7 +141,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 def _opened(name: str) -> IO[bytes]:
     """Open a file to read. Raises ``OSError`` for a pipe or a device, at which a reader would wait, or never come to an end."""
     without_waiting = getattr(os, "O_NONBLOCK", 0)
-    file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: PTH123, SIM115  # closed by the caller
+    file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115  # closed by the caller
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is a pipe or a device, and no file", name)

@@ -40,9 +40,9 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     import torch
 
     kept = [
-        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())  # noqa: SLF001  # no setter
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
     ]
     with random_states_kept():
         try:

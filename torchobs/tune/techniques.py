@@ -104,7 +104,7 @@ class Checkpointing(Reclassed):
 
 def is_movable(weight: torch.Tensor) -> bool:
     """Return True if memory is a weight's own, so that it can have other memory: not shared with processes, no part of more."""
-    if weight.device.type == "cpu" and weight.is_shared():
+    if weight.device.type == "cpu" and weight.is_shared():  # type: ignore[no-untyped-call]
         return False
     return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
 

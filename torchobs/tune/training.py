@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
@@ -58,7 +58,8 @@ class Pipeline:
         self.total_steps = total_steps
         self._counts_steps = total_steps is None
         self._schedule = schedule
-        self.scheduler = self._own_scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
+        self._own_scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
+        self.scheduler: LRScheduler = self._own_scheduler
         self.device = model_device(model)
         self.dtype = dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
@@ -248,10 +249,11 @@ class Pipeline:
         batches = self._batches(loader)
         self.optimizer.zero_grad()  # of a group that an exception ended, in an earlier call of fit()
         while group := list(islice(batches, self.accumulate)):
-            done = [self._micro_step(batch, loss_fn, len(group), last=number == len(group)) for number, batch in enumerate(group, 1)]
-            for loss in done:
+            size = len(group)
+            losses = [self._micro_step(batch, loss_fn, size, last=number == size) for number, batch in enumerate(group, 1)]
+            for loss in losses:
                 self._loss_sum += loss
-            self._batches_done += len(group)
+            self._batches_done += size
             yield
 
     def _batches(self, loader: Any) -> Iterator[Any]:
@@ -378,7 +380,8 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):
-        return value.to(device)  # the sizes of its batches stay on the host
+        moved: Any = value
+        return moved.to(device)  # the sizes of its batches stay on the host
     if isinstance(value, Mapping):
         return {name: _to(item, device) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
