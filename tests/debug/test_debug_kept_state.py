@@ -67,6 +67,18 @@ def test_a_model_that_is_run_beside_its_training_is_as_before(name: str) -> None
     assert random_states() == drawn
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_on_where_they_are_measured(mode: Callable[[], Any]) -> None:
+    """Promise: called where gradients are off, as in an evaluation, the answers are the same, and they are off afterwards."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(6, 4)
+    asked = [lambda: debug.memory_usage(model, x).activations, lambda: debug.count_flops(model, x).flops]
+    expected = [ask() for ask in asked]
+    with mode():
+        assert [ask() for ask in asked] == expected
+        assert debug.trace_nan(model, x) is None
+        assert not torch.is_grad_enabled()
+
+
 def test_a_backward_pass_that_waits_is_still_possible() -> None:
     """Promise: what is put back counts as no change of what a graph has kept."""
     model, x = _Counting().eval(), torch.randn(6, 4)

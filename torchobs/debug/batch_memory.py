@@ -102,12 +102,16 @@ def memory_usage(
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
     """
+    import torch
+
     require_module(model, "memory_usage")
     if optimizer is not None:
         require_optimizer(optimizer, "memory_usage")
     size = batch_size(batch)
     other = size // 2 if size >= _LEAST_HALVED else 2 * size
-    first, second = _measured(model, batch, loss_fn), _measured(model, resized(batch, size, other), loss_fn)
+    with torch.inference_mode(mode=False):
+        others = resized(batch, size, other)
+    first, second = _measured(model, batch, loss_fn), _measured(model, others, loss_fn)
     # where gradients are larger than activations, a small batch's peak does not show what a sample takes
     slopes = ((after - before) / (size - other) for after, before in zip(first.levels, second.levels, strict=True))
     per_sample = max(slopes)
@@ -149,7 +153,7 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
     known = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
     modules: dict[tuple[str, str], int] = {}
     watch = AllocationWatch()
-    with state_kept(model), torch.enable_grad(), _module_names(model) as names, watch:
+    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
 
         def keep(x: Any) -> Any:
             if x.layout is torch.strided and x.untyped_storage().data_ptr() not in known:

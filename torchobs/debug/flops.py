@@ -53,7 +53,7 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counter = FlopCounterMode(display=False)
-    with state_kept(model), torch.enable_grad(), counter:
+    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), counter:
         loss = loss_of(call(model, batch), loss_fn)
         forward = counter.get_total_flops()
         if loss is not None and loss.requires_grad and parameters:

@@ -56,7 +56,7 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
         inner = dict(model.named_children()).get(name)
         if inner is not None and (name == "_orig_mod" or type(model).__name__.endswith("DataParallel")):
             model = inner
-    with state_kept(model), torch.enable_grad():
+    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad():
         sites = CallSites(model)
         try:
             with sites, torch.compiler.set_stance("force_eager"):

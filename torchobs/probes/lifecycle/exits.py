@@ -31,6 +31,12 @@ INTERRUPTED = 130
 """Shell's exit status of a process ended by SIGINT"""
 
 
+def _has_shell() -> bool:
+    """Return True under IPython: no exception of a cell comes to ``sys.excepthook``, which it puts back after each cell."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_shell is not None and get_shell() is not None
+
+
 class ExitProbe:
     """Wraps the excepthooks and ``sys.exit``."""
 
@@ -56,6 +62,7 @@ class ExitProbe:
                 (threading, "excepthook", self._watched_thread_hook),
                 (sys, "exit", self._watched_exit),
             )
+            if not (name == "excepthook" and owner is sys and _has_shell())
         ]
 
     def _watched_hook(self, before: Any) -> Any:
