@@ -573,6 +573,9 @@ CHECKPOINTS = _counter("torchobs.checkpoints", "{checkpoint}", SAVE_RESULT, quie
     "Checkpoints by torch.save, safetensors and torch.distributed.checkpoint. All saves between two steps are one; saves to "
     "memory count from 64 KiB on; each save that raised is a failed one. Not seen: `from torch import save` before `init()`."
 )
+CHECKPOINT_FAILURE_STREAK = _gauge("torchobs.checkpoint.failure_streak", "{checkpoint}", survives=True, quiet=0.0).described(
+    "Saves that raised since the last one that succeeded."
+)
 CHECKPOINT_TIMESTAMP = _gauge("torchobs.checkpoint.timestamp", "s", survives=True).described(
     "Unix time at which the last checkpoint was complete."
 )

@@ -36,6 +36,7 @@ WITHOUT_PANEL: Mapping[Metric, str] = dict.fromkeys(
     _DEBUG, "only where a person calls torchobs.debug, whose results, and the API's summaries, show it."
 ) | {
     catalog.GRAD_LAYER_GROWTH: "it is for the alert, which names the layer; the norms by layer have panels.",
+    catalog.CHECKPOINT_FAILURE_STREAK: "it is for the live page, top and inspect; the checkpoints by result have a panel.",
     catalog.ACTIVATION_LAYER_MEAN_ABS: "the standard deviation, which has a panel, goes up and down with it.",
     catalog.ACTIVATION_LAYER_MAX: "the standard deviation, which has a panel, says sooner that outputs grow.",
     catalog.ACTIVATION_LAYER_NONFINITE: "a loss that is not finite is an anomaly, with its origin, and has panels.",

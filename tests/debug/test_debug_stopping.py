@@ -32,6 +32,20 @@ def test_it_stops_when_patience_is_over() -> None:
     assert "has not improved in 2 checks since its best, 0.5" in decisions[3].reason
 
 
+@pytest.mark.parametrize(
+    ("name", "rises"),
+    [
+        ("val_acc", True), ("Accuracy/top1", True), ("mAP@0.5", True), ("map50", True), ("mean_iou", True), ("f1_score", True),
+        ("val_loss", False), ("mape", False), ("smape", False), ("iou_loss", False), ("f1_error", False), ("fid_score", False),
+        ("perplexity", False),
+    ],
+)  # fmt: skip
+def test_the_direction_goes_by_the_name(name: str, *, rises: bool) -> None:
+    """Promise: a loss or an error is to fall, whatever it is of; `mape` is no mean average precision."""
+    stopper = debug.early_stopping(name, patience=3)
+    assert [stopper(value).improved for value in (0.5, 0.6)] == [True, rises]
+
+
 def test_what_rises_what_is_reached_and_what_is_not_finite() -> None:
     """An accuracy is to rise; NaN stops at once; a checkpoint goes on with the same patience."""
     stopper = debug.early_stopping("accuracy", patience=3, stop_at=0.99)

@@ -193,7 +193,9 @@ def test_a_person_s_commands(local: Caller, flight_dir: Path, tmp_path: Path) ->
     ambiguous = torchobs("profile")
     assert (ambiguous.returncode, ambiguous.stdout) == (1, "")
     assert "name one by its incarnation" in ambiguous.stderr
-    assert "there is no such rank" in torchobs("stacks", "7").stderr.lower()
+    assert (
+        "there is no such rank on this machine: `torchobs top --once` shows those there are" in torchobs("stacks", "7").stderr
+    )
     nobody = torchobs("stacks", "--dir", str(tmp_path))
     assert nobody.returncode == 1
     assert "no exporter answers" in nobody.stderr

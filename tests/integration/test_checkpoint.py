@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from tests.support import wait_until
 from tests.training import Recording, loss_of, mlp, recording
+from torchobs import catalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -213,6 +215,21 @@ def test_a_failed_save_raises_as_ever_and_is_an_event(run: Recording, tmp_path: 
     assert str(tmp_path) not in str(event)
     (span,) = run.frames("torchobs.checkpoint")
     assert span["status"] == "error"
+
+
+def test_a_save_that_succeeds_ends_a_streak_of_failures(run: Recording, tmp_path: Path) -> None:
+    """Promise: whoever looks later sees whether checkpoints can be saved now, also by a retry before the first step."""
+    streak = catalog.CHECKPOINT_FAILURE_STREAK.name
+
+    def save(name: str) -> float:
+        with suppress(RuntimeError):
+            torch.save(mlp().state_dict(), tmp_path / name / "model.pt")
+        return float(run.look()[(streak,)])
+
+    (tmp_path / "there").mkdir()
+    assert [save(name) for name in ("gone", "gone", "there")] == [1, 2, 0]
+    train(lambda _: None, steps=2)
+    assert [save(name) for name in ("gone", "there", "there")] == [1, 0, 0]
 
 
 def test_a_disk_that_is_full_is_the_script_s_own_error(run: Recording) -> None:

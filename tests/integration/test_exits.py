@@ -322,6 +322,20 @@ def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir:
     assert (ended.status, ended.reason) == (0, Exit.FINISHED), ended.error
 
 
+WATCHED = """
+from IPython.core.interactiveshell import InteractiveShell
+from torchobs.probes.core.patch import RESTORED, active
+InteractiveShell.instance().run_cell("import torchobs; torchobs.init()")
+assert RESTORED not in [patch.check() for patch in active()]
+"""
+
+
+def test_a_notebook_s_own_hook_is_no_other_tool_s(tmp_path: Path, flight_dir: Path) -> None:
+    """Promise: IPython puts `sys.excepthook` back after each cell, and no warning of a hook that was lost greets everybody."""
+    ended = run(tmp_path, flight_dir, WATCHED)
+    assert ended.status == 0, ended.error
+
+
 TESTS = """
 import pytest
 @pytest.fixture(autouse=True, scope="module")

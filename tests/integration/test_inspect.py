@@ -164,7 +164,17 @@ def test_of_several_runs_the_last_one_is_told_and_the_others_named(tmp_path: Pat
     assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", "ear")["ranks"]] == ["early"]
     assert "1 other run in this directory: --run early" in inspected(capsys, tmp_path)[1]
     assert dispatch.main(["inspect", str(tmp_path), "--run", "none"]) == 2
-    assert "no run 'none'" in capsys.readouterr().err
+    missing = capsys.readouterr().err
+    assert "no run 'none'" in missing
+    assert [line.split()[0] for line in missing.splitlines()[1:]] == ["late", "early"]
+
+
+def test_a_run_is_found_by_its_job_s_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: `inspect --run` takes what `report` and `compare` take; of several runs of a job it tells the latest."""
+    dead(tmp_path, run_id="early", seed=1).save()
+    job_name = document(capsys, tmp_path)["ranks"][0]["job_name"]
+    dead(tmp_path, run_id="late", seed=2, born_s=100.0).save()
+    assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", job_name)["ranks"]] == ["late"]
 
 
 def test_of_a_restarted_rank_the_last_attempt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +287,18 @@ def test_a_copy_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixtur
     copy = tmp_path / "from-the-pod.flight"
     shutil.copy(dead(tmp_path).save().path, copy)
     assert "whether its process still runs cannot be seen from it" in " ".join(inspected(capsys, copy)[1].split())
+
+
+def test_of_a_copy_with_its_own_name_no_kill_is_asserted(
+    flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: a file that `cp` took of a living rank is not told as that of one that was killed, and no more than that."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 20))
+    copy = tmp_path / Path(writer.path).name
+    shutil.copy(writer.path, copy)
+    assert "or it went on after this copy was made" in " ".join(inspected(capsys, copy)[1].split())
+    writer.close()
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"x" * 5000, bytes(1 << 20), os.urandom(1 << 20)])

@@ -169,6 +169,82 @@ def test_resumed_is_the_run_that_was_not_interrupted(tmp_path: Path, stop_at: in
     assert run.scheduler.get_last_lr() == second.scheduler.get_last_lr()
 
 
+def test_after_an_exception_fit_goes_on_without_what_it_left() -> None:
+    """Promise: gradients and losses of a group that was not completed are of no step and of no mean."""
+    batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(6)]
+
+    def made() -> tune.Pipeline:
+        torch.manual_seed(1)
+        return tune.pipeline(nn.Linear(16, 4), accumulate=3, amp=False)
+
+    def stopping(output: Tensor, target: Tensor) -> Tensor:
+        if target is batches[4][1]:
+            raise _StoppedError
+        return loss_fn(output, target)
+
+    whole, run = made(), made()
+    losses = whole.fit(_Listed(batches), 2, loss_fn)
+    with pytest.raises(_StoppedError):
+        run.fit(_Listed(batches), 2, stopping)
+    assert run.fit(_Listed(batches), 2, loss_fn) == losses
+    assert all(map(torch.equal, weights(whole.model), weights(run.model)))
+
+
+def test_a_resume_begins_without_gradients(tmp_path: Path) -> None:
+    """Promise: micro-batches that were computed before it are of no step after it."""
+    run = tune.pipeline(nn.Linear(16, 4), accumulate=2, amp=False, scheduler="constant")
+    run.save(tmp_path / "run.pt")
+    batch = torch.randn(4, 16), torch.randn(4, 4)
+    run.train_step(batch, loss_fn)
+    run.resume(tmp_path / "run.pt")
+    assert all(weight.grad is None for weight in run.model.parameters())
+    run.train_step(batch, loss_fn)
+    assert run.step == 0
+
+
+def test_the_rates_of_a_scheduler_of_one_s_own_are_left_alone() -> None:
+    """Promise: every part may be replaced; further epochs go on with the rates that the other scheduler has set."""
+    run = tune.pipeline(nn.Linear(16, 4), lr=1.0, optimizer="sgd", amp=False)
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, gamma=0.1)
+    batches = _Listed([(torch.randn(4, 16), torch.randn(4, 4))] * 2)
+    for epochs in (1, 2, 3):
+        run.fit(batches, epochs, loss_fn)
+        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1**epochs)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"), [(1.0, "not float"), ({"loss": 1}, "not dict"), (torch.ones(2), r"not one of shape \(2,\)")]
+)
+def test_a_loss_that_is_none_is_refused(returned: Any, words: str) -> None:
+    """Promise: the error says what a loss function returns."""
+    run = tune.pipeline(nn.Linear(2, 1), amp=False, scheduler="constant")
+    with pytest.raises(TypeError, match=f"a tensor of one number, {words}"):
+        run.train_step((torch.ones(1, 2), torch.ones(1, 1)), lambda *_: returned)
+
+
+def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
+    """Promise: others may read it as they may what torch.save writes; of a link, what it leads to is replaced."""
+    plain, path, link = tmp_path / "plain.pt", tmp_path / "run.pt", tmp_path / "last.pt"
+    torch.save({}, plain)
+    link.symlink_to("run.pt")
+    for step in (1, 2):
+        checkpoint_file.save({"step": step}, link)
+        assert link.is_symlink()
+        assert path.stat().st_mode == plain.stat().st_mode
+        assert checkpoint_file.load(path, torch.device("cpu")) == {"step": step}
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    """Promise: kills while a checkpoint is saved do not fill the disk; a save that is under way is left alone."""
+    path = tmp_path / "run.pt"
+    left = tmp_path / ".run.pt.00000000.tmp"
+    left.write_bytes(b"half of it")
+    with checkpoint_file._locked(path) as (_, under_way):  # another process's, as far as anybody can see
+        checkpoint_file.save({"step": 1}, path)
+        assert not left.exists()
+        assert under_way.exists()
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     """Promise: a checkpoint is whole or not there, and no half of one is left beside it."""
     path = tmp_path / "run.pt"

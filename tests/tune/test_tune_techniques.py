@@ -93,6 +93,45 @@ def test_weights_that_were_trained_since_are_quantised_anew() -> None:
             assert not model(x).any()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("options", [{"quantize": "dynamic"}, {"graph": "export"}, {"graph": "torchscript"}])
+def test_weights_that_are_loaded_while_a_plan_is_applied_are_computed_with(options: dict[str, Any], *, assign: bool) -> None:
+    """Promise: no plan answers with weights that the model has no more, neither copied ones nor others in their place."""
+    model, other = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval() for _ in range(2))
+    x = torch.ones(3, 8)
+    with torch.no_grad(), tune.optimize(model, mode="inference", example=x, **options) as plan:
+        model(x)
+        model.load_state_dict(other.state_dict(), assign=assign)
+        difference = (model(x).float() - other(x)).norm() / other(x).norm()
+        assert difference < 0.0625
+        model.get_parameter("2.bias").add_(100.0)
+        assert (model(x) > 50).all()
+    assert not plan.applied
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_weights_that_replaced_quantised_ones_stay(kind: str) -> None:
+    """Promise: `undo` takes back what the plan did, and not what was loaded since."""
+    model, x, plan = quantized(kind)
+    other, _, _ = quantized(kind)
+    with plan:
+        model.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), other(x))
+
+
+def test_weights_that_share_their_memory_keep_it() -> None:
+    """Promise: neither other processes nor another parameter lose sight of a weight because its layout is changed."""
+    shared = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).share_memory()
+    plan = tune.optimize(shared, mode="compile", level="advanced")
+    assert "- channels_last   the weights share their memory" in str(plan)
+    own = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    own[1].weight.data = own[0].weight.data
+    with tune.optimize(own, mode="compile", level="advanced"):
+        assert own.get_parameter("1.weight").data_ptr() == own.get_parameter("0.weight").data_ptr()
+        assert own.get_parameter("2.weight").is_contiguous(memory_format=torch.channels_last)
+
+
 def test_quantisation_is_skipped_where_it_cannot_be() -> None:
     """Promise: training, a model without linear layers, a missing torchao are reasons."""
     assert "not part of mode 'amp'" in str(tune.optimize(blocks(), mode="amp", quantize="dynamic"))

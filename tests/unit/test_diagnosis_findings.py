@@ -219,15 +219,16 @@ def test_a_nonfinite_gradient_is_not_called_the_first_after_steps_without_a_meas
 
 
 @pytest.mark.parametrize(
-    ("saved_s", "severity", "more"), [(None, "error", " None was since step 60."), (START_S + 9.0, "warning", "")]
+    ("streak", "severity", "more"),
+    [(2.0, "error", ". None was since step 60."), (0.0, "info", "; a later one was."), (None, "warning", ".")],
 )
-def test_checkpoints_that_could_not_be_saved_are_told(saved_s: float | None, severity: str, more: str) -> None:
-    """Of a script that catches the exception and trains on; worse if none was saved later."""
+def test_checkpoints_that_could_not_be_saved_are_told(streak: float | None, severity: str, more: str) -> None:
+    """An error while none was saved later, nothing to look at once one was; neither is asserted of a damaged file."""
     events = [fact(catalog.EVENT_CHECKPOINT_FAILED, at, at * 10, **{"exception.type": "builtins.OSError"}) for at in (3, 6)]
-    values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 2, catalog.CHECKPOINT_TIMESTAMP: saved_s}
+    values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 2, catalog.CHECKPOINT_FAILURE_STREAK: streak}
     found = diagnose(facts(steps(90), state="finished", reason="finished", events=events, values=values))
     (one,) = (finding for finding in found if finding.kind == "checkpoint_failed")
-    assert (one.text, one.severity) == (f"2 checkpoints could not be saved (OSError).{more}", severity)
+    assert (one.text, one.severity) == (f"2 checkpoints could not be saved (OSError){more}", severity)
 
 
 def test_an_explosion_is_told_once_with_its_rate() -> None:

@@ -203,3 +203,24 @@ def test_a_shape_matches_its_own_pattern(shape: list[int], data: st.DataObject) 
     sizes: dict[str, object] = {}
     assert rest.mismatch([*shape[:cut], 7, 8, *shape[cut:]], sizes) is None
     assert sizes["*rest"] == (7, 8)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_is_checked() -> None:
+    """Promise: it has no shape that torch would tell, and is checked all the same: a name stands for unequal lengths, too."""
+    good = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    guard.Contract("batch length 3", dtype="floating", min=0.0, max=1.0, max_norm=10.0).check(good)
+    bad = torch.nested.nested_tensor([torch.ones(2, 3), torch.full((4, 3), float("nan"))])
+    with pytest.raises(guard.ContractError, match="finite: 12 NaN among 18 values"):
+        guard.Contract().check(bad)
+    with pytest.raises(guard.ContractError, match=r"shape: \(2, '\*', 3\)"):
+        guard.Contract("batch 4 3").check(good)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_have_a_range(dtype: torch.dtype) -> None:
+    """Promise: tokens and pixels of 16 bits and more are compared with the limits."""
+    x = torch.tensor([1, 40_000], dtype=dtype)
+    guard.Contract(min=0, max=40_000, max_norm=40_001).check(x)
+    with pytest.raises(guard.ContractError, match="max: 40000, and 1 of 2 values"):
+        guard.Contract(max=255).check(x)

@@ -302,3 +302,50 @@ def test_a_tar_of_pickles_and_what_is_not_listed_are_not_clean(tmp_path: Path) -
     for path in (folder, folder / "more.bin"):
         with pytest.raises(guard.WrongFileError, match=r"does not name more\.bin"):
             guard.verify(path, manifest=manifest)
+
+
+@pytest.mark.parametrize("read", [guard.load, guard.scan_file])
+def test_a_pipe_or_a_device_is_refused_at_once(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Promise: nobody waits for a writer, or reads zeros until memory is full."""
+    pipe = tmp_path / "model.pt"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(OSError, match="is a pipe or a device, and no file"):
+            read(path)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "is empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs")],
+)
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_what_holds_no_model_is_said_in_words(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    """Promise: an empty file and a pointer of git lfs are named, by scan and load alike."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert guard.scan_file(path).verdict == "unreadable"
+    assert words in guard.scan_file(path).reasons[0]
+    with pytest.raises(ValueError, match=words):
+        guard.load(path)
+
+
+def test_a_name_that_would_steer_a_terminal_is_escaped(tmp_path: Path) -> None:
+    """Promise: a hostile file name neither colours nor reverses what is printed about it."""
+    path = tmp_path / "a\x1b[31m\u202e.pt"
+    torch.save(torch.nn.Linear(2, 2), path)
+    with pytest.raises(guard.UnsafeFileError) as refused:
+        guard.load(path)
+    assert str(refused.value).isprintable()
+    pickled(Attack(), path)
+    assert all(reason.isprintable() for reason in guard.scan_file(path).reasons)
+
+
+def test_a_pickle_that_is_an_attack_without_a_name_is_told_as_one(tmp_path: Path) -> None:
+    """Promise: the sentence has an object."""
+    path = tmp_path / "deep.pkl"
+    path.write_bytes(b"\x80\x02" + b"(" * 100_000 + b"t.")
+    scan = guard.scan_file(path)
+    assert scan.verdict in {"dangerous", "unreadable"}
+    assert not any("runs  when" in reason for reason in scan.reasons)

@@ -28,6 +28,11 @@ def but(*others: Row) -> list[Row]:
     return [changed.get(rank.rank, rank) for rank in EIGHT]
 
 
+def saves(failed: int, last: int) -> Values:
+    """Saves that raised, and those of them since the last that succeeded."""
+    return {catalog.CHECKPOINTS.name: {("failed",): failed}, catalog.CHECKPOINT_FAILURE_STREAK.name: {(): last}}
+
+
 @pytest.mark.parametrize(
     ("rows", "said", "level"),
     [
@@ -86,6 +91,16 @@ def but(*others: Row) -> list[Row]:
             [row(0, steps=None, loss=None, values={catalog.CHECKPOINTS.name: {("failed",): 1.0}})],
             "Starting: 1 of 1 rank alive, no step yet. 1 checkpoint could not be saved.",
             Severity.WARNING,
+        ),
+        (
+            [row(0, steps=None, loss=None, values=saves(failed=3, last=2))],
+            "Starting: 1 of 1 rank alive, no step yet. 3 checkpoints could not be saved. None was since.",
+            Severity.ERROR,
+        ),
+        (
+            [row(0, steps=None, loss=None, values=saves(failed=3, last=0))],
+            "Starting: 1 of 1 rank alive, no step yet. 3 checkpoints could not be saved; a later one was.",
+            Severity.INFO,
         ),
         (
             [row(0, steps=None, loss=None, values={catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}})],

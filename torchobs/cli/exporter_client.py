@@ -27,6 +27,11 @@ _SOCKET = Option(
     flag="--socket",
     metavar="PATH",
 )
+_ADVICE = {
+    "no-such-rank": "there is no such rank on this machine: `torchobs top --once` shows those there are",
+    "ambiguous-rank": "several ranks are meant: name one by its incarnation, the digits in the name of its flight file",
+}
+"""Problems of the API of which a person at a terminal is told otherwise, by their type"""
 RANK = "A rank's number, or its incarnation (the id of one process)."
 """Help text of the argument."""
 TIMEOUT_S = 30.0
@@ -68,7 +73,8 @@ def post(path: Path, what: str, content: object, rank: str | None) -> Any:
     status, body = _ask(path, "POST", f"/api/v1{what}{query}", json.dumps(content))
     answer = json.loads(body)
     if status >= http.client.BAD_REQUEST:
-        raise CommandError(answer.get("detail", str(status)))
+        kind = str(answer.get("type", "")).rpartition(":")[2]
+        raise CommandError(_ADVICE.get(kind, answer.get("detail", str(status))))
     return answer
 
 

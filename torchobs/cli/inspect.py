@@ -27,7 +27,7 @@ _EXAMPLES = """\
 examples:
   torchobs inspect                                  the latest run on this machine
   torchobs inspect /dev/shm/torchobs-1000 --run 4711
-                                                    another run, by its run_id or the beginning of it
+                                                    another run, by its run_id or the beginning of it, or by its job's name
   torchobs inspect r0-3f…9a.flight --steps 50       one rank; also from a copy (kubectl cp), or a part of one
   torchobs inspect --json | jq '.ranks[] | {rank, state, exit}'
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     made = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
     made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="Flight files, or directories of them.")
     made.add_argument(
-        "--run", metavar="ID", help="The run to report: its run_id, or the beginning of it. [default: the latest]"
+        "--run", metavar="RUN", help="The run to report: its run_id or its beginning, or a job's name. [default: the latest]"
     )
     arguments.add(made, _STEPS, default=10)
     arguments.add(made, _EVENTS, default=20)

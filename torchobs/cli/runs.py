@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError
 from torchobs.cli.table import Column, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle, style_for, tolerant
 from torchobs.diagnosis import choose, text_format
@@ -44,7 +45,10 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs runs`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
     directory = arguments.found(lambda: options.flight_dir or choose.default_directory())
-    runs, bad = arguments.found(lambda: list_runs(directory))
+    try:
+        runs, bad = arguments.found(lambda: list_runs(directory))
+    except CommandError as problem:
+        raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
     out = tolerant(sys.stdout)
     if options.json:
         made = {

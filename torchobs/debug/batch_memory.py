@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from torchobs.debug.module_values import call, walk
-from torchobs.debug.tensors import require_module
+from torchobs.debug.module_values import call, is_sequence, walk
+from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support import cgroup
+from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -101,10 +102,16 @@ def memory_usage(
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
     """
+    import torch
+
     require_module(model, "memory_usage")
+    if optimizer is not None:
+        require_optimizer(optimizer, "memory_usage")
     size = batch_size(batch)
     other = size // 2 if size >= _LEAST_HALVED else 2 * size
-    first, second = _measured(model, batch, loss_fn), _measured(model, resized(batch, size, other), loss_fn)
+    with torch.inference_mode(mode=False):
+        others = resized(batch, size, other)
+    first, second = _measured(model, batch, loss_fn), _measured(model, others, loss_fn)
     # where gradients are larger than activations, a small batch's peak does not show what a sample takes
     slopes = ((after - before) / (size - other) for after, before in zip(first.levels, second.levels, strict=True))
     per_sample = max(slopes)
@@ -146,7 +153,7 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
     known = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
     modules: dict[tuple[str, str], int] = {}
     watch = AllocationWatch()
-    with unchanged(model), torch.enable_grad(), _module_names(model) as names, watch:
+    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
 
         def keep(x: Any) -> Any:
             if x.layout is torch.strided and x.untyped_storage().data_ptr() not in known:
@@ -166,37 +173,27 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
 
 def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
     """Return the loss to differentiate: the function's, the output's own, or the sum of its tensors; ``None`` without any."""
+    import torch
+
     if loss_fn is not None:
         return loss_fn(output)
     if getattr(output, "loss", None) is not None:
         return output.loss
-    parts = [x.sum() for x in _tensors(output) if x.requires_grad]
+    parts = [(torch.view_as_real(x) if x.is_complex() else x).sum() for x in _tensors(output) if x.requires_grad]
     return sum(parts[1:], parts[0]) if parts else None
-
-
-@contextmanager
-def unchanged(model: Any) -> Iterator[None]:
-    """Put buffers and the random state back."""
-    import torch
-
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({x.device.index for x in model.parameters() if x.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
 
 @contextmanager
 def _module_names(model: Any) -> Iterator[list[tuple[str, str]]]:
     """Yield the stack of names and classes of the modules whose forward is running; hooks keep it, and are gone afterwards."""
+    import torch
+
     stack = [("", type(model).__name__)]
     handles = []
     try:
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks: what it keeps is that of the module around it
             entry = name, type(module).__name__
             handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: stack.append(entry)))
             handles.append(module.register_forward_hook(_popping(stack), always_call=True))
@@ -219,19 +216,31 @@ def _tensors(values: Any) -> list[Any]:
 
 def batch_size(batch: Any) -> int:
     """Return the first dimension of the batch's tensors; raise ``TypeError`` if it has none."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    first = batch[0] if is_sequence(batch) and len(batch) else batch
+    if isinstance(first, PackedSequence):
+        return int(first.batch_sizes[0])
     sizes = [int(x.shape[0]) for x in _tensors(batch) if x.dim()]
     if not sizes or not sizes[0]:
-        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {type(batch).__name__}")
+        found = f"a {type(batch).__name__} of none" if sizes else type(batch).__name__
+        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {found}")
     return sizes[0]
 
 
 def resized(values: Any, size: int, other: int) -> Any:
     """Return the batch with another number of samples, the first ones or all of them again."""
     import torch
+    from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
     if isinstance(values, torch.Tensor):
         is_batched = values.dim() > 0 and values.shape[0] == size
         return values[torch.arange(other, device=values.device) % size] if is_batched else values
+    if isinstance(values, PackedSequence):
+        padded, lengths = pad_packed_sequence(values, batch_first=True)
+        chosen = torch.arange(other) % len(lengths)
+        taken = padded[chosen.to(padded.device)]
+        return pack_padded_sequence(taken, lengths[chosen], batch_first=True, enforce_sorted=False)
     if isinstance(values, dict) or hasattr(values, "items"):
         return {name: resized(value, size, other) for name, value in values.items()}
     return [resized(value, size, other) for value in values] if isinstance(values, (tuple, list)) else values

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.batch_memory import unchanged
 from torchobs.debug.findings import told
 from torchobs.debug.module_values import raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.reasons import REMEDIES, read_break, read_failure, read_guard
+from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     model = getattr(model, "_orig_mod", model)
     graphs, tracer = list[Any](), _Tracer(model)
     error, recompiles = None, list[Recompile]()
-    with unchanged(model), _forgetting_breaks():
+    with state_kept(model), _forgetting_breaks():
         try:
             _, graphs, error = tracer.run(batch)
             first = list(graphs)

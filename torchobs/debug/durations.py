@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torchobs.debug import resources
 from torchobs.debug.findings import found
 from torchobs.debug.history import history
+from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ def performance(
     Raises:
         ValueError: ``slow_s`` or ``samples`` is not above 0, or the operation has no name.
     """
-    if not operation or slow_s <= 0 or (samples is not None and samples < 1):
-        raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {operation!r}, {slow_s}, {samples}")
+    is_named, is_counted = is_text(operation) and bool(operation), samples is None or (is_whole(samples) and samples >= 1)
+    if not (is_named and is_counted and is_number(slow_s) and slow_s > 0):
+        found = f"{operation!r}, {slow_s!r}, {samples!r}"
+        raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {found}")
     measured, before = Performance(operation, slow_s, samples), resources.read()
     if synchronize:
         resources.synchronize()

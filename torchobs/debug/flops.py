@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.batch_memory import loss_of, unchanged
+from torchobs.debug.batch_memory import loss_of
 from torchobs.debug.module_values import call
 from torchobs.debug.tensors import require_module
+from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counter = FlopCounterMode(display=False)
-    with unchanged(model), torch.enable_grad(), counter:
+    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), counter:
         loss = loss_of(call(model, batch), loss_fn)
         forward = counter.get_total_flops()
         if loss is not None and loss.requires_grad and parameters:

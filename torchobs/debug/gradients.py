@@ -7,7 +7,7 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import told
-from torchobs.debug.statistics import NOTHING, Moments
+from torchobs.debug.statistics import UNKNOWN, Moments
 from torchobs.debug.tensors import parameters_of, start_moments, total_norm
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import elements_of
@@ -64,7 +64,7 @@ class GradientCheck(Result):
             ValueError: the threshold is not above 0.
         """
         require_positive(threshold)
-        return tuple(row.name for row in self.parameters if not row.norm <= threshold)
+        return tuple(row.name for row in self.parameters if row.nan_count or row.inf_count or row.norm > threshold)
 
     def vanishing(self, threshold: float = VANISHING) -> tuple[str, ...]:
         """Return the names of parameters whose gradient has a norm below ``threshold``, zero included.
@@ -123,7 +123,7 @@ def start_gradients(model: Any, loss: Any, scaler: Any, function: str) -> Pendin
     def build(read: list[list[float]]) -> GradientCheck:
         scale = 1.0 if at_scale is None else read[at_scale][0]
         measured = [
-            _Measured(name, elements_of(x), x.dim() > 1, NOTHING if at is None else Moments(*read[at])) for name, x, at in rows
+            _Measured(name, elements_of(x), x.dim() > 1, UNKNOWN if at is None else Moments(*read[at])) for name, x, at in rows
         ]
         return _checked(model, measured, None if at_loss is None else read[at_loss][0], scale, missing, function)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from torchobs.debug.findings import told
+from torchobs.support.arguments import is_whole
+from torchobs.support.kept_state import random_states_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -114,8 +116,10 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
     """
     if not hasattr(loader, "__iter__"):
         raise TypeError(f"dataloader() takes a DataLoader or an iterable of batches, not {type(loader).__name__}")
-    if batches < 1:
-        raise ValueError(f"dataloader() takes at least one batch, not {batches}")
+    if not is_whole(batches) or batches < 1:
+        raise ValueError(f"dataloader() takes at least one batch, not {batches!r}")
+    if splits is not None and not hasattr(splits, "items"):
+        raise TypeError(f"splits are loaders or data sets by name, as {{'train': ...}}, not {type(splits).__name__}")
     summary, fetches = _Batches(), list[_Fetch]()
     for fetch in _taken(loader, batches):
         summary.add(fetch)
@@ -144,7 +148,7 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
 
     generators = [getattr(one, "generator", None) for one in (loader, getattr(loader, "sampler", None))]
     states = [(one, one.get_state()) for one in generators if one is not None]
-    with torch.random.fork_rng(devices=[]):
+    with random_states_kept():
         begun = time.perf_counter()
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
         try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.statistics import NOTHING, Moments
+from torchobs.debug.statistics import UNKNOWN, Moments
 from torchobs.debug.tensors import start_moments
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import elements_of, shape_of
@@ -68,7 +68,7 @@ class Collector:
         numbers = self._numbers.read()
         found: dict[str, list[ValueStats]] = {}
         for group, name, (shape, dtype, device, numel), index in self._taken:
-            m = NOTHING if index is None else Moments(*numbers[index])
+            m = UNKNOWN if index is None else Moments(*numbers[index])
             row = ValueStats(name=name, shape=shape, dtype=dtype, device=device, numel=numel, **m.described())
             found.setdefault(group, []).append(row)
         return {group: tuple(rows) for group, rows in found.items()}
@@ -82,7 +82,7 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def walk(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of any nesting of tuples, lists and mappings, each with its path."""
+    """Yield the tensors of any nesting of tuples, lists, mappings and dataclasses, each with its path."""
     import torch
 
     if isinstance(values, torch.Tensor):
@@ -93,15 +93,23 @@ def walk(values: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(values, (tuple, list)):
         for index, value in enumerate(values):
             yield from walk(value, f"{name}[{index}]")
+    elif is_dataclass(values) and not isinstance(values, type):
+        for each in fields(values):
+            yield from walk(getattr(values, each.name, None), f"{name}.{each.name}")
 
 
 @contextmanager
 def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[None]:
-    """Take the output of every module without children during the block, by hooks that are gone afterwards."""
+    """Take the output of every module without children during the block, by hooks that are gone afterwards.
+
+    Scripted modules take no hooks: what passes between them is not seen.
+    """
+    import torch
+
     handles = []
     try:
         for name, module in model.named_modules() if wanted else ():
-            if not any(True for _ in module.children()):
+            if not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule):
                 handles.append(module.register_forward_hook(_take(collector, name or type(module).__name__)))
         yield
     finally:
@@ -121,7 +129,14 @@ def call(model: Any, batch: Any) -> Any:
     """Call a model with a batch: a dict by keywords, a tuple or list by position, anything else as the only argument."""
     if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
         return model(**dict(batch.items()))
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    return model(*batch) if is_sequence(batch) else model(batch)
+
+
+def is_sequence(batch: Any) -> bool:
+    """Return True for a tuple or list of several things; a packed sequence is one, though torch has made it a tuple."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    return isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
 
 
 def raised_by(model: Any, batch: Any) -> str | None:

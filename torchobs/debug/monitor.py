@@ -127,4 +127,4 @@ def judge_step(
 
 
 def _has_gradients(model: Any) -> bool:
-    return any(parameter.grad is not None for parameter in model.parameters())
+    return any(parameter.grad is not None and parameter.device.type != "meta" for parameter in model.parameters())

@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.debug.module_values import call, is_sequence
+from torchobs.debug.tensors import require_module
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin
 from torchobs.probes.nonfinite.probe import attributes_of
-from torchobs.probes.nonfinite.replay import CallSites, state_kept
+from torchobs.probes.nonfinite.replay import CallSites
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
+from torchobs.support.kept_state import state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,15 +46,17 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
         The origin; ``None`` if the loss and all gradients are finite.
 
     Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
         ValueError: nothing in the model or the batch takes a gradient, or the loss is not one number.
     """
     import torch
 
+    require_module(model, "trace_nan")
     for name in _WRAPPED:
-        inner = vars(model).get("_modules", {}).get(name)
+        inner = dict(model.named_children()).get(name)
         if inner is not None and (name == "_orig_mod" or type(model).__name__.endswith("DataParallel")):
             model = inner
-    with state_kept(model), torch.enable_grad():
+    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad():
         sites = CallSites(model)
         try:
             with sites, torch.compiler.set_stance("force_eager"):
@@ -67,11 +72,10 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
 
 def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None) -> torch.Tensor:
     target: tuple[Any, ...] = ()
-    if isinstance(batch, (tuple, list)) and loss_fn is not None and len(batch) > 1:
+    if is_sequence(batch) and loss_fn is not None and len(batch) > 1:
         *batch, last = batch
         target = (last,)
-    arguments = batch if isinstance(batch, (tuple, list)) else [batch]
-    output = model(**batch) if hasattr(batch, "keys") else model(*arguments)
+    output = call(model, batch)
     loss = loss_fn(output, *target) if loss_fn is not None else _summed(output)
     if loss.numel() != 1 or loss.grad_fn is None:
         what = "has no gradient" if loss.grad_fn is None else f"has {loss.numel()} elements"

@@ -206,6 +206,8 @@ def operation(
         ValueError: ``anomaly`` is none of the three.
     """
     if name is not None and not isinstance(name, str):
+        if not hasattr(name, "__qualname__"):
+            raise TypeError(f"@debug.operation takes a name, or stands alone above a function, not {type(name).__name__}")
         return cast("Callable[[Callable[P, R]], Callable[P, R]]", operation()(name))
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

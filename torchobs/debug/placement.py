@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
 from torchobs.debug.values import bytes_of
+from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -166,12 +167,11 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
 def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
     import torch
 
-    from torchobs.debug.batch_memory import unchanged
     from torchobs.debug.module_values import raised_by
     from torchobs.debug.transfer_watch import TransferWatch
 
     watch = TransferWatch()
-    with unchanged(model), torch.no_grad(), watch:
+    with state_kept(model), torch.no_grad(), watch:
         error = raised_by(model, batch)
     rows = [SilentCopy(*key[:3], count, size, *key[3:]) for key, (count, size) in watch.seen.items()]
     return tuple(sorted(rows, key=lambda row: -row.size)), error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchobs.debug import resources
 from torchobs.debug.profile_tables import Profile, filled
+from torchobs.support.arguments import is_whole
 from torchobs.support.result import fill
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
         ValueError: a number of steps is out of range, or the directory of ``trace`` does not exist.
         RuntimeError: another profiler is running; torch allows one.
     """
-    if wait < 0 or warmup < 0 or active < 1 or top < 1:
-        raise ValueError(f"profile() needs wait and warmup >= 0, active and top >= 1, not {wait}, {warmup}, {active}, {top}")
+    if not all(map(is_whole, (wait, warmup, active, top))) or wait < 0 or warmup < 0 or active < 1 or top < 1:
+        found = ", ".join(map(repr, (wait, warmup, active, top)))
+        raise ValueError(f"profile() needs wait and warmup >= 0, active and top >= 1, whole numbers, not {found}")
     recorder = Recorder("profile", batch_size, top, _existing(trace), tensorboard)
     recorder.options = {
         "record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops,

@@ -7,11 +7,13 @@ that of all elements. The deviation is the sample's (n - 1), as ``torch.std``'s.
 
 from __future__ import annotations
 
+import functools
+import threading
 from math import inf, isnan, nan, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 CHUNK = 1 << 22
 """Elements that are converted at once: 32 MiB as float64"""
@@ -19,6 +21,28 @@ SAMPLE = 1 << 18
 """Most elements that are sorted for quantiles and the histogram: of a larger tensor, evenly spaced ones"""
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 BINS = 20
+
+
+class _OwnWork(threading.local):
+    """Whether this thread computes statistics, whose NaN and infinities are none of the program's."""
+
+    on = False
+
+
+own_work = _OwnWork()
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def _own(function: F) -> F:
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        before, own_work.on = own_work.on, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            own_work.on = before
+
+    return cast("F", marked)
 
 
 class Moments(NamedTuple):
@@ -54,8 +78,11 @@ class Moments(NamedTuple):
 
 NOTHING = Moments(0, 0, 0, 0, nan, 0, nan, nan, 0)
 """Moments of no elements"""
+UNKNOWN = NOTHING._replace(norm_squared=nan)
+"""Moments of a tensor without numbers, such as one on the device meta"""
 
 
+@_own
 def moments(x: Any, nans: Any = None) -> Any:
     """Return the :class:`Moments` of a strided tensor as a one-dimensional tensor on its device. Call it under ``no_grad``.
 
@@ -114,6 +141,7 @@ def _numbers(torch: Any, numbers: Iterable[float], device: Any) -> Any:
     return torch.stack([torch.full((), number, dtype=wide(torch, device), device=device) for number in numbers])
 
 
+@_own
 def distribution(x: Any, nans: Any = None) -> Any:
     """Return :data:`QUANTILES`, then :data:`BINS` counts between least and greatest, of the finite elements of a sample.
 

@@ -13,7 +13,14 @@ from torchobs.debug.findings import told
 from torchobs.debug.gradients import GradientCheck, check_gradients
 from torchobs.debug.module_values import Collector, ValueStats, activations, call
 from torchobs.debug.monitor import Verdict, judge_step
-from torchobs.debug.tensors import ParameterAnalysis, analyze_parameters, read_moments, require_module, total_norm
+from torchobs.debug.tensors import (
+    ParameterAnalysis,
+    analyze_parameters,
+    read_moments,
+    require_module,
+    require_optimizer,
+    total_norm,
+)
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -155,8 +162,7 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
     """
     import torch
 
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimization_step() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    require_optimizer(optimizer, "optimization_step")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
         before = [parameter.detach().clone() for parameter in parameters]
@@ -209,6 +215,9 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         ValueError: the loss has more than one element, or nothing to differentiate.
     """
     require_module(model, "training_step")
+    require_optimizer(optimizer, "training_step")
+    if not callable(loss_fn):
+        raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
     begun = time.perf_counter()
     optimizer.zero_grad()
     with autocast if autocast is not None else nullcontext():
@@ -246,7 +255,9 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     try:
         for module, _ in modes:
             module.training = False  # not eval(), which tells probes and wrappers that an evaluation begins
-        with torch.inference_mode():
+        # TorchScript may have compiled the model for gradients, and then refuses tensors of inference mode
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in modes)
+        with torch.no_grad() if scripted else torch.inference_mode():
             return _forward(model, batch, "inference", wanted=activations)
     finally:
         for module, mode in modes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -11,13 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
+from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Mode = Literal["auto", "min", "max"]
-_RISING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "map", "iou", "r2", "reward", "return")
+_RISING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "iou", "r2", "reward", "return")
+_FALLING = ("loss", "error", "fid")
+"""which the name of a loss made of one of them has, too: ``iou_loss``, ``fid_score``"""
+_MAP = re.compile(r"(?<![a-z])map(?![a-z])")
+"""mean average precision, not the error ``mape``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +145,17 @@ def early_stopping(
     Raises:
         ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
     """
-    if not monitor or patience < 1 or min_delta < 0:
+    if not (is_text(monitor) and monitor and is_whole(patience) and patience >= 1 and is_number(min_delta) and min_delta >= 0):
         raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
     if mode not in {"auto", "min", "max"}:
         raise ValueError(f"mode is 'auto', 'min' or 'max', not {mode!r}")
-    rises = any(word in monitor.lower() for word in _RISING)
-    chosen = mode if mode != "auto" else "max" if rises else "min"
+    chosen = mode if mode != "auto" else "max" if _rises(monitor.lower()) else "min"
     return EarlyStopper(monitor, patience, chosen, min_delta, stop_at, on_improvement, on_stop)
+
+
+def _rises(name: str) -> bool:
+    """Return True if larger values of a metric of this name are better."""
+    return not any(word in name for word in _FALLING) and (any(word in name for word in _RISING) or bool(_MAP.search(name)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import statistics
 from torchobs.debug.findings import found, told
-from torchobs.debug.statistics import BINS, NOTHING, QUANTILES, Moments
+from torchobs.debug.statistics import BINS, NOTHING, QUANTILES, UNKNOWN, Moments
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import bytes_of, elements_of, require_tensor, shape_of, values_of
 from torchobs.support.result import Result
@@ -190,15 +190,23 @@ def require_module(model: Any, function: str) -> None:
         raise TypeError(f"{function}() takes a torch.nn.Module, not {type(model).__name__}")
 
 
+def require_optimizer(optimizer: Any, function: str) -> None:
+    """Raise ``TypeError`` with advice if ``optimizer`` is none."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
 def read_moments(tensors: Iterable[Any]) -> list[Moments]:
-    """Return the moments of each tensor, after one transfer from each device; of none for one without numbers."""
+    """Return the moments of each tensor, after one transfer from each device; unknown ones for one without numbers."""
     import torch
 
     numbers = Numbers()
     with torch.no_grad():
         indices = [start_moments(x, numbers) for x in tensors]
     read = numbers.read()
-    return [NOTHING if index is None else Moments(*read[index]) for index in indices]
+    return [UNKNOWN if index is None else Moments(*read[index]) for index in indices]
 
 
 def start_moments(x: Any, numbers: Numbers) -> int | None:

@@ -55,13 +55,14 @@ def runs_of(found: Iterable[LoadedFlight]) -> list[RunFiles]:
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
-    """Read files, and of directories the run whose id begins with ``run``, by default the latest.
+    """Read files, and of directories the run ``run`` (its id or the beginning of it, or a job's name), by default the latest.
 
     Raises :class:`NoRunError`, or ``OSError`` for a directory that cannot be read.
     """
     ranks, bad = load.load_reports([path for path in paths if not path.is_dir()])
     notes: list[str] = []
     launchers: list[RankReport] = []
+    others: list[RunFiles] = []
     for path in paths:
         if path.is_dir():
             listed = load.listing(path)
@@ -71,7 +72,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             ranks, bad, launchers = ranks + more.ranks, bad + more.bad, launchers + more.launchers
             notes += [*more.notes, *_other_runs(others)]
     if not ranks:
-        raise NoRunError(_nothing(paths, bad, run))
+        raise NoRunError(_nothing(paths, bad, run, others))
     return Chosen(ranks, bad, notes, launchers)
 
 
@@ -101,13 +102,18 @@ def find(wanted: str | None, directory: Path | None = None) -> Chosen:
     return read(_matching(every, wanted, directory).files)
 
 
-def _matching(every: Sequence[RunFiles], wanted: str, directory: Path) -> RunFiles:
+def _named(every: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
+    """Return the runs of that id, or else of a job of that name, or else those whose ids begin so."""
     tests = (
         [run for run in every if run.run_id == wanted],
         [run for run in every if run.job_name == wanted],
         [run for run in every if run.run_id.startswith(wanted)],
     )
-    found = next((some for some in tests if some), [])
+    return next((some for some in tests if some), [])
+
+
+def _matching(every: Sequence[RunFiles], wanted: str, directory: Path) -> RunFiles:
+    found = _named(every, wanted)
     if len(found) == 1:
         return found[0]
     name = text_format.clean(repr(wanted))
@@ -153,7 +159,7 @@ def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
 def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[Sequence[LoadedFlight], list[RunFiles]]:
     """Return the files of the requested run, by default the one that lived last, and the other runs, oldest first."""
     every = runs_of(found)
-    wanted = next((one for one in every if run is None or one.run_id.startswith(run)), None)
+    wanted = next(iter(every if run is None else _named(every, run)), None)
     return wanted.files if wanted else (), [one for one in reversed(every) if one is not wanted]
 
 
@@ -167,10 +173,11 @@ def _other_runs(others: Sequence[RunFiles]) -> list[str]:
     return [f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}"] if others else []
 
 
-def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None) -> str:
+def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None, others: Sequence[RunFiles]) -> str:
     if bad:
         return f"nothing readable: {'; '.join(f'{text_format.clean(name)}: {why}' for name, why in bad[:5])}"
     where = text_format.joined([text_format.clean(path) for path in paths])
     if run is not None:
-        return f"no run {text_format.clean(run)!r} in {where}"
+        there = f"; these are there:\n{_listed(others[::-1])}" if others else ""
+        return f"no run {text_format.clean(run)!r} in {where}{there}"
     return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"

@@ -126,7 +126,8 @@ def _lost(report: RankReport) -> Finding:
     text = f"Rank {report.rank} vanished without a word {_where(report)}{_phase(report)}"
     if not report.same_boot and not report.copied:
         return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
-    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL), os._exit or a crash.")
+    more = ", or it went on after this copy was made" if report.copied else ""
+    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL), os._exit or a crash{more}.")
 
 
 def _out_of_memory(report: RankReport) -> Finding:

@@ -232,12 +232,23 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield Finding(WARNING, "unmoved_layers", text)
 
 
-def failed_saves(ranks: Sequence[RankStatus], why: str = "") -> Iterator[Finding]:
-    """Yield that checkpoints could not be saved; a script that catches the exception goes on without. ``why``: of what."""
+def failed_saves(ranks: Sequence[RankStatus], why: str = "", since: str = "") -> Iterator[Finding]:
+    """Yield that checkpoints could not be saved, an error if none was since; a script that catches the exception goes on.
+
+    ``why``: the exception; ``since``: when the last of them failed, in words.
+    """
     saves = max((rank.saves_failed for rank in ranks), default=0)
-    if saves:
-        text = f"{text_format.plural(saves, 'checkpoint')} could not be saved{f' ({why})' if why else ''}."
-        yield Finding(WARNING, "checkpoint_failed", text, "Checkpoints could not be saved.")
+    if not saves:
+        return
+    text = f"{text_format.plural(saves, 'checkpoint')} could not be saved{f' ({why})' if why else ''}"
+    last = [rank.saves_failed_last for rank in ranks if rank.saves_failed]
+    if any(last):
+        when = f" {since}" if since else ""
+        yield Finding(ERROR, "checkpoint_failed", f"{text}. None was since{when}.", "Checkpoints cannot be saved.")
+    elif None in last:  # of a damaged file
+        yield Finding(WARNING, "checkpoint_failed", f"{text}.", "Checkpoints could not be saved.")
+    else:
+        yield Finding(INFO, "checkpoint_failed", f"{text}; a later one was.", "Checkpoints could not be saved for a time.")
 
 
 def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -139,7 +139,10 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     else:
         with closing(tracked.file):
             tracked.observe(fd, now, None)
-            return _Look(_report(tracked, path.name, limit), tracked.fading)
+            report = _report(tracked, path.name, limit)
+            if report.same_boot and not path.with_name(lock_name(path.name)).exists():  # of `cp`, which keeps its name
+                report = replace(report, copied=True)
+            return _Look(report, tracked.fading)
     finally:
         os.close(fd)
 

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from torchobs import catalog
 from torchobs.detect import slow_steps
 from torchobs.diagnosis import health, text_format
-from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.diagnosis.stall import LEAST_S
 from torchobs.diagnosis.status import reported
@@ -67,14 +67,10 @@ def _unsaved(report: RankReport) -> Iterator[Finding]:
 
 
 def _not_saved(report: RankReport) -> Iterator[Finding]:
-    """Yield that saves raised; an error if none has succeeded since the last of them."""
+    """Yield that saves raised, with the exception and the step of the last of them."""
     told = report.events_named(catalog.EVENT_CHECKPOINT_FAILED)
     why = told[-1].text("exception.type").removeprefix("builtins.") if told else ""
-    saved_s = report.value(catalog.CHECKPOINT_TIMESTAMP) or 0.0
-    for one in health.failed_saves([reported(report)], why):
-        lost = told and told[-1].time_s > saved_s and not report.partial
-        text = f"{one.text} None was since step {told[-1].step or 0:,}." if lost else one.text
-        yield one._replace(severity=ERROR if lost else WARNING, text=text)
+    yield from health.failed_saves([reported(report)], why, f"step {told[-1].step or 0:,}" if told else "")
 
 
 def _held_up(report: RankReport) -> Iterator[Finding]:

@@ -71,6 +71,8 @@ class RankStatus:
     unmoved_layers: int = 0
     saves_failed: int = 0
     """number of checkpoints whose saving raised"""
+    saves_failed_last: float | None = None
+    """number of those since the last checkpoint that was saved, if known"""
     given_up: int = 0
     """number of functions that torch.compile no longer compiles"""
     waiting: float | None = None
@@ -203,6 +205,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
         saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),
+        saves_failed_last=get(catalog.CHECKPOINT_FAILURE_STREAK),
         given_up=int(get(catalog.COMPILE_FAILURES, "recompile_limit") or 0),
         waiting=waiting_share(get, up=up),
         slowness=slowness,

@@ -19,7 +19,7 @@ from torchobs import catalog
 from torchobs.guard import shapes
 from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
-from torchobs.guard.tensor_values import TensorValues, Violation, norm_of, rounded
+from torchobs.guard.tensor_values import TensorValues, Violation, norm_of, rounded, shape_of
 from torchobs.support.arguments import is_number
 
 if TYPE_CHECKING:
@@ -134,7 +134,13 @@ class Contract:
 
     def _surely_keeps(self, x: Any, sizes: dict[str, object] | None) -> bool:
         """Return True if a plain tensor on the CPU keeps the contract; False says nothing. It is there for its speed."""
-        if type(x) is not torch.Tensor or x.layout is not torch.strided or x.dtype not in _PLAIN or sizes is not None:
+        if (
+            type(x) is not torch.Tensor
+            or x.layout is not torch.strided
+            or x.dtype not in _PLAIN
+            or sizes is not None
+            or x.is_nested
+        ):
             return False
         if x.device != _CPU or (self._device is not None and self._device != _CPU) or not x.numel():
             return False
@@ -164,8 +170,8 @@ class Contract:
         if not isinstance(x, torch.Tensor):
             return [Violation(name, "type", "a tensor", type(x).__name__)]
         found = []
-        if self._pattern is not None and (why := self._pattern.mismatch(x.shape, sizes)) is not None:
-            found.append(Violation(name, "shape", repr(self._pattern.text), f"{tuple(x.shape)}, {why}"))
+        if self._pattern is not None and (why := self._pattern.mismatch(shape_of(x), sizes)) is not None:
+            found.append(Violation(name, "shape", repr(self._pattern.text), f"{shape_of(x)}, {why}"))
         if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
             found.append(Violation(name, "dtype", " or ".join(map(_dtype_name, _several(self.dtype))), _dtype_name(x.dtype)))
         if self._device is not None and not _is_on(x.device, self._device):

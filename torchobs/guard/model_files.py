@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
+import stat
 import struct
 import sys
 import zipfile
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from torchobs.guard import archives, pickles
-from torchobs.guard.file_findings import found_wrong
+from torchobs.guard.file_findings import found_wrong, text_of
 from torchobs.guard.severity import Severity
 from torchobs.support.result import Result
 
@@ -79,7 +81,7 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
             import modelscan  # noqa: F401
     except ImportError as error:
         raise ImportError("scan_file needs fickling and modelscan: pip install 'torchobs[guard]'") from error
-    with Path(name).open("rb") as file:
+    with _opened(name) as file:
         kind, found = _contents(name, file)
     if not any(verdict == "dangerous" for verdict, _, _ in found):  # what is an attack is not read any further
         is_read = kind in _READ or (kind == "zip" and all(verdict != "unreadable" for verdict, _, _ in found))
@@ -110,9 +112,9 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     import torch
 
     name = os.fspath(path)
-    with Path(name).open("rb") as file:
+    with _opened(name) as file:
         head = file.read(_HEAD)
-    kind = _kind(name, head)
+    shown, kind = text_of(name), _kind(name, head)
     if kind == "safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -120,11 +122,11 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         try:
             return load_file(name, device=str(map_location or "cpu"))
         except SafetensorError as error:
-            raise ValueError(f"{name} is damaged, or {str(map_location)!r} is no device: {error}") from None
-    if head.startswith(_GIT_LFS):
-        raise ValueError(f"{name} only says where the model is: `git lfs pull` brings it")
+            raise ValueError(f"{shown} is damaged, or {str(map_location)!r} is no device: {error}") from None
+    if (problem := _no_model(head)) is not None:
+        raise ValueError(f"{shown} {problem}")
     if kind not in {"zip", "pickle"}:
-        raise ValueError(f"{name} is no file of torch.save or safetensors")
+        raise ValueError(f"{shown} is no file of torch.save or safetensors, or the beginning of one")
     try:
         if kind == "zip":
             _refuse_harmful_zip(name)
@@ -135,10 +137,28 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         asked = pickles.attempt(lambda: torch.serialization.get_unsafe_globals_in_checkpoint(name)) if kind == "zip" else []
         names = f" ({', '.join(asked)})" if asked and not isinstance(asked, str) else ", or is damaged"
         advice = "guard.scan_file says more; torch.serialization.add_safe_globals allows what is known to be good"
-        found_wrong("load", "refused", f"{Path(name).name} needs code to be loaded{names}")
-        raise UnsafeFileError(f"{name} needs code to be loaded{names}: {advice}") from error
+        found_wrong("load", "refused", f"{text_of(Path(name).name)} needs code to be loaded{names}")
+        raise UnsafeFileError(f"{shown} needs code to be loaded{names}: {advice}") from error
     except _DAMAGE as error:
-        raise ValueError(f"{name} is no file of torch.save, or damaged, or does not fit {map_location!r}: {error}") from error
+        why = str(error).strip() or type(error).__name__
+        raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
+
+
+def _opened(name: str) -> IO[bytes]:
+    """Open a file to read. Raises ``OSError`` for a pipe or a device, at which a reader would wait, or never come to an end."""
+    without_waiting = getattr(os, "O_NONBLOCK", 0)
+    file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115  # closed by the caller
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is a pipe or a device, and no file", name)
+    return file
+
+
+def _no_model(head: bytes) -> str | None:
+    """Return what a file is that holds nothing of a model, in words."""
+    if not head:
+        return "is empty"
+    return "only says where the model is: `git lfs pull` brings it" if head.startswith(_GIT_LFS) else None
 
 
 _DAMAGE = (
@@ -159,8 +179,8 @@ def _refuse_harmful_zip(name: str) -> None:
     with zipfile.ZipFile(name) as archive:
         problems = archives.zip_problems(archive)
     if problems:
-        found_wrong("load", "refused", f"{Path(name).name}: {problems[0]}")
-        raise UnsafeFileError(f"{name}: {problems[0]}")
+        found_wrong("load", "refused", f"{text_of(Path(name).name)}: {problems[0]}")
+        raise UnsafeFileError(f"{text_of(name)}: {problems[0]}")
 
 
 _Found = tuple[Verdict, tuple[str, ...], tuple[str, ...]]
@@ -171,6 +191,8 @@ def _contents(name: str, file: IO[bytes]) -> tuple[str, list[_Found]]:
     """Return a file's kind and what was found in it."""
     head = file.read(_HEAD)
     kind = _kind(name, head)
+    if (problem := _no_model(head)) is not None:
+        return "other", [("unreadable", (f"it {problem}",), ())]
     found = pickles.attempt(lambda: _READERS[kind](name))
     if isinstance(found, str):
         return kind, [("unreadable", (found,), ())]
@@ -265,15 +287,16 @@ _READ = frozenset({"npy", "safetensors", "pickle"})
 
 
 def _pickle(content: bytes, name: str) -> _Found:
-    code = pickles.analyse(content)
+    code, shown = pickles.analyse(content), text_of(Path(name).name)
     foreign = pickles.unknown(code.imports)
     if code.malicious:
-        return "dangerous", (f"{Path(name).name} runs {', '.join(foreign or code.imports)} when it is loaded",), foreign
+        runs = ", ".join(foreign or code.imports) or "operations that no pickle of data has"
+        return "dangerous", (f"{shown} runs {runs} when it is loaded",), foreign
     if foreign:
-        reason = f"{Path(name).name} asks for {', '.join(foreign)}, which torch's restricted loader does not allow"
+        reason = f"{shown} asks for {', '.join(foreign)}, which torch's restricted loader does not allow"
         return "suspicious", (reason,), foreign
     if code.problem is not None:
-        return "unreadable", (f"{Path(name).name}: {code.problem}",), ()
+        return "unreadable", (f"{shown}: {code.problem}",), ()
     return "clean", (), ()
 
 
@@ -286,7 +309,7 @@ def _npy(content: bytes, name: str) -> _Found:
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         _, _, dtype = read(file)
     except (ValueError, EOFError) as error:
-        return "unreadable", (f"{Path(name).name}: {error}",), ()
+        return "unreadable", (f"{text_of(Path(name).name)}: {error}",), ()
     return _pickle(content[file.tell() :], name) if dtype.hasobject else ("clean", (), ())
 
 

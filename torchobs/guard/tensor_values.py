@@ -54,7 +54,7 @@ class TensorValues:
     """The least and largest value of a tensor and its norm, on their way from the device."""
 
     def __init__(self, contract: Limits, x: torch.Tensor, name: str) -> None:
-        self._contract, self._name, self._shape = contract, name, x.shape
+        self._contract, self._name, self._shape = contract, name, shape_of(x)
         self._values = self._dense_values(x)
         self._event: Any = None
         self._numbers: torch.Tensor | list[float] = []
@@ -174,4 +174,19 @@ def dense_values(x: torch.Tensor) -> torch.Tensor:
         x = x.dequantize()
     if x.dtype is torch.bool:
         return x.to(torch.uint8)
+    if not x.dtype.is_signed and x.dtype.itemsize > 1:  # uint16 to uint64, of which torch knows no extremes
+        return x.to(torch.int64 if x.dtype.itemsize < 8 else torch.float64)  # noqa: PLR2004  # bytes
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def shape_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the shape; ``*`` for a dimension of unequal lengths of a nested tensor, of which torch has none."""
+    if not (x.is_nested and x.layout is torch.strided):
+        return tuple(x.shape)
+    sizes: list[Any] = []
+    for dimension in range(x.dim()):
+        try:
+            sizes.append(x.size(dimension))
+        except RuntimeError:
+            sizes.append("*")
+    return tuple(sizes)

@@ -149,7 +149,7 @@ def _by_layer(report: RankReport, metric: catalog.Metric, what: str, were: str) 
     )
     yield HeatMap(
         f"{what} by layer and time", tuple(curves), tuple(row.step for row in columns), values,
-        note=f"Each column is one moment at which {were} read, evenly in time over the whole run; white: not measured.",
+        note=f"Each column is one moment at which {were} read, evenly in time over the whole run; empty: not measured.",
     )  # fmt: skip
     rows = tuple(
         (name, *(text_format.number(value) for value in (min(own), median(own), max(own), own[-1])))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+from secrets import token_hex
+from typing import IO, Any
 
 import torch
 
@@ -31,12 +32,15 @@ _DAMAGE = (
 def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state to a file. Whenever the process or the machine dies, the old file or the new one is there, whole.
 
+    The file is as readable as any that this process writes; of a link, what it leads to is replaced. What a process that was
+    killed while it saved has left beside it is removed.
+
     Raises:
         OSError: the folder is missing, or has no room; an old file is untouched.
     """
-    path = Path(path)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as file:
-        temporary = Path(file.name)
+    path = Path(os.path.realpath(path))
+    _remove_left(path)
+    with _locked(path) as (file, temporary):
         try:
             torch.save(state, file)
             file.flush()
@@ -45,6 +49,38 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         finally:
             temporary.unlink(missing_ok=True)  # it is renamed by then, but for an error
     _sync_folder(path.parent)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """Yield a new file beside a place, which is locked for as long as this process writes it."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
+        with temporary.open("xb") as file:
+            with suppress(OSError):  # a file system without locks
+                _lock(file.fileno())
+            if temporary.exists():  # nobody has taken it for left before it was locked
+                yield file, temporary
+                return
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what nobody writes any more: whoever does, holds a lock, which ends with the process."""
+    with suppress(OSError):
+        for left in path.parent.iterdir():
+            if left.name.startswith(f".{path.name}.") and left.name.endswith(".tmp"):
+                with suppress(OSError), left.open("rb") as file:
+                    _lock(file.fileno())
+                    left.unlink()
+
+
+def _lock(descriptor: int) -> None:
+    """Raise ``OSError`` if another process has locked the file, or nobody can here."""
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError(errno.ENOLCK, "no locks here") from error
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_place(path: str | os.PathLike[str]) -> None:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchobs.tune import inference_choices
 from torchobs.tune.activations import Kept, recomputed
 from torchobs.tune.decisions import Choice, Request, reclass_obstacle, skip, use
-from torchobs.tune.techniques import Autocast, ChannelsLast, Checkpointing, Compilation, Flag
+from torchobs.tune.techniques import Autocast, ChannelsLast, Checkpointing, Compilation, Flag, is_movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,6 +156,8 @@ def _channels_last(request: Request) -> Choice:
         return skip(name, "the model has no 2-dimensional convolution")
     if any(type(weight) is not nn.Parameter for weight in request.model.parameters()):
         return skip(name, "the parameters are of a class of their own (sharded or quantised)")
+    if not any(is_movable(module.weight) for module in request.model.modules() if isinstance(module, nn.Conv2d)):
+        return skip(name, "the weights share their memory, with other processes or each other, and would no longer")
     return use(name, "weights of convolutions are stored with the channels last", ChannelsLast(request.model))
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
+from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -63,9 +65,14 @@ def forward(model: nn.Module, batch: Any) -> Any:
     """Call the model: with a tensor, with the items of a tuple or list, or with a mapping's items as keyword arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         return model(*batch)
     return model(batch)
+
+
+def described(value: Any) -> str:
+    """Return what a value is, for a message that wants something else."""
+    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -126,24 +133,11 @@ def compare(got: list[Tensor], reference: list[Tensor], tolerance: float) -> Dif
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Draw the same random numbers in each block, and put generators and buffers (statistics, caches) back after it."""
-    buffers = [
-        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
-    try:
-        with torch.random.fork_rng(devices):
-            torch.default_generator.manual_seed(0)
-            for index in devices:
-                torch.cuda.default_generators[index].manual_seed(0)
-            yield
-    finally:
-        with torch.no_grad():
-            for owned, name, buffer, before in buffers:
-                owned[name] = buffer
-                if buffer is not None and before is not None:
-                    buffer.copy_(before)
+    with state_kept(model):
+        torch.default_generator.manual_seed(0)
+        for index in {tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda}:
+            torch.cuda.default_generators[index].manual_seed(0)
+        yield
 
 
 @contextmanager

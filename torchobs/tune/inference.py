@@ -27,25 +27,30 @@ class DynamicQuantization(Reclassed):
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__(modules)
-        self._quantized: dict[int, tuple[tuple[int, int], Any]] = {}
+        self._quantized: dict[int, tuple[tuple[tuple[int, int], ...], Any]] = {}
 
     def apply(self) -> None:
         """Quantise weights that changed since the last time, and take over the forward pass."""
         for module in self._modules:
-            weight: Any = module.weight
-            of = (id(weight), weight._version)
-            if self._quantized.get(id(module), (None,))[0] != of:
-                self._quantized[id(module)] = (of, _quantized_linear(module))
+            self._current(module)
         super().apply()
+
+    def _current(self, module: nn.Module) -> Any:
+        """Return the layer in integers, made anew if its weight or bias is another than the last time."""
+        made_of = tuple((id(each), each._version) for each in (module.weight, module.bias) if isinstance(each, torch.Tensor))
+        known = self._quantized.get(id(module))
+        if known is None or known[0] != made_of:
+            known = self._quantized[id(module)] = (made_of, _quantized_linear(module))
+        return known[1]
 
     def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
         """Return a forward pass that is quantised where nothing asks for gradients."""
-        quantized = self._quantized
+        current = self._current
 
         def forward(self: nn.Module, input: torch.Tensor) -> Any:  # noqa: A002  # nn.Linear's name for it
             if torch.is_grad_enabled() or input.dtype is not torch.float32:
                 return kind.forward(self, input)
-            return quantized[id(self)][1](input)
+            return current(self)(input)  # a state dict may have been loaded, or a step been taken, since
 
         return forward
 
@@ -105,9 +110,10 @@ class TorchaoQuantization:
         self._versions, self._after = versions, [module.weight for module, _ in self._before]  # type: ignore[misc]
 
     def undo(self) -> None:
-        """Give each layer its own parameter back, the same object."""
-        for module, weight in self._before:
-            module._parameters["weight"] = weight
+        """Give each layer its own parameter back, the same object, unless it was given another one since."""
+        for (module, weight), ours in zip(self._before, self._after, strict=True):
+            if module._parameters["weight"] is ours:
+                module._parameters["weight"] = weight
         for module, names in self._added:
             for name in names:  # a representation of their own
                 vars(module).pop(name, None)
@@ -117,7 +123,7 @@ class Graph:
     """Runs calls like the example's by a graph that ``torch.export`` or TorchScript recorded; all others eagerly.
 
     Like the example's: the same shapes, types and devices, in evaluation mode, without gradients. The graph has the model's own
-    parameters, not copies.
+    parameters, not copies; a model that was given others since (``load_state_dict(assign=True)``) runs eagerly.
     """
 
     def __init__(self, model: nn.Module, kind: str, example: Any, failed: Callable[[str], None]) -> None:
@@ -149,9 +155,18 @@ class Graph:
         with evaluating(model), torch.no_grad():
             graph = _exported(model, args, kwargs) if self._kind == "export" else _traced(model, args, kwargs)
         signature = _signature(args, kwargs)
+        recorded = [
+            (owned, name, tensor)
+            for module in model.modules()
+            for owned in (module._parameters, module._buffers)
+            for name, tensor in owned.items()
+        ]
+
+        def is_recorded() -> bool:
+            return all(owned.get(name) is tensor for owned, name, tensor in recorded)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not model.training and not torch.is_grad_enabled() and _signature(args, kwargs) == signature:
+            if not model.training and not torch.is_grad_enabled() and _signature(args, kwargs) == signature and is_recorded():
                 return graph(*args, **kwargs)
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

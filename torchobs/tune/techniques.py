@@ -7,6 +7,7 @@ stays itself (names, state dict, hooks, identity), and a copy of it or its pickl
 from __future__ import annotations
 
 import copyreg
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -101,15 +102,30 @@ class Checkpointing(Reclassed):
         return forward
 
 
+def is_movable(weight: torch.Tensor) -> bool:
+    """Return True if memory is a weight's own, so that it can have other memory: not shared with processes, no part of more."""
+    if weight.device.type == "cpu" and weight.is_shared():  # type: ignore[no-untyped-call]
+        return False
+    return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+
+
 class ChannelsLast:
-    """Stores 4-dimensional parameters with the channels last, which convolutions of most devices read faster."""
+    """Stores 4-dimensional parameters with the channels last, which convolutions of most devices read faster.
+
+    Those that share their memory, with another process or another parameter, stay as they are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._strides: list[tuple[nn.Parameter, tuple[int, ...]]] = []
 
     def apply(self) -> None:
-        self._strides = [(weight, weight.stride()) for weight in self._model.parameters() if weight.dim() == 4]  # noqa: PLR2004
+        uses = Counter(weight.untyped_storage().data_ptr() for weight in self._model.parameters())
+        self._strides = [
+            (weight, weight.stride())
+            for weight in self._model.parameters()
+            if weight.dim() == 4 and is_movable(weight) and uses[weight.untyped_storage().data_ptr()] == 1  # noqa: PLR2004
+        ]
         for weight, _ in self._strides:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
-from torchobs.tune.difference import forward, pair_of
+from torchobs.tune.difference import described, forward, pair_of
 from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
 from torchobs.tune.random_state import random_state, restore_random_state
@@ -57,7 +58,8 @@ class Pipeline:
         self.total_steps = total_steps
         self._counts_steps = total_steps is None
         self._schedule = schedule
-        self.scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
+        self._own_scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
+        self.scheduler: LRScheduler = self._own_scheduler
         self.device = model_device(model)
         self.dtype = dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
@@ -145,6 +147,8 @@ class Pipeline:
         if batches is None:
             raise ValueError("the loader has no length: pass total_steps to tune.pipeline(), the optimizer's steps in all")
         before, self.total_steps = self.total_steps, epochs * math.ceil(batches / self.accumulate)
+        if self.scheduler is not self._own_scheduler:
+            return  # the rates are those of the caller's scheduler
         if before not in {None, self.total_steps}:  # further epochs: the rate of the next step is one of the new schedule
             factor = self._schedule(self.total_steps, self.scheduler.last_epoch)
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
@@ -190,7 +194,8 @@ class Pipeline:
             self.total_steps, self._counts_steps = counts["total_steps"], counts["counts_steps"]
         ranks = state.get("ranks", ()) if distribution.is_sharded(self.model) else ()
         own = ranks[distributed.get_rank()] if ranks and len(ranks) == distributed.get_world_size() else state
-        self._batches_done, self._loss_sum = counts["batches"], own["loss_sum"].to(self.device)
+        self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], own["loss_sum"].to(self.device)
+        self.optimizer.zero_grad()  # of micro-batches before
         self._epoch_random_state, self._resumed_random_state = own["random"]["epoch"], own["random"]["now"]
         restore_random_state(own["random"]["now"], getattr(loader, "generator", None))
         return self
@@ -204,7 +209,9 @@ class Pipeline:
         inputs, target = _to(pair_of(batch), self.device)
         with self._gradient_sync(on=last):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
-                loss = loss_fn(forward(self.model, inputs), target)
+                loss: Any = loss_fn(forward(self.model, inputs), target)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {described(loss)}")
             self.scaler.scale(loss / parts).backward()  # type: ignore[no-untyped-call]
         if last:
             self._update()
@@ -240,10 +247,13 @@ class Pipeline:
     def _epoch_groups(self, loader: Any, loss_fn: LossFunction) -> Iterator[None]:
         """Train on the rest of an epoch; yield after each of the optimizer's steps."""
         batches = self._batches(loader)
+        self.optimizer.zero_grad()  # of a group that an exception ended, in an earlier call of fit()
         while group := list(islice(batches, self.accumulate)):
-            for number, batch in enumerate(group, 1):
-                self._loss_sum += self._micro_step(batch, loss_fn, len(group), last=number == len(group))
-            self._batches_done += len(group)
+            size = len(group)
+            losses = [self._micro_step(batch, loss_fn, size, last=number == size) for number, batch in enumerate(group, 1)]
+            for loss in losses:
+                self._loss_sum += loss
+            self._batches_done += size
             yield
 
     def _batches(self, loader: Any) -> Iterator[Any]:
@@ -369,6 +379,9 @@ def _factor(scheduler: str, warmup_steps: int, total_steps: int | None, step: in
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
+    if isinstance(value, PackedSequence):
+        moved: Any = value
+        return moved.to(device)  # the sizes of its batches stay on the host
     if isinstance(value, Mapping):
         return {name: _to(item, device) for name, item in value.items()}
     if isinstance(value, (tuple, list)):

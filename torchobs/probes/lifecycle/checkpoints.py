@@ -78,6 +78,7 @@ class CheckpointProbe:
         self._lock = threading.RLock()  # a SIGTERM handler may save too, wherever it interrupts us
         renew_in_child(self, _lock=threading.RLock)
         self._step, self._seconds, self._bytes = -1, 0.0, 0
+        self._failed_last = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -200,6 +201,7 @@ class CheckpointProbe:
     def _record(
         self, saving: _Saving, now_ns: int, size: int | None, error: type[BaseException] | None, more: dict[str, object]
     ) -> None:
+        self._note_streak(failed=error is not None)
         if saving.early and error is None:
             return  # before the first step there is no progress to save
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
@@ -215,6 +217,12 @@ class CheckpointProbe:
             self._context.write_span(
                 catalog.SPAN_CHECKPOINT.name, saving.started_ns, monotonic_ns(), attributes, failed=error is not None
             )
+
+    def _note_streak(self, *, failed: bool) -> None:
+        with self._lock:
+            if failed or self._failed_last:
+                self._failed_last = self._failed_last + 1 if failed else 0
+                self._context.set_gauge(catalog.CHECKPOINT_FAILURE_STREAK, self._failed_last)
 
     def _show(self, saving: _Saving, length_ns: int, size: int) -> None:
         with self._lock:  # held briefly by an upload's thread and the training thread

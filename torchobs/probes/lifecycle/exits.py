@@ -34,6 +34,12 @@ INTERRUPTED = 130
 """Shell's exit status of a process ended by SIGINT"""
 
 
+def _has_shell() -> bool:
+    """Return True under IPython: no exception of a cell comes to ``sys.excepthook``, which it puts back after each cell."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_shell is not None and get_shell() is not None
+
+
 class ExitProbe:
     """Wraps the excepthooks and ``sys.exit``."""
 
@@ -52,11 +58,9 @@ class ExitProbe:
         self._context, self._breaker = context, context.breaker(self.name)
         self._last = id(getattr(sys, "last_value", None))
         context.writer.mark_termination()
-        watched = [
-            (sys, "excepthook", self._watched_hook),
-            (threading, "excepthook", self._watched_thread_hook),
-            (sys, "exit", self._watched_exit),
-        ]
+        watched = [(threading, "excepthook", self._watched_thread_hook), (sys, "exit", self._watched_exit)]
+        if not _has_shell():
+            watched.append((sys, "excepthook", self._watched_hook))
         if sys.version_info >= (3, 14) and multiprocessing.parent_process() is not None:
             watched.append((traceback, "print_exc", self._watched_print))
         self._patches = [Patch(owner, name, make, probe=self.name, nests=True) for owner, name, make in watched]

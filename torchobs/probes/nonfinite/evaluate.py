@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 RESULTS = ("result", "output", "result0", "out", "values")
 """Names under which a node keeps its first output"""
-_DERIVED = ("_sym_sizes", "_sym_strides", "_sym_numel", "_sizes", "_options", "_args", "_sym_sizes_opt")
+_DERIVED = (
+    "_sym_sizes", "_sym_strides", "_sym_numel", "_sizes", "_options", "_args", "_sym_sizes_opt", "_sym_argsize_0",
+    "_sym_argsize_1",
+)  # fmt: skip
 _NO_GRADIENT = frozenset({"mask", "index", "indices", "target", "condition"})
 _NOT_AGAIN = ("batch_norm", "dropout", "rrelu", "bernoulli", "rnn", "embedding_bag", "embedding_renorm")
 _TENSOR, _LIST = "Tensor", "Tensor[]"

@@ -49,8 +49,13 @@ class GraphNode:
         for name in _names(function)[1]:
             value = getattr(function, name)
             if value is not None:
-                found[name.removeprefix(_SAVED)] = value
+                found[name.removeprefix(_SAVED)] = _signed(value)
         return found
+
+
+def _signed(value: Any) -> Any:
+    """Return an integer as it was given: a node has a negative one (``padding_idx`` of an embedding) as unsigned."""
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
 def operator_of(name: str) -> str:

@@ -1,10 +1,8 @@
-"""Run a forward pass while noting which module and line each node of its graph comes from, and leave all state as it was."""
+"""Note which module and line each node of a forward pass's graph comes from."""
 
 from __future__ import annotations
 
-import random
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
@@ -12,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torchobs.probes.nonfinite.code import is_users
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
 
     from torch import nn
@@ -32,11 +30,15 @@ class CallSites(TorchFunctionMode):
     """Notes each call of a torch function, with the module that is running and the line of the user's code."""
 
     def __init__(self, model: nn.Module) -> None:
+        import torch
+
         super().__init__()
         self.sites: list[CallSite] = []
         self._running: list[tuple[str, str]] = []
         self._handles = []
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
             told = (path or type(module).__name__, type(module).__name__)
             self._handles += [
                 module.register_forward_pre_hook(self._entering(told), prepend=True),
@@ -76,29 +78,3 @@ def _user_line() -> str:
     while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the random states, the model's buffers and its gradients when the block ends."""
-    import torch
-
-    host, own = torch.get_rng_state(), random.getstate()
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    devices = torch.cuda.get_rng_state_all() if on_gpu else []
-    numpy = sys.modules.get("numpy")
-    legacy = numpy.random.get_state() if numpy is not None else None
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, before in buffers:
-                if buffer._version != version:
-                    buffer.data.copy_(before)  # which raises no version that a graph of the user's relies on
-        torch.set_rng_state(host)
-        random.setstate(own)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-        if numpy is not None:
-            numpy.random.set_state(legacy)
