@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,21 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def spawn(function: Callable[..., object], *arguments: str, nprocs: int) -> None:
+    """`torch.multiprocessing.spawn` with forked interpreters: a module's function, called with the rank and the arguments."""
+    started = []
+    for rank in range(nprocs):
+        code = f"from {function.__module__} import {function.__name__} as main; main({rank}, *{arguments!r})"
+        root = Path(__file__).resolve().parent.parent
+        started.append(Python([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, text=True))
+    try:
+        ended = [(process.communicate(timeout=240)[1], process.returncode) for process in started]
+        assert all(code == 0 for _, code in ended), ended
+    finally:
+        for process in started:
+            process.kill()
 
 
 class _Server:
