@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import shutil
@@ -53,6 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no test looks at it again and again."""
+    support.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test, and no child of one, learns its rank or its endpoint from where the tests happen to run."""
@@ -91,14 +95,6 @@ def program() -> Callable[[str], str]:
 def free_port() -> Callable[[], int]:
     """Ports nobody listens on; call it once per port."""
     return support.free_port
-
-
-@pytest.fixture
-def little_to_collect() -> Iterator[None]:
-    """Leave what is imported out of garbage collections: of torch and its like each takes a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support import clean_environment, wait_until
+from tests.support import clean_environment, freeze, wait_until
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.daemon import serve
 from torchobs.node.lifetime import ServiceStatus
@@ -106,6 +106,7 @@ class Service(Client):
         self._stop.set()
         self._thread.join(timeout=20)
         assert not self._thread.is_alive()
+        freeze()  # an exporter that ends lets go of everything that was frozen
 
     def _run(self) -> None:
         self.code = serve(self._config, announce=self.announced.append, finished=self._finished)
