@@ -4,8 +4,9 @@
 `subprocess.run`. The child is forked from a server that each process of the tests starts when it first needs one. The child is
 a child of the test as any other, with the streams, the environment, the folder and the arguments that it was given. It differs
 from a new interpreter in this: `torch` and `torch._dynamo` have been imported, torch computes on `OMP_NUM_THREADS` threads
-(default 1), and `/proc/self/cmdline` is the server's. A test that is about any of these, or about how an interpreter starts,
-uses `subprocess`, and so do options that are not known here. `torch.distributed.run` gets a server of its own for its workers.
+(default 1), `/proc/self/cmdline` is the server's, and once Python has ended no library's destructors run. A test that is about
+any of these, or about how an interpreter starts, uses `subprocess`, and so do options that are not known here.
+`torch.distributed.run` gets a server of its own for its workers.
 
 Only Linux can hand a grandchild to the process that asked for it; elsewhere all of this is `subprocess`.
 """
@@ -294,12 +295,21 @@ def _become(command: _Command, descriptors: list[int]) -> None:
             stream.reconfigure(write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    _end_without_libraries()
     import torch
 
     torch.set_num_threads(int(command.environ.get("OMP_NUM_THREADS", "1")))
     if command.what == "torch.distributed.run":
         _serve_the_workers()
     _execute(command)
+
+
+def _end_without_libraries() -> None:
+    """Let the process be gone once Python has ended in order: the destructors of torch's libraries take 0.1 s."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc's
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)  # what comes last is done first
 
 
 def _take_descriptors(given: list[int], wanted: list[int]) -> None:
