@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PORT = 10960
 OOM_KILLED = 137
-"""The exit code that SIGKILL leaves. The `reason` beside it is `Error` when containerd handles the exit before the kernel's event."""
+"""The exit code that SIGKILL leaves. The `reason` beside it is `Error` when containerd handles the exit first."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
