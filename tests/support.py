@@ -62,12 +62,12 @@ def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def freeze() -> None:
-    """Leave all living objects to no garbage collection and no scan of all objects any more; young garbage goes before.
+    """Leave all living objects to no garbage collection and no scan of all objects any more.
 
     With torch and all tests they are a million: a full collection, or torchobs' search for models, takes a second, and a
     collection in a forked child copies their pages.
     """
-    gc.collect(1)
+    gc.collect()
     gc.freeze()
 
 
