@@ -20,13 +20,14 @@ MINUTES ?= 30
 SCALE ?=
 # Nothing, if the cluster has the images of `make kube-test` already.
 KUBE_IMAGES ?= kube-images
+SERIAL_TESTS = $(shell grep -lr pytest.mark.serial tests --include=*.py)
 KUBE_TESTS = $(shell grep -lr pytest.mark.kubernetes tests/e2e --include=*.py)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test kube-images clean
+.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test kube-images collected clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,14 +38,18 @@ demo: setup ## Train a small GPT on two ranks, watch it live, and see an alert f
 	@tests/tools.sh $(PROGRAMS) prometheus
 	$(BIN)/python -m examples.demo
 
-test: setup test-tools lint ## Everything that must hold for a change to land: lint, all tests, the wheel
+test: setup test-tools ## Everything that must hold for a change to land: lint, all tests, the wheel
+	$(MAKE) -j 2 --output-sync=target lint wheel-test collected
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
-	$(BIN)/pytest -m serial
+	$(BIN)/pytest -m serial $(SERIAL_TESTS)
 	$(BIN)/python -m tests.bench.overhead --gate
-	tests/wheel.sh $(VENV)
 
 test-long: setup test-tools soak ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth, MINUTES=3 of its half hour
 	$(BIN)/pytest -m long --share $(SHARE)
+
+# What pytest makes of the assertions is kept, and its workers, which begin at once, need not each make it.
+collected: setup
+	$(BIN)/pytest --collect-only -q | grep -v ::
 
 lint: setup ## Style, types, direction of imports, generated files
 	$(BIN)/ruff check

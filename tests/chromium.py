@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tests.support import wait_until
+from tests.support import clean_environment, wait_until
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,12 +39,15 @@ class Browser:
         argv = [sys.executable, "-c", _LAUNCH, str(read), str(write), program, *_FLAGS, f"--user-data-dir={profile}"]
         log = (profile.parent / f"{profile.name}.log").open("w")
         with log:
-            self._process = subprocess.Popen(argv, pass_fds=(read, write), stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                argv, pass_fds=(read, write), stdout=log, stderr=log, start_new_session=True, env=clean_environment()
+            )
         os.close(read)
         os.close(write)
         self._numbers = itertools.count(1)
         self._answers: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._tabs: dict[str, Tab] = {}
+        self._contexts: list[str] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -62,8 +65,10 @@ class Browser:
         os.close(self._read)
 
     def tab(self, url: str = "about:blank", *, width: int = 1400, dark: bool = False, script: bool = True) -> Tab:
-        """Open a page and wait until it has loaded."""
-        target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
+        """Open a page and wait until it has loaded; it shares no cookies and no storage with any other."""
+        self._contexts.append(self.call("Target.createBrowserContext")["browserContextId"])
+        wanted = {"url": "about:blank", "browserContextId": self._contexts[-1]}
+        target = self.call("Target.createTarget", wanted)["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         tab = self._tabs[session] = Tab(self, session)
         for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
@@ -76,6 +81,12 @@ class Browser:
         if url != "about:blank":
             tab.go(url)
         return tab
+
+    def close_tabs(self) -> None:
+        """Close all pages and forget what they have stored."""
+        while self._contexts:
+            self.call("Target.disposeBrowserContext", {"browserContextId": self._contexts.pop()})
+        self._tabs.clear()
 
     def call(self, method: str, params: Mapping[str, object] | None = None, session: str | None = None) -> dict[str, Any]:
         """Send a command and return its result."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import shutil
@@ -33,9 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Take Ctrl-C as programs in a terminal do, and so children: `make test &` in a script leaves it ignored.
 
-    Tests compute little: more threads than one would only spin beside other tests. It is read when torch is imported.
+    Tests compute little: more threads than one would only spin beside other tests. It is read when torch is imported. Programs
+    in Go live shortly: collecting their garbage is a quarter of their time (promtool) to two fifths (Helm).
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GOGC", "800")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(ImportError):  # which tests of an installed wheel do without
@@ -51,6 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(support.ROOT).parts[1] if item.path.is_relative_to(support.ROOT) else ""
         if folder in {"e2e", "faults", "gpu"}:
             item.add_marker(folder)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no test looks at it again and again."""
+    support.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +97,6 @@ def program() -> Callable[[str], str]:
 def free_port() -> Callable[[], int]:
     """Ports nobody listens on; call it once per port."""
     return support.free_port
-
-
-@pytest.fixture
-def little_to_collect() -> Iterator[None]:
-    """Leave what is imported out of garbage collections: of torch and its like each takes a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

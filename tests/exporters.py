@@ -7,20 +7,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import clean_environment, wait_until
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.daemon import serve
 from torchobs.node.lifetime import ServiceStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+vars(daemon)["gc_tuning"] = SimpleNamespace(frozen_gc=nullcontext)
+"""An exporter's end in this process would let go of what the tests have frozen. The real program has its own."""
 
 EXPORTER = (sys.executable, "-m", "torchobs", "exporter")
 """The real program, as far as its options."""
@@ -108,7 +112,7 @@ class Service(Client):
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        self.code = serve(self._config, announce=self.announced.append, finished=self._finished)
+        self.code = daemon.serve(self._config, announce=self.announced.append, finished=self._finished)
 
     def _finished(self, fleet: ServiceStatus) -> bool:
         self.fleets.append(fleet)

@@ -4,8 +4,9 @@
 `subprocess.run`. The child is forked from a server that each process of the tests starts when it first needs one. The child is
 a child of the test as any other, with the streams, the environment, the folder and the arguments that it was given. It differs
 from a new interpreter in this: `torch` and `torch._dynamo` have been imported, torch computes on `OMP_NUM_THREADS` threads
-(default 1), and `/proc/self/cmdline` is the server's. A test that is about any of these, or about how an interpreter starts,
-uses `subprocess`, and so do options that are not known here. `torch.distributed.run` gets a server of its own for its workers.
+(default 1), `/proc/self/cmdline` is the server's, and once Python has ended no library's destructors run. A test that is about
+any of these, or about how an interpreter starts, uses `subprocess`, and so do options that are not known here.
+`torch.distributed.run` gets a server of its own for its workers.
 
 Only Linux can hand a grandchild to the process that asked for it; elsewhere all of this is `subprocess`.
 """
@@ -31,7 +32,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,21 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def spawn(function: Callable[..., object], *arguments: str, nprocs: int) -> None:
+    """`torch.multiprocessing.spawn` with forked interpreters: a module's function, called with the rank and the arguments."""
+    started = []
+    for rank in range(nprocs):
+        code = f"from {function.__module__} import {function.__name__} as main; main({rank}, *{arguments!r})"
+        root = Path(__file__).resolve().parent.parent
+        started.append(Python([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, text=True))
+    try:
+        ended = [(process.communicate(timeout=240)[1], process.returncode) for process in started]
+        assert all(code == 0 for _, code in ended), ended
+    finally:
+        for process in started:
+            process.kill()
 
 
 class _Server:
@@ -280,12 +296,21 @@ def _become(command: _Command, descriptors: list[int]) -> None:
             stream.reconfigure(write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    _end_without_libraries()
     import torch
 
     torch.set_num_threads(int(command.environ.get("OMP_NUM_THREADS", "1")))
     if command.what == "torch.distributed.run":
         _serve_the_workers()
     _execute(command)
+
+
+def _end_without_libraries() -> None:
+    """Let the process be gone once Python has ended in order: the destructors of torch's libraries take 0.1 s."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc's
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)  # what comes last is done first
 
 
 def _take_descriptors(given: list[int], wanted: list[int]) -> None:

@@ -1,6 +1,7 @@
 """What tests and the programs that tests start have in common: plain functions, no fixtures."""
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -58,6 +59,16 @@ def describes_a_job(variable: str) -> bool:
 def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`environ` without what describes a job, for a child process whose identity the test decides."""
     return {name: value for name, value in environ.items() if not describes_a_job(name)}
+
+
+def freeze() -> None:
+    """Leave all living objects to no garbage collection and no scan of all objects any more.
+
+    With torch and all tests they are a million: a full collection, or torchobs' search for models, takes a second, and a
+    collection in a forked child copies their pages.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _ports() -> Iterator[int]:

@@ -43,8 +43,10 @@ packages() { "$1/bin/python" -c 'import sys; print(*(path for path in sys.path i
 # A .pth adds the folder but does not run the .pth files in it, so VENV's editable torchobs stays out of reach.
 packages "$venv" > "$(packages "$work/full")/third_party.pth"
 mkdir "$work/run"
+# Without what others compile at this moment: a file of it may be gone when it is to be copied.
+copy='import shutil, sys; shutil.copytree(*sys.argv[1:], ignore=shutil.ignore_patterns("__pycache__"))'
 for folder in tests examples dashboards; do
-  [ ! -d "$folder" ] || cp -r "$folder" "$work/run"
+  [ ! -d "$folder" ] || "$venv/bin/python" -c "$copy" "$folder" "$work/run/$folder"
 done
 cp pyproject.toml "$work"
 cd "$work/run"

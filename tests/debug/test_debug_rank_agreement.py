@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import fork_server
 from torchobs import debug
 
 
@@ -39,7 +40,7 @@ def rank_main(rank: int, directory: str) -> None:
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank was told."""
     directory = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(rank_main, args=(str(directory),), nprocs=2)
+    fork_server.spawn(rank_main, str(directory), nprocs=2)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

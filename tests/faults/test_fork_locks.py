@@ -48,8 +48,11 @@ def kept(owner: Any) -> Iterator[Place]:
 
 def locks() -> list[Place]:
     """Every lock of ours that there is: in our modules, and in our objects."""
+    gc.unfreeze()  # which are not listed
+    gc.collect()
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "torchobs"]
     objects = [each for each in gc.get_objects() if str(type(each).__module__).split(".")[0] == "torchobs"]
+    gc.freeze()
     return [place for owner in (*modules, *objects) for place in kept(owner)]
 
 

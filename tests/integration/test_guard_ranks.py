@@ -7,9 +7,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from tests import guard_rank
+from tests import fork_server, guard_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank says of each scenario: one job for all of them."""
     directory: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(guard_rank.main, args=(str(directory),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    fork_server.spawn(guard_rank.main, str(directory), nprocs=2)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from tests.training import Recording
 
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
-
 def test_a_healthy_training_is_the_same_to_the_bit() -> None:
     """Promise: where nothing happens, the weights are those of a hand-written loop."""
     plain, guarded = with_buffers(), Trained(with_buffers())

@@ -11,6 +11,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests import fork_server
 from tests.support import clean_environment
 
 RUN = ("-m", "torchobs", "run", "--no-exporter")
@@ -175,9 +176,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def outcome(*arguments: str, cwd: Path, flight_dir: Path) -> tuple[int, str, str]:
-    """How Python with these arguments ends and what it says, but for addresses in memory."""
-    done = subprocess.run(
+def outcome(*arguments: str, cwd: Path, flight_dir: Path, torch: bool = False) -> tuple[int, str, str]:
+    """How Python with these arguments ends and what it says, but for addresses in memory. `torch`: it has imported it."""
+    done = (fork_server.run if torch else subprocess.run)(
         [sys.executable, *arguments],
         check=False,
         cwd=cwd,
@@ -191,17 +192,17 @@ def outcome(*arguments: str, cwd: Path, flight_dir: Path) -> tuple[int, str, str
     return done.returncode, out, err
 
 
-def same(*command: str, cwd: Path, flight_dir: Path, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
+def same(*command: str, cwd: Path, flight_dir: Path, flags: tuple[str, ...] = (), torch: bool = False) -> tuple[int, str, str]:
     """Assert that both ways of running it have one outcome; return it."""
-    expected = outcome(*flags, *command, cwd=cwd, flight_dir=flight_dir)
-    assert outcome(*flags, *RUN, *command, cwd=cwd, flight_dir=flight_dir) == expected
+    expected = outcome(*flags, *command, cwd=cwd, flight_dir=flight_dir, torch=torch)
+    assert outcome(*flags, *RUN, *command, cwd=cwd, flight_dir=flight_dir, torch=torch) == expected
     return expected
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None:
     """`torchobs run x.py …` prints, fails and ends as `python x.py …` does."""
-    same(f"my_{name}.py", "--flag", "-m", "--", cwd=folder, flight_dir=flight_dir)
+    same(f"my_{name}.py", "--flag", "-m", "--", cwd=folder, flight_dir=flight_dir, torch="import torch\n" in SCRIPTS[name])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port
 from torchobs.flight.files.location import open_directory
 from torchobs.node import announcement
@@ -56,7 +57,7 @@ def run(tmp_path: Path, flight_dir: Path, *options: str, wait: str = "", **envir
     """Run a script whose standard error is a terminal."""
     (tmp_path / "train.py").write_text(TRAIN.replace("{wait}", wait))
     ours, theirs = pty.openpty()
-    child = subprocess.Popen(
+    child = Python(
         [*RUN, *options, "train.py"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, cwd=tmp_path, text=True,
         env=clean_environment()
         | {"TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "TORCHOBS_LOG_LEVEL": "ERROR", **environ},

@@ -83,7 +83,7 @@ def test_a_rank_of_a_small_job_has_at_most_a_hundred(flight_dir: Path, tmp_path:
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
-        subprocess.Popen(
+        Python(
             command,
             cwd=tmp_path,
             env={**support.clean_environment(), **job},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import support
 from tests.chromium import Browser, Tab
 from tests.exporters import Service
 from tests.rank_files import RESOURCE, live_rank, train
@@ -47,11 +48,20 @@ CONTRASTS = """(() => {
 })()"""
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser for all tests; its start is half of what it does in one."""
+    if reason := support.why_missing("chromium"):
+        pytest.skip(reason)
+    with Browser("chromium", tmp_path_factory.mktemp("chromium") / "profile") as made:
+        yield made
+
+
 @pytest.fixture
-def browser(program: Callable[[str], str], tmp_path: Path) -> Iterator[Browser]:
-    """A browser of the test's own."""
-    with Browser(program("chromium"), tmp_path / "profile") as running:
-        yield running
+def browser(running: Browser) -> Iterator[Browser]:
+    """The browser, without a page."""
+    yield running
+    running.close_tabs()
 
 
 @pytest.fixture

@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 
 KIND, STEP = sys.argv[1], int(sys.argv[2])
 FOREVER_S = 100_000.0
+ASLEEP_S = 50.0
+"""So long sleeps what would keep a processor busy for the minute after which a rank is called hung. What is left of it is
+several times as long as the heartbeat may be missing."""
 
 
 def spin() -> None:
     """Python code without an end: other threads get the GIL."""
+    time.sleep(ASLEEP_S)
     while True:
         pass
 
 
 def backtrack() -> None:
     """A regular expression without an end, in C: no other thread gets the GIL."""
+    time.sleep(ASLEEP_S)
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 

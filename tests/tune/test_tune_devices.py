@@ -10,8 +10,6 @@ import torch
 
 from torchobs import tune
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
 def test_auto_is_the_cpu_where_nothing_else_is() -> None:

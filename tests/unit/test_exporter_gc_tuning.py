@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import freeze
 from torchobs.exporter import gc_tuning
 
 
@@ -29,10 +30,12 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Iterator[Clock]:
-    """That of the keeping; nothing is kept afterwards."""
+    """That of the keeping; nothing is kept before, nor afterwards."""
+    gc.unfreeze()
     made = Clock()
     yield made
     assert gc.get_freeze_count() == 0
+    freeze()
 
 
 def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> None:

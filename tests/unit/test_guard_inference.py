@@ -9,8 +9,6 @@ import torch
 
 from torchobs import guard
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
 
 class Flaky:
     """A model that fails some times."""
