@@ -267,6 +267,11 @@ def _born(report: RankReport) -> Iterator[Finding]:
             other = text_format.clean(fact.text("note"), 80)
             yield Finding(ERROR, "nonfinite_origin", f"The NaN or infinity{step} came, in averaged gradients, from {other}.")
             continue
+        if fact.text("origin") == "unknown" and name:
+            names = f"{name} {text_format.clean(fact.text('note'), 80)}"
+            text = f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
+            yield Finding(ERROR, "nonfinite_origin", text)
+            continue
         text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
         yield Finding(ERROR, "nonfinite_origin", text)
 

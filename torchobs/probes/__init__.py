@@ -71,7 +71,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         DistributedProbe.name: DistributedProbe,
         CollectivesProbe.name: CollectivesProbe,
         CompileProbe.name: CompileProbe,
-        NonfiniteProbe.name: NonfiniteProbe,
+        NonfiniteProbe.name: partial(NonfiniteProbe, scaling),
         ActivationProbe.name: ActivationProbe,
         FlopsProbe.name: FlopsProbe,
     }

@@ -132,6 +132,7 @@ class GradientProbe:
         if due:
             begun_ns = monotonic_ns()
             self._mistakes.before_step(optimizer, _last_with_gradient(optimizer))
+            self._left_out.before_step()
             pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)

@@ -75,12 +75,26 @@ class NonfiniteOrigin(Result):
             likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
             rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
             return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
+        if self.parameter:
+            return f"Parameters ({self.parameter} {self.note}) were not finite before the step; what made them so was not found."
         return f"Where they began was not found; they passed {self.operator} in {where}{at}."
 
 
 def from_rank(rank: int, step: int) -> NonfiniteOrigin:
     """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
     return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
+
+
+def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
+    """Return the origin for parameters that are not finite, of which no graph is left."""
+    names = ModuleNames(bad, models)
+    name = names.of(bad[0]) or "unnamed"
+    module = names.owner(name)
+    kind = type(names.modules[module]).__name__ if module in names.modules else ""
+    several = len(bad) > 1  # an optimizer made them of gradients that are gone
+    note = f"and {len(bad) - 1} more" if several else ""
+    found: OriginKind = "unknown" if several else "parameter"
+    return NonfiniteOrigin(found, "", module, kind, "", name, (), bad_elements(bad[0]), None, step, note)
 
 
 def user_frames(frame: FrameType | None) -> list[FrameType]:
