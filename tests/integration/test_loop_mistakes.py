@@ -222,20 +222,23 @@ def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:
     assert left_out(run, model, optimizer, distil) == []
 
 
+_GRADIENT: Any = torch.Tensor.grad
+
+
 class Watched(nn.Parameter):
     """Notes the threads that ask for its gradient."""
 
     readers: set[int] = set()  # noqa: RUF012  # of all of them
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]  # torch has a descriptor written in C
+    def grad(self) -> Any:
         """The gradient."""
         self.readers.add(threading.get_ident())
-        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return _GRADIENT.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        _GRADIENT.__set__(self, value)
 
 
 def test_no_other_thread_reads_a_gradient(run: Recording) -> None:

@@ -134,8 +134,9 @@ class Hooks:
         """Step probe"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
         """Loss probe: a backward pass begins from these tensors, whose loss is not finite"""
-        self.nonfinite_gradient: HookList[[Any]] = HookList(spent_ns)
-        """Gradient probe: this optimizer is about to step with gradients that are not finite"""
+        self.nonfinite_gradient: HookList[[Any, frozenset[int]]] = HookList(spent_ns)
+        """Gradient probe: this optimizer is about to step with gradients that are not finite; ids of their parameters before
+        clipping, none if unknown"""
         self.nonfinite_arrived: HookList[[]] = HookList(spent_ns)
         """Loss probe: a loss that is not finite has arrived from a device; when the next backward begins"""
         self.ends_by_error: HookList[[BaseException | None]] = HookList(spent_ns)

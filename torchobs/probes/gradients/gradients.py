@@ -144,6 +144,10 @@ class GradientProbe:
         self._pace.spend_later(self._devices.take_ns())
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
             self._measure(optimizer, begun_ns, within=True)
+            begun_ns = monotonic_ns()
+            self._mistakes.look_at_modes(optimizer, _last_with_gradient(optimizer))
+            self._left_out.before_step()
+            self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at)
 
@@ -177,7 +181,7 @@ class GradientProbe:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
             if made.faults and not (within or made.arriving):
-                self._context.hooks.nonfinite_gradient.notify(optimizer)
+                self._context.hooks.nonfinite_gradient.notify(optimizer, frozenset())
             self._look_for_clamping(gradients)
         self._pace.spend(monotonic_ns() - begun_ns)
 
@@ -205,7 +209,8 @@ class GradientProbe:
             scale = clipping.scale if isinstance(clipping.scale, float) else 1.0
             self._context.recorder.add_norm(total, scale, within_step=False)
             if total - total:  # NaN, which is true, unless it is finite
-                self._context.hooks.nonfinite_gradient.notify(optimizer)
+                faults = frozenset(fault.key for fault in each.faults) if each is not None else frozenset[int]()
+                self._context.hooks.nonfinite_gradient.notify(optimizer, faults - {0})
         elif total is not None:
             self._expect(total, clipping.limit)
         elif each is not None:

@@ -33,8 +33,10 @@ _SHARDS = "FullyShardedDataParallel"
 
 
 class _Candidate(NamedTuple):
-    """A parameter that is in no optimizer. Its gradient is read in the training thread alone: a backward pass, which does not
-    hold the GIL, replaces it under the hands of any other.
+    """A parameter that is in no optimizer.
+
+    Its gradient is read in the training thread alone: a backward pass, which does not hold the GIL, replaces it meanwhile, and
+    another thread that reads it then crashes the process.
     """
 
     parameter: ref[Any]

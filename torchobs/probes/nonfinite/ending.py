@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.nonfinite.code import is_users, locals_of
@@ -18,7 +19,6 @@ from torchobs.probes.nonfinite.values import Condition, condition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import FrameType
 
 LONGEST_WAIT_S = 1.0
 """For a device that still computes: one that hangs must not keep the process from ending"""
@@ -29,10 +29,10 @@ def frames_of(error: BaseException | None) -> list[FrameType]:
     if error is not None:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         return [frame for frame in reversed(frames) if is_users(frame.f_code)]
-    found, frame = list[Any](), sys._getframe()
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]  # None ends it
+    found, running = list[FrameType](), sys._getframe().f_back
+    while running is not None:
+        found.append(running)
+        running = running.f_back
     return [frame for frame in found if is_users(frame.f_code)]
 
 

@@ -75,9 +75,10 @@ class NonfiniteOrigin(Result):
             likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
             rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
             return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
+        known = f"they passed {self.operator} in {where}{at}"
         if self.parameter:
-            return f"Parameters ({self.parameter} {self.note}) were not finite before the step; what made them so was not found."
-        return f"Where they began was not found; they passed {self.operator} in {where}{at}."
+            known = f"the parameters {self.parameter} {self.note} held them before the step"
+        return f"Where they began was not found; {known}."
 
 
 def from_rank(rank: int, step: int) -> NonfiniteOrigin:
@@ -204,6 +205,8 @@ class GraphTracer:
         if tensor is None:
             return self._made("input", node, place, inputs, "")
         name, whole = _variable(tensor, self._variables if self._variables is not None else map(locals_of, self._frames))
+        if not name and not whole.dim():  # a number in the code
+            return self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
         elements = bad_elements(whole)
         sample = elements[0][0] if elements and elements[0] and whole.dim() > 1 else None
         sample = elements[0][0] if sample is None and elements and elements[0] else sample

@@ -56,6 +56,8 @@ class NonfiniteProbe:
         self._found: NonfiniteOrigin | None = None
         self._held: NonfiniteOrigin | None = None
         """An origin that the graph of the next loss may explain"""
+        self._was_spoiled = False
+        """Whether a parameter was not finite already when that was found; else it is what a step has made of it since"""
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._pending: NonFiniteError | None = None
@@ -112,8 +114,10 @@ class NonfiniteProbe:
                 other = rank_notices.another(step - 1)
                 origin = from_rank(other, step - 1) if other is not None else origin
             if held is not None:
-                self._report(origin if origin is not None and origin.kind != "unknown" else held)
+                follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
+                self._report(origin if origin is not None and origin.kind not in follows_from else held)
             elif origin is not None and origin.kind == "input" and not origin.parameter:
+                self._was_spoiled = bool(ending.bad_parameters(self._known()[1]))
                 self._found = self._held = origin  # a detached tensor, whose own graph may come next: a GAN's generator
             else:
                 self._report(origin)
@@ -124,15 +128,18 @@ class NonfiniteProbe:
         held, self._held = self._held, None
         self._report(held)
 
-    def _gradient(self, optimizer: Any) -> None:
-        """Trace gradients that are not finite, of a finite loss; the optimizer is about to step."""
+    def _gradient(self, optimizer: Any, keys: frozenset[int] = frozenset()) -> None:
+        """Trace gradients that are not finite, of a finite loss; the optimizer is about to step.
+
+        ``keys``: ids of their parameters before clipping, which makes all of them NaN; empty if unknown.
+        """
         step = self._context.recorder.step + 1
         if step == self._lost_step or skips_by_itself(optimizer):
             return
         follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            bad = {id(parameter) for parameter in bad_gradients(parameters)}
+            bad = set(keys) or {id(parameter) for parameter in bad_gradients(parameters)}
             if bad:
                 self._found, other = None, rank_notices.another(step)
                 if other is not None:
