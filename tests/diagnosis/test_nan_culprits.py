@@ -18,7 +18,7 @@ AT = 5
 Step = Callable[[nn.Module, int], torch.Tensor]
 
 
-def run(model: nn.Module, loss_of: Step, *, clips: bool = False, **settings: object) -> Observed:
+def run(model: nn.Module, loss_of: Step, *, clips: bool = False, **settings: Any) -> Observed:
     """Train; ``loss_of``: of a step."""
 
     def train(look: Look) -> None:
@@ -69,12 +69,10 @@ def test_a_generator_that_was_spoiled_before_is_blamed_still() -> None:
             if number == AT:
                 maker.weight.data[1, 1] = float("nan")
             z = torch.randn(8, 4)
-            for player, loss in (
-                (players[0], lambda z=z: critic(maker(z).detach())),
-                (players[1], lambda z=z: critic(maker(z))),
-            ):
+            for player in players:
+                made = maker(z)
                 player.zero_grad()
-                torch.autograd.backward(loss().mean())
+                torch.autograd.backward(critic(made.detach() if player is players[0] else made).mean())
                 player.step()
             look.stepped()
 
@@ -234,7 +232,7 @@ def test_evaluation_mode_is_told_where_the_optimizer_calls_a_closure(begins: int
                 torch.autograd.backward(loss)
                 return torch.as_tensor(loss)
 
-            optimizer.step(closure)  # type: ignore[arg-type]  # torch wants a float
+            optimizer.step(closure)
             look.stepped()
 
     assert "evaluation_mode" in observe(train, grad_interval=1).kinds()

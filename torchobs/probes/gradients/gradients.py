@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.gradients.broadcast_loss import BroadcastLoss
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.left_out import LeftOutParameters
@@ -62,7 +63,7 @@ class GradientProbe:
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
-        self._left_out = LeftOutParameters(context)
+        self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
@@ -106,6 +107,7 @@ class GradientProbe:
     def _look_at_loop(self) -> None:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
+        self._broadcast.sample()
         self._left_out.sample(modules)
 
     def level_changed(self, level: int) -> None:
