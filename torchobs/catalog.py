@@ -1232,6 +1232,11 @@ EVENT_FADED_OPTIMIZER = _warning(
     Attribute("value", "the norm of its gradients"),
     Attribute("baseline", "what was usual"),
 )
+EVENT_REPLICA_WEIGHTS = _info(
+    "torchobs.replica.weights",
+    "Of a DistributedDataParallel model, in steps that are powers of two: what is the same on all ranks whose weights are.",
+    Attribute("values", "the norm of some weights, and eight sums of them with random signs"),
+)
 EVENT_ACTIVATIONS = _info(
     "torchobs.activations",
     "At level extreme: how many layers' outputs are looked at, and how many are not.",

@@ -24,6 +24,7 @@ from torchobs.probes.gradients.loop_mistakes import LoopMistakes
 from torchobs.probes.gradients.measurement import PendingNorms, measure, scaled
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.publish import GradientPublisher
+from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
 from torchobs.probes.gradients.updates import UpdateWatch
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class GradientProbe:
 
     name = "gradients"
 
-    def __init__(self, scaling: LossScaling) -> None:
-        self._scaling = scaling
+    def __init__(self, scaling: LossScaling, replicas: Replicas | None = None) -> None:
+        self._scaling, self._replicas = scaling, replicas
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._pending = PendingNorms()
         self._misuse_reported = False
@@ -63,6 +64,7 @@ class GradientProbe:
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
+        self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
@@ -107,6 +109,7 @@ class GradientProbe:
     def _look_at_loop(self) -> None:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
+        self._weights.sample()
         self._broadcast.sample()
         self._left_out.sample(modules)
 
@@ -119,6 +122,7 @@ class GradientProbe:
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        self._weights.before_step()
         if closure:
             self._optimizer = weakref.ref(optimizer)
             self._clip.forget()
@@ -139,7 +143,7 @@ class GradientProbe:
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
         hook = self._step_hook
-        hook.due_at, hook.last = min(pace.due_at, self._updates.due_at), pace.step
+        hook.due_at, hook.last = min(pace.due_at, self._updates.due_at, self._weights.due_at), pace.step
 
     def _after_backward(self) -> None:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
@@ -151,7 +155,7 @@ class GradientProbe:
             self._left_out.before_step()
             self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
-        self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at)
+        self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""
