@@ -56,8 +56,8 @@ def _drifted(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     names = text_format.joined(odd, _MOST_NAMED)
     same = "not the same" if len(odd) == len(ranks) else "not those of the others"
     before = f" (in step {alike:,} they were)" if alike else ""
-    whose = f"{'ranks' if len(odd) > 1 else 'rank'} {names}"
-    text = f"Ranks do not train one model: in step {since:,} the weights of {whose} are {same}"
+    named = f"{'ranks' if len(odd) > 1 else 'rank'} {names}"
+    text = f"Ranks do not train one model: in step {since:,} the weights of {named} are {same}"
     yield Finding(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.{_rates(ranks, since)}")
 
 
