@@ -7,6 +7,7 @@ square. Pairwise differences have a gradient on both sides, and differences from
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
@@ -47,13 +48,22 @@ class BroadcastLoss:
         if not accumulates or function is None:
             return
         self._looks += 1
-        shape = next(_broadcast(function), None)
-        if shape is not None:
-            self._seen += 1
-            if self._seen == LEAST:
-                self._found = shape, self._context.recorder.step + 1
+        found = next(_broadcast(function), None)
+        if found is not None:
+            shape, verdict = found
+            note, device = partial(self._note, shape, self._context.recorder.step + 1), self._context.device
+            if verdict.is_cpu:
+                note(verdict.item())
+            else:
+                device.take(verdict, note)  # nobody waits for it
         if self._looks >= LOOKS or self._found is not None:
             self._context.hooks.takes_loss.unregister(self._breaker.probe)
+
+    def _note(self, shape: list[int], step: int, verdict: float) -> None:
+        """Take a verdict: 1 for a loss that is broadcast."""
+        self._seen += bool(verdict)
+        if self._seen == LEAST and verdict:
+            self._found = shape, step
 
     def sample(self) -> None:
         """Tell what was found. In the sampler thread."""
@@ -67,8 +77,8 @@ class BroadcastLoss:
         self._context.warn_limited("loop loss_broadcast", f"the loss compares every prediction with every target: {what}")
 
 
-def _broadcast(function: Any) -> Iterator[list[int]]:
-    """Yield the shape of a prediction that is broadcast to a square against something without a gradient."""
+def _broadcast(function: Any) -> Iterator[tuple[list[int], Any]]:
+    """Yield the shape of a prediction that is broadcast to a square against what has no gradient, and :func:`_verdict`."""
     waiting, seen = [(function, function, 0)], 0
     while waiting and seen < _MOST_NODES:
         node, user, depth = waiting.pop()
@@ -77,9 +87,11 @@ def _broadcast(function: Any) -> Iterator[list[int]]:
         inputs = node.next_functions
         if operator in {"sub", "rsub", "expand"} and len(size) == _SQUARE and 1 < size[0] == size[1]:
             given = [_size(*edge) for edge in inputs if edge[0] is not None]
-            if len(given) == 1 and given[0] in ([size[0], 1], [size[0]]) and _is_outer(user, size, column=len(given[0]) > 1):
-                yield given[0]
-        if depth < _DEEPEST and operator in (_ELEMENTWISE if size else _REDUCED):
+            if len(given) == 1 and given[0] in ([size[0], 1], [size[0]]):
+                verdict = _verdict(user, size, column=len(given[0]) > 1)
+                if verdict is not None:
+                    yield given[0], verdict
+        if depth < _DEEPEST and operator in (_ELEMENTWISE if len(size) > 1 else _ELEMENTWISE | _REDUCED):
             waiting += [(following, node, depth + 1) for following, _ in inputs if following is not None]
 
 
@@ -89,21 +101,25 @@ def _size(node: Any, index: int) -> list[int]:
     return list(results[index].shape) if index < len(results) else []
 
 
-def _is_outer(user: Any, size: list[int], *, column: bool) -> bool:
-    """Return True if the differences, as their user has kept them, are those of a column and a row: no matrix of targets is.
+def _verdict(user: Any, size: list[int], *, column: bool) -> Any:
+    """Return 1, as a tensor, if the differences, as their user has kept them, are those of a column and a row; else 0.
 
-    ``column``: the predictions are. Targets that are all the same (a critic's ones) do no harm.
+    No differences from a matrix are. ``None`` if they were not kept. ``column``: the predictions are one. Targets that are all
+    the same (a critic's ones) do no harm.
     """
+    import torch  # torch is optional until training begins
+
     kept = dict(kept_tensors(user))
     differences, target = kept.get("self"), kept.get("target")
-    if differences is None or list(differences.shape) != size:
-        return False
-    if target is not None:
-        differences = differences - target
-    between = differences[0] - differences[1]  # the same in all columns
-    targets = differences[0] if column else differences[:, 0]
-    limit = _ROUNDING * differences.abs().max()
-    return bool(_range(between) <= limit < _range(targets))
+    if type(differences) is not torch.Tensor or list(differences.shape) != size or differences.is_meta:
+        return None
+    with torch.no_grad():
+        if target is not None:
+            differences = differences - target
+        between = differences[0] - differences[1]  # the same in all columns
+        targets = differences[0] if column else differences[:, 0]
+        limit = _ROUNDING * differences.abs().max()
+        return ((_range(between) <= limit) & (limit < _range(targets))).float()
 
 
 def _range(values: Any) -> Any:
