@@ -45,7 +45,7 @@ class BroadcastLoss:
         """Look at the loss of a backward pass that begins. In the training thread."""
         del gradients
         function = getattr(tensors, "grad_fn", None)
-        if not accumulates or function is None:
+        if not accumulates or function is None or self._looks >= LOOKS:
             return
         self._looks += 1
         found = next(_broadcast(function), None)
@@ -56,8 +56,11 @@ class BroadcastLoss:
                 note(verdict.item())
             else:
                 device.take(verdict, note)  # nobody waits for it
-        if self._looks >= LOOKS or self._found is not None:
-            self._context.hooks.takes_loss.unregister(self._breaker.probe)
+        if self._looks == LOOKS:  # not now, while the listeners are called
+            self._context.at_backward(self._breaker.guard(self._end))
+
+    def _end(self) -> None:
+        self._context.hooks.takes_loss.unregister(self._breaker.probe)
 
     def _note(self, shape: list[int], step: int, verdict: float) -> None:
         """Take a verdict: 1 for a loss that is broadcast."""
