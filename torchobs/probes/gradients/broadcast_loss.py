@@ -36,7 +36,9 @@ class BroadcastLoss:
     """A part of the gradient probe. Told once."""
 
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
-        self._context, self._breaker = context, breaker
+        import torch  # torch is optional until training begins
+
+        self._context, self._breaker, self._plain = context, breaker, torch.Tensor
         self._looks = self._seen = 0
         self._found: tuple[list[int], int] | None = None
         context.hooks.takes_loss.register(breaker, self._look)
@@ -44,8 +46,10 @@ class BroadcastLoss:
     def _look(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         """Look at the loss of a backward pass that begins. In the training thread."""
         del gradients
-        function = getattr(tensors, "grad_fn", None)
-        if not accumulates or function is None or self._looks >= LOOKS:
+        if type(tensors) is not self._plain or not accumulates or self._looks >= LOOKS:
+            return  # a subclass has code of the user's
+        function = tensors.grad_fn
+        if function is None:
             return
         self._looks += 1
         found = next(_broadcast(function), None)
