@@ -1107,8 +1107,9 @@ EVENT_SCHEDULER_MISUSED = _warning(
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
     "The training loop lacks a call: gradients are never set to zero, or the model is trained in evaluation mode after it was "
-    "trained in training mode.",
-    Attribute("kind", "which", ("gradients_kept", "evaluation_mode")),
+    "trained in training mode; or its loss compares every prediction of a batch with every target.",
+    Attribute("kind", "which", ("gradients_kept", "evaluation_mode", "loss_broadcast")),
+    Attribute("shape", "of the predictions in such a loss"),
 )
 EVENT_LEFT_OUT_PARAMETERS = _info(
     "torchobs.loop.left_out",
@@ -1224,6 +1225,20 @@ EVENT_UNMOVED_LAYERS = _warning(
     Attribute("layers_measured", "of how many"),
     Attribute("cause", "why", ("vanishing", "dead_units", "cut_off")),
     Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
+)
+EVENT_FADED_OPTIMIZER = _warning(
+    "torchobs.grad.faded",
+    "The gradients of one of several optimizers have vanished, those of the others have not: one of a GAN's players.",
+    Attribute("optimizer", "its class"),
+    Attribute("layers", "of its layers the first eight"),
+    Attribute("layers_affected", "how many"),
+    Attribute("value", "the norm of its gradients"),
+    Attribute("baseline", "what was usual"),
+)
+EVENT_REPLICA_WEIGHTS = _info(
+    "torchobs.replica.weights",
+    "Of a DistributedDataParallel model, in steps that are powers of two: what is the same on all ranks whose weights are.",
+    Attribute("values", "the norm of some weights, and eight sums of them with random signs"),
 )
 EVENT_ACTIVATIONS = _info(
     "torchobs.activations",

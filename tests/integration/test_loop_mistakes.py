@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -184,7 +185,6 @@ def left_out(run: Recording, model: nn.Module, optimizer: torch.optim.Optimizer,
         optimizer.step()
         each()
         if number % (LASTING_STEPS // 2) == 1:
-            backward(model)  # not cleared, so that the look finds them
             run.look()
     return [frame["attrs"]["parameters"] for frame in run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)]
 
@@ -220,3 +220,42 @@ def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:
         torch.autograd.backward((teacher(torch.randn(8, 8)) - model(torch.randn(8, 8))).square().mean())
 
     assert left_out(run, model, optimizer, distil) == []
+
+
+_GRADIENT: Any = torch.Tensor.grad
+
+
+class Watched(nn.Parameter):
+    """Notes the threads that ask for its gradient."""
+
+    readers: set[int] = set()  # noqa: RUF012  # of all of them
+
+    @property
+    def grad(self) -> Any:
+        """The gradient."""
+        self.readers.add(threading.get_ident())
+        return _GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRADIENT.__set__(self, value)
+
+
+def test_no_other_thread_reads_a_gradient(run: Recording) -> None:
+    """A backward pass replaces gradients without holding the GIL: whoever reads one meanwhile may crash the process."""
+    Watched.readers.clear()
+    model = Heads()
+    for module in (model.body, model.first, model.second):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, Watched(parameter.detach()))
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    for number in range(5 * LASTING_STEPS):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        if number % (LASTING_STEPS // 4) == 1:
+            other = threading.Thread(target=run.look)
+            other.start()
+            other.join()
+    assert run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name), "it was looked at"
+    assert Watched.readers == {threading.get_ident()}

@@ -95,7 +95,7 @@ def _any_rank(parameters: list[Any], *, is_bad: bool) -> bool:
 
 def _record(context: ProbeContext, optimizer: Any, parameters: int, held: int) -> None:
     if parameters:  # else they are another rank's
-        context.hooks.nonfinite_gradient.notify(optimizer)  # which traces them, unless it has
+        context.hooks.nonfinite_gradient.notify(optimizer, frozenset())  # which traces them, unless it has
     context.event(catalog.EVENT_STEP_HELD, {"parameters": parameters, "held": held})
 
 

@@ -1,14 +1,15 @@
 """Detect ranks whose gradient differs from that of the others though it is the same by construction.
 
 DistributedDataParallel averages the gradients over the ranks, so that their norm in a step is the same on all, to the last
-bits. A rank that has another one trains another model: its weights were not synchronised, or DDP is gone around.
+bits. A rank that has another one trains another model: its weights were not synchronised, or DDP is gone around. Weights that
+differ once stay so, though the gradients agree: they are compared by what every rank writes down of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import isfinite
-from statistics import median_low
+from collections.abc import Mapping, Sequence
+from math import isfinite, sqrt
+from statistics import fmean, median_low
 
 LEAST_STEPS = 3
 """Least steps that all have measured, which each rank chooses by its own cost; the norm has to differ in every one of them."""
@@ -28,6 +29,34 @@ def differing(norms: Mapping[str, Mapping[int, float]]) -> tuple[str, ...]:
     usual = {step: median_low([own[step] for own in norms.values()]) for step in steps}
     odd = tuple(name for name, own in norms.items() if all(_differs(own[step], usual[step]) for step in steps))
     return tuple(norms) if odd and 2 * len(odd) >= len(norms) else odd
+
+
+def drifted(weights: Mapping[str, Mapping[int, Sequence[float]]]) -> tuple[int, int, tuple[str, ...]] | None:
+    """Return since which step the weights of ranks differ, in which they last were alike (0: never), and of which ranks.
+
+    ``weights``: by rank and step the norm of some weights and their sums with random signs. Of two ranks that differ both are
+    returned. ``None`` if all agree in the last step that all ranks have, or have none.
+    """
+    steps = sorted(set.intersection(*(set(own) for own in weights.values()))) if len(weights) > 1 else []
+    odd = {step: _apart({rank: own[step] for rank, own in weights.items()}) for step in steps}
+    if not steps or not odd[steps[-1]]:
+        return None
+    alike = max((step for step in steps if not odd[step]), default=0)
+    since = min(step for step in steps if step > alike)
+    return since, alike, odd[steps[-1]]
+
+
+def _apart(values: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    """Return the ranks whose weights are further than ``LEAST_DIFFERENCE`` of their norm from the median."""
+    if len({len(own) for own in values.values()}) > 1 or not all(isfinite(each) for own in values.values() for each in own):
+        return ()
+    usual = [median_low(column) for column in zip(*values.values(), strict=True)]
+    limit = LEAST_DIFFERENCE * abs(usual[0]) if usual else 0.0
+    distances = {
+        rank: sqrt(fmean((one - each) ** 2 for one, each in zip(own, usual, strict=True))) for rank, own in values.items()
+    }
+    odd = tuple(rank for rank, distance in distances.items() if distance > limit)
+    return tuple(values) if odd and 2 * len(odd) >= len(values) else odd
 
 
 def _differs(norm: float, usual: float) -> bool:

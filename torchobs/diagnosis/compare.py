@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from torchobs import catalog
+from torchobs.detect.disagreement import drifted
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
@@ -16,6 +17,8 @@ from torchobs.diagnosis.status import RankStatus, compared, started_here
 
 RECENT = 200
 _MOST_NAMED = 8
+_LARGEST = 1e150
+"""Its square is finite"""
 _BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _KILLED_WITHIN_S = 40.0
@@ -32,10 +35,50 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
         *_first_to_fail(ranks),
         *health.waited_for(together),
         *health.disagreeing(together),
+        *_drifted(ranks),
         *_missing(ranks),
         *_out_of_step(ranks),
         *health.slowest(compared(ranks), detailed=True),
     ]
+
+
+def _drifted(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
+    weights = {
+        report.rank: {fact.step: values for fact in report.events_named(catalog.EVENT_REPLICA_WEIGHTS)
+                      if fact.step is not None and (values := _numbers(fact.attributes.get("values")))}
+        for report in ranks
+    }  # fmt: skip
+    found = drifted(weights)
+    if found is None:
+        return
+    since, alike, odd = found
+    names = text_format.joined(odd, _MOST_NAMED)
+    same = "not the same" if len(odd) == len(ranks) else "not those of the others"
+    before = f" (in step {alike:,} they were)" if alike else ""
+    named = f"{'ranks' if len(odd) > 1 else 'rank'} {names}"
+    text = f"Ranks do not train one model: in step {since:,} the weights of {named} are {same}"
+    yield Finding(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.{_rates(ranks, since)}")
+
+
+def _rates(ranks: Sequence[RankReport], since: int) -> str:
+    """Return the learning rates, if they differ between ranks from some step before."""
+    rates = {report.rank: {step.step: step.learning_rate for step in report.steps if step.step <= since} for report in ranks}
+    common = set.intersection(*(set(own) for own in rates.values()))
+    differ = sorted(step for step in common if len({own[step] for own in rates.values()}) > 1)
+    if not differ:
+        return ""
+    told = text_format.joined(
+        [f"{text_format.number(own[differ[0]])} on rank {rank}" for rank, own in rates.items()], _MOST_NAMED
+    )
+    return f" Their learning rates differed in step {differ[0]:,}: {told}."
+
+
+def _numbers(values: object) -> tuple[float, ...]:
+    """Return the numbers of a list that is one; a file may hold anything."""
+    if not isinstance(values, list) or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in values):
+        return ()
+    return tuple(map(float, values))
 
 
 def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:

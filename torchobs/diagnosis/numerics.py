@@ -12,6 +12,7 @@ from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.activations import activations
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
+from torchobs.diagnosis.nonfinite_origins import origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
 
@@ -50,9 +51,10 @@ def numerics(report: RankReport) -> Iterator[Finding]:
         yield _nonfinite_loss(report, lost)
     elif not _all_fine(report):
         yield from _spikes(report)
-    yield from _born(report)
+    yield from origins(report)
     yield from _layers(report)
     yield from _vanished(report)
+    yield from _faded(report)
     yield from _unmoved(report)
     yield from _scaler(report)
     yield from _scheduler(report)
@@ -250,27 +252,6 @@ def _index(steps: Sequence[Step], number: int) -> int:
     return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
 
 
-def _born(report: RankReport) -> Iterator[Finding]:
-    """Yield where values that are not finite were born."""
-    for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
-        operator, module = text_format.clean(fact.text("operator"), 80), text_format.clean(fact.text("module"), 120)
-        name, line = text_format.clean(fact.text("parameter"), 120), text_format.clean(fact.text("location"), 200)
-        where = f"{operator} in {module}" if module else f"{operator}, outside of any module"
-        sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
-        told = {
-            "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
-            "parameter": f"in the parameter {name}, before the step",
-            "backward": f"in the derivative of {where}",
-        }.get(fact.text("origin"), f"in {where}")
-        step = f" of step {fact.step:,}" if fact.step is not None else ""
-        if fact.text("origin") == "rank":
-            other = text_format.clean(fact.text("note"), 80)
-            yield Finding(ERROR, "nonfinite_origin", f"The NaN or infinity{step} came, in averaged gradients, from {other}.")
-            continue
-        text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
-        yield Finding(ERROR, "nonfinite_origin", text)
-
-
 def _layers(report: RankReport) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite."""
     told = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
@@ -314,6 +295,21 @@ def _vanished(report: RankReport) -> Iterator[Finding]:
         steps = text_format.plural(count, "step")
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of those measured.{zeros}"
         yield Finding(WARNING, "gradient_vanishing", text)
+
+
+def _faded(report: RankReport) -> Iterator[Finding]:
+    """Yield the optimizers whose gradients alone have vanished."""
+    for fact in report.events_named(catalog.EVENT_FADED_OPTIMIZER)[:2]:
+        names, count = _named(fact), fact.count("layers_affected")
+        more = f" and {count - len(names):,} more" if count > len(names) else ""
+        of = f" of {', '.join(names)}{more}" if names else ""
+        norms = text_format.number(fact.number("value")), text_format.number(fact.number("baseline"))
+        text = f"The gradients of one optimizer ({fact.text('optimizer')}{of}) had vanished in step {fact.step or 0:,}"
+        yield Finding(
+            WARNING,
+            "gradient_vanishing",
+            f"{text}: their norm was {norms[0]}, usual was {norms[1]}. Those of the others had not.",
+        )
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:
@@ -369,6 +365,8 @@ def _loop(report: RankReport) -> Iterator[Finding]:
         "gradients_kept": "Gradients were never set to zero (optimizer.zero_grad()): each step used the sum of all before it.",
         "evaluation_mode": "From step {} or earlier on it trained in evaluation mode, without dropout, and batch normalisation "
         "as it was: model.train() was not called again.",
+        "loss_broadcast": "The loss compares every prediction with every target: of shapes [N, 1] and [N] torch makes [N, N]. "
+        "One of them lacks a squeeze or unsqueeze.",
     }
     for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
         text = how.get(fact.text("kind"))

@@ -16,6 +16,7 @@ from torchobs.probes.data.fetches import DataProbe
 from torchobs.probes.data.loaders import LoaderProbe
 from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
 from torchobs.probes.lifecycle.collectives import CollectivesProbe
 from torchobs.probes.lifecycle.distributed import DistributedProbe
@@ -48,7 +49,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
 
     A probe that is switched off and on again is made anew, with the same objects.
     """
-    rates, epochs, suspicion = RateSource(), EpochCount(), Suspicion()
+    rates, epochs, suspicion, replicas = RateSource(), EpochCount(), Suspicion(), Replicas()
     return {
         StepProbe.name: partial(StepProbe, scaling, rates),
         PhaseProbe.name: PhaseProbe,
@@ -59,7 +60,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         CheckpointProbe.name: CheckpointProbe,
         LossProbe.name: LossProbe,
         AmpProbe.name: partial(AmpProbe, scaling),
-        GradientProbe.name: partial(GradientProbe, scaling),
+        GradientProbe.name: partial(GradientProbe, scaling, replicas),
         OptimizerProbe.name: partial(OptimizerProbe, rates),
         ResumeProbe.name: ResumeProbe,
         SchedulerProbe.name: partial(SchedulerProbe, epochs),
@@ -68,10 +69,10 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         CgroupProbe.name: CgroupProbe,
         DeviceMemoryProbe.name: partial(DeviceMemoryProbe, suspicion=suspicion),
         LeakProbe.name: partial(LeakProbe, suspicion),
-        DistributedProbe.name: DistributedProbe,
+        DistributedProbe.name: partial(DistributedProbe, replicas),
         CollectivesProbe.name: CollectivesProbe,
         CompileProbe.name: CompileProbe,
-        NonfiniteProbe.name: NonfiniteProbe,
+        NonfiniteProbe.name: partial(NonfiniteProbe, scaling),
         ActivationProbe.name: ActivationProbe,
         FlopsProbe.name: FlopsProbe,
     }

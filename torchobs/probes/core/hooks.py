@@ -110,6 +110,7 @@ class Hooks:
     __slots__ = (
         "after_closure_backward",
         "before_step",
+        "ends_by_error",
         "iterated",
         "level",
         "loss_scaled",
@@ -133,10 +134,13 @@ class Hooks:
         """Step probe"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
         """Loss probe: a backward pass begins from these tensors, whose loss is not finite"""
-        self.nonfinite_gradient: HookList[[Any]] = HookList(spent_ns)
-        """Gradient probe: this optimizer is about to step with gradients that are not finite"""
+        self.nonfinite_gradient: HookList[[Any, frozenset[int]]] = HookList(spent_ns)
+        """Gradient probe: this optimizer is about to step with gradients that are not finite; ids of their parameters before
+        clipping, none if unknown"""
         self.nonfinite_arrived: HookList[[]] = HookList(spent_ns)
         """Loss probe: a loss that is not finite has arrived from a device; when the next backward begins"""
+        self.ends_by_error: HookList[[BaseException | None]] = HookList(spent_ns)
+        """Exit probe: this exception is about to end the program, or ``sys.exit(n)`` does (``None``)"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
         """Step probe: within the step of the optimizer with this id, this other one begins to step"""
         self.manual_step_ended: HookList[[Any, int]] = HookList(spent_ns)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.gradients.broadcast_loss import BroadcastLoss
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.left_out import LeftOutParameters
@@ -23,6 +24,7 @@ from torchobs.probes.gradients.loop_mistakes import LoopMistakes
 from torchobs.probes.gradients.measurement import PendingNorms, measure, scaled
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.publish import GradientPublisher
+from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
 from torchobs.probes.gradients.updates import UpdateWatch
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ class GradientProbe:
 
     name = "gradients"
 
-    def __init__(self, scaling: LossScaling) -> None:
-        self._scaling = scaling
+    def __init__(self, scaling: LossScaling, replicas: Replicas | None = None) -> None:
+        self._scaling, self._replicas = scaling, replicas
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._pending = PendingNorms()
         self._misuse_reported = False
@@ -63,7 +65,8 @@ class GradientProbe:
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
-        self._left_out = LeftOutParameters(context)
+        self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
+        self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
@@ -107,6 +110,8 @@ class GradientProbe:
     def _look_at_loop(self) -> None:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
+        self._weights.sample()
+        self._broadcast.sample()
         self._left_out.sample(modules)
 
     def level_changed(self, level: int) -> None:
@@ -118,6 +123,7 @@ class GradientProbe:
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        self._weights.before_step()
         if closure:
             self._optimizer = weakref.ref(optimizer)
             self._clip.forget()
@@ -135,19 +141,24 @@ class GradientProbe:
         if due:
             begun_ns = monotonic_ns()
             self._mistakes.before_step(optimizer, _last_with_gradient(optimizer))
+            self._left_out.before_step()
             pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
         hook = self._step_hook
-        hook.due_at, hook.last = min(pace.due_at, self._updates.due_at), pace.step
+        hook.due_at, hook.last = min(pace.due_at, self._updates.due_at, self._weights.due_at), pace.step
 
     def _after_backward(self) -> None:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
         self._pace.spend_later(self._devices.take_ns())
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
             self._measure(optimizer, begun_ns, within=True)
+            begun_ns = monotonic_ns()
+            self._mistakes.look_at_modes(optimizer, _last_with_gradient(optimizer))
+            self._left_out.before_step()
+            self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
-        self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at)
+        self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""
@@ -179,7 +190,7 @@ class GradientProbe:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
             if made.faults and not (within or made.arriving):
-                self._context.hooks.nonfinite_gradient.notify(optimizer)
+                self._context.hooks.nonfinite_gradient.notify(optimizer, frozenset())
             self._look_for_clamping(gradients)
         self._pace.spend(monotonic_ns() - begun_ns)
 
@@ -207,7 +218,8 @@ class GradientProbe:
             scale = clipping.scale if isinstance(clipping.scale, float) else 1.0
             self._context.recorder.add_norm(total, scale, within_step=False)
             if total - total:  # NaN, which is true, unless it is finite
-                self._context.hooks.nonfinite_gradient.notify(optimizer)
+                faults = frozenset(fault.key for fault in each.faults) if each is not None else frozenset[int]()
+                self._context.hooks.nonfinite_gradient.notify(optimizer, faults - {0})
         elif total is not None:
             self._expect(total, clipping.limit)
         elif each is not None:

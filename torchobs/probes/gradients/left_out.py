@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 _NAMED = 8
+_APART = LASTING_STEPS // LASTING_SAMPLES
+"""Steps between two looks: of each parameter more than ``LASTING_SAMPLES`` are made"""
 _MOST_LOOKS = 12
 """Looks that end without a result; one takes 1 µs for each parameter"""
 _LOOKED_AT = 16
@@ -30,9 +32,19 @@ _SHARDS = "FullyShardedDataParallel"
 """Its parameters are views of others, anew in each step"""
 
 
-class _Seen(NamedTuple):
+class _Candidate(NamedTuple):
+    """A parameter that is in no optimizer.
+
+    Its gradient is read in the training thread alone: a backward pass, which does not hold the GIL, replaces it meanwhile, and
+    another thread that reads it then crashes the process.
+    """
+
     parameter: ref[Any]
     name: str
+
+
+class _Seen(NamedTuple):
+    candidate: _Candidate
     state: tuple[int, list[float]]
     """version and some elements of the parameter"""
     gradient: tuple[int, int]
@@ -41,33 +53,52 @@ class _Seen(NamedTuple):
 
 
 class LeftOutParameters:
-    """A part of the gradient probe; in the sampler thread. Told once."""
+    """A part of the gradient probe; the sampler thread finds the candidates, the training thread looks at them. Told once."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._seen: dict[int, _Seen] = {}
-        self._looks, self._next_step, self._told = 0, LASTING_STEPS, False
+        self._candidates: list[_Candidate] = []
+        self._due = self._found = False
+        self._looks, self._next_step, self._told = 0, _APART, False
+
+    def before_step(self) -> None:
+        """Look at the candidates; a measured step is about to be done. In the training thread."""
+        if not self._due:
+            return
+        self._due, seen = False, dict[int, _Seen]()
+        for candidate in self._candidates:
+            each = candidate.parameter()
+            gradient: Any = each.grad if each is not None else None
+            if gradient is None:
+                continue
+            before, state, now = self._seen.get(id(each)), _state(each), (id(gradient), gradient._version)
+            known = before is not None and before.candidate.parameter() is each and before.state == state
+            looks = before.looks + (before.gradient != now) if before is not None and known else 1
+            seen[id(each)] = _Seen(candidate, state, now, looks)
+        self._seen = seen
+        # of others a gradient may have looked the same twice, for memory is used again
+        self._found = any(one.looks > LASTING_SAMPLES for one in seen.values())
 
     def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
-        """Look every hundred steps, until something is found. ``modules``: the outermost ones known."""
+        """Find the candidates anew every thirty-third step, until something is found. ``modules``: the outermost ones known."""
         step = self._context.recorder.step
-        if self._told or self._looks >= _MOST_LOOKS or step < self._next_step:
+        if self._found and not self._told:
+            self._tell([one.candidate for one in self._seen.values() if one.looks > 1])
+        if self._told or self._due or self._looks >= _MOST_LOOKS or step < self._next_step:
             return
         roots = list(modules())
         self._looks += bool(roots)  # models that were built before init() are found by a scan, later
-        self._next_step = step + LASTING_STEPS
+        self._next_step = step + _APART
         trained = {id(each): each.dtype for each in _parameters_of(self._context.recorder.optimizers())}
         try:
-            found = {key: seen for module in roots for key, seen in self._look(module, trained)}
+            self._candidates = [one for module in roots for one in self._left_out(module, trained)]
         except RuntimeError:  # a dictionary changed size
             return
-        self._seen = found
-        if any(one.looks > LASTING_SAMPLES for one in found.values()):
-            # of others a gradient may have looked the same twice, for memory is used again
-            self._tell([one for one in found.values() if one.looks > 1], len(trained))
+        self._due = bool(self._candidates)
 
-    def _look(self, module: Any, trained: dict[int, Any]) -> Iterator[tuple[int, _Seen]]:
-        """Yield a module's parameters that get gradients and are in no optimizer."""
+    def _left_out(self, module: Any, trained: dict[int, Any]) -> Iterator[_Candidate]:
+        """Yield a module's parameters that are to be trained and are in no optimizer."""
         if any(kind.__name__ == _SHARDS for each in module.modules() for kind in type(each).__mro__):
             return
         named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
@@ -77,15 +108,10 @@ class LeftOutParameters:
         self._context.yield_gil()
         title = "" if types else f"{type(module).__name__}."
         for name, each in named:
-            gradient = each.grad
-            if id(each) in trained or gradient is None or (types and each.dtype not in types):
-                continue
-            before, state, now = self._seen.get(id(each)), _state(each), (id(gradient), gradient._version)
-            known = before is not None and before.parameter() is each and before.state == state
-            looks = before.looks + (before.gradient != now) if before is not None and known else 1
-            yield id(each), _Seen(ref(each), title + clean(name), state, now, looks)
+            if id(each) not in trained and (not types or each.dtype in types):
+                yield _Candidate(ref(each), title + clean(name))
 
-    def _tell(self, found: list[_Seen], trained: int) -> None:
+    def _tell(self, found: list[_Candidate]) -> None:
         """Tell what no optimizer has that exists; the search for them holds the GIL for some 100 ms, once."""
         import torch  # torch is optional until training begins
 
@@ -93,7 +119,8 @@ class LeftOutParameters:
         every = [one for one in gc.get_objects() if torch.optim.Optimizer in type(one).__mro__]
         has = {id(each) for each in _parameters_of(every)}
         names = [one.name for one in found if id(one.parameter()) not in has]
-        self._told = bool(names)
+        self._told, self._found = bool(names), False
+        trained = len(set(map(id, _parameters_of(self._context.recorder.optimizers()))))
         if names:
             told = {"parameters": names[:_NAMED], "parameters_affected": len(names), "parameters_trained": trained}
             self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, told)

@@ -100,12 +100,16 @@ class LoopMistakes:
 
     def before_step(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None) -> None:
         """Look at an optimizer that is about to take a measured step. ``sample``: its last parameter with a gradient."""
+        self.look_at_modes(optimizer, sample)
+        if "gradients_kept" not in self._told and sample is not None:
+            self._look_at_gradient(id(optimizer), sample, self._context.recorder.step + 1)
+
+    def look_at_modes(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None) -> None:
+        """Look at the modes of the models that an optimizer trains; also within its step, after a closure's backward pass."""
         step, key = self._context.recorder.step + 1, id(optimizer)
         if key not in self._began and len(self._began) < _MOST_OPTIMIZERS:
             owned = (each for each in self._built() if any(one is sample for one in vars(each).get("_parameters", {}).values()))
             self._began[key] = sample is not None and any(each.training for each in owned)
-        if "gradients_kept" not in self._told and sample is not None:
-            self._look_at_gradient(key, sample, step)
         for model in self._models.get(key, ()):
             self._look_at_mode(model, step)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.gradients.replica_weights import Replicas
 
 _MODELS = 8
 _PARTS = {
@@ -39,9 +40,9 @@ class DistributedProbe:
 
     name = "distributed"
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Replicas | None = None) -> None:
         self._patch: Patch | None = None
-        self._models: list[weakref.ref[Any]] = []
+        self._models = replicas.models if replicas is not None else list[weakref.ref[Any]]()
         self._parallelism = Parallelism()
         self._seen: set[int] = set()
         self._published: tuple[object, ...] | None = None

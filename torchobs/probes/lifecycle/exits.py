@@ -132,6 +132,8 @@ class ExitProbe:
             shortage = call(context.breaker("oom"), host_shortage, context, root_cause(error))
             if shortage is not None:
                 context.event(catalog.EVENT_OUT_OF_MEMORY, shortage)
+            if fatal and not isinstance(error, KeyboardInterrupt):
+                context.hooks.ends_by_error.notify(error)
         if fatal:
             self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
             context.writer.exit(*self._fatal)
@@ -151,6 +153,8 @@ class ExitProbe:
         if code and handled is not None and not isinstance(handled, SystemExit):
             self.record_exception(handled)
             reason = Exit.INTERRUPTED if isinstance(handled, KeyboardInterrupt) else Exit.EXCEPTION
+        if reason in {Exit.EXIT_CODE, Exit.EXCEPTION}:
+            context.hooks.ends_by_error.notify(handled if reason == Exit.EXCEPTION else None)
         self._sys_exit, self._sys_exit_step = (reason, code), context.recorder.step
 
     def record_escaping(self, error: BaseException) -> None:

@@ -76,10 +76,25 @@ def lines_of(code: CodeType, names: Mapping[str, Any], spellings: Iterable[str],
         helper = names.get(name)
         if depth < DEEPEST and isinstance(helper, FunctionType) and helper.__code__ is not code and is_users(helper.__code__):
             found += [each._replace(at=line) for each in lines_of(helper.__code__, visible(helper), wanted, depth + 1)]
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType) and depth < DEEPEST]
-    for each in inner:  # lambdas and comprehensions
+        elif hasattr(type(helper), "forward") and _calls(helper, wanted):
+            found.append(Line(code.co_filename, line, line, is_users(code)))
+    inner = [each for each in code.co_consts if isinstance(each, CodeType) and depth < DEEPEST and _runs_within(each, code)]
+    for each in inner:
         found += lines_of(each, names, wanted, depth + 1)
-    return found
+    return sorted(found, key=lambda line: line.at)
+
+
+def _runs_within(inner: CodeType, code: CodeType) -> bool:
+    """Return True for lambdas and comprehensions, and for functions within functions; the others of a script have names."""
+    return inner.co_name.startswith("<") or bool(code.co_flags & inner.co_flags & CO_OPTIMIZED)
+
+
+def _calls(module: Any, wanted: Iterable[str]) -> bool:
+    """Return True for a module without parameters, as losses are, whose ``forward`` uses one of these names."""
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(forward, FunctionType) or is_users(forward.__code__) or vars(module).get("_modules"):
+        return False
+    return not vars(module).get("_parameters") and not {name for name, _ in used(forward.__code__)}.isdisjoint(wanted)
 
 
 def visible(function: FunctionType) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.nonfinite.evaluate import RESULTS, argument_names, compute
-from torchobs.probes.nonfinite.operators import ADDITIVE, MASKABLE, PASSING, RESHAPING, STRONG
+from torchobs.probes.nonfinite.operators import ADDITIVE, MASKABLE, OPAQUE, PASSING, RESHAPING, STRONG
 from torchobs.probes.nonfinite.values import Condition, condition
 
 if TYPE_CHECKING:
@@ -173,7 +173,10 @@ class ForwardTrace:
         if node.operator in PASSING and unknown:
             return [(producer, len(unknown) == 1) for producer, _ in unknown]
         strong = node.operator in STRONG
-        return [(producer, False) for producer, _ in unknown if self._may_begin(producer, only_bad=strong)]
+        return [
+            (producer, False) for producer, _ in unknown
+            if producer.operator in OPAQUE or self._may_begin(producer, only_bad=strong)
+        ]  # fmt: skip
 
     def _may_begin(self, node: GraphNode, *, only_bad: bool) -> bool:
         """Return True if the fault may lie in those before it whose results are unknown.

@@ -41,7 +41,7 @@ class GraphNode:
 
     def take_kept(self) -> None:
         """Read the kept tensors, which the backward pass frees."""
-        self.kept = dict(_kept(self.function))
+        self.kept = dict(kept_tensors(self.function))
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that are not tensors and were kept."""
@@ -93,7 +93,8 @@ def _names(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return _fields[kind]
 
 
-def _kept(function: Any) -> Iterator[tuple[str, Any]]:
+def kept_tensors(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors that a node has kept, by the names of the operator's arguments and results."""
     for name in _names(function)[0]:
         try:
             raw = getattr(function, name)

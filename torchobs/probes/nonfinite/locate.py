@@ -142,10 +142,12 @@ class Locator:
             users = [line for line in lines if line.is_users]
             return self._placed(own, users[0] if users else self._caller_line(own))
         before, after = self._around(node)
-        for path in self._candidates(before, after):
-            line = self._matching(path, words, before, after)
-            if line is not None:
-                return self._placed(path, line if line.is_users else self._caller_line(path))
+        candidates = list(self._candidates(before, after))
+        for apart in (1, 0):  # lines between those of the two neighbours, then theirs
+            for path in candidates:
+                line = self._matching(path, words, before, after, apart)
+                if line is not None:
+                    return self._placed(path, line if line.is_users else self._caller_line(path))
         line = self._in_frames(words)
         if line is not None or after is None or before is None:
             return Place("", "", "" if line is None else str(line))
@@ -181,8 +183,11 @@ class Locator:
             yield from (path for path in chain_of(side) if side is not None and path != shared and _inside(path, shared))
         yield from chain_of(shared)
 
-    def _matching(self, path: str, words: Sequence[str], before: str | None, after: str | None) -> Line | None:
-        """Return the line of the module's ``forward`` with the operator, between the calls of the two neighbours."""
+    def _matching(self, path: str, words: Sequence[str], before: str | None, after: str | None, apart: int) -> Line | None:
+        """Return the line of the module's ``forward`` with the operator, between the calls of the two neighbours.
+
+        ``apart``: lines that it is away from these at least.
+        """
         module = self._names.modules.get(path)
         if module is None or type(module).__name__ in _CONTAINERS:
             return None
@@ -192,7 +197,7 @@ class Locator:
         if not _is_written_by_user(module):  # in torch's own modules symbols are bookkeeping
             words = [word for word in words if word.isidentifier()]
         lines = module_lines(module, words)
-        fitting = [line for line in lines if least <= line.at <= most]
+        fitting = [line for line in lines if least + apart * (least > 0) <= line.at <= most - apart]
         return fitting[0] if fitting else None
 
     def _caller_line(self, path: str) -> Line | None:

@@ -75,12 +75,27 @@ class NonfiniteOrigin(Result):
             likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
             rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
             return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
-        return f"Where they began was not found; they passed {self.operator} in {where}{at}."
+        known = f"they passed {self.operator} in {where}{at}"
+        if self.parameter:
+            known = f"the parameters {self.parameter} {self.note} held them before the step"
+        return f"Where they began was not found; {known}."
 
 
 def from_rank(rank: int, step: int) -> NonfiniteOrigin:
     """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
     return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
+
+
+def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
+    """Return the origin for parameters that are not finite, of which no graph is left."""
+    names = ModuleNames(bad, models)
+    name = names.of(bad[0]) or "unnamed"
+    module = names.owner(name)
+    kind = type(names.modules[module]).__name__ if module in names.modules else ""
+    several = len(bad) > 1  # an optimizer made them of gradients that are gone
+    note = f"and {len(bad) - 1} more" if several else ""
+    found: OriginKind = "unknown" if several else "parameter"
+    return NonfiniteOrigin(found, "", module, kind, "", name, (), bad_elements(bad[0]), None, step, note)
 
 
 def user_frames(frame: FrameType | None) -> list[FrameType]:
@@ -190,6 +205,8 @@ class GraphTracer:
         if tensor is None:
             return self._made("input", node, place, inputs, "")
         name, whole = _variable(tensor, self._variables if self._variables is not None else map(locals_of, self._frames))
+        if not name and not whole.dim():  # a number in the code
+            return self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
         elements = bad_elements(whole)
         sample = elements[0][0] if elements and elements[0] and whole.dim() > 1 else None
         sample = elements[0][0] if sample is None and elements and elements[0] else sample

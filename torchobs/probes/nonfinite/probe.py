@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.nonfinite import rank_notices
+from torchobs.probes.nonfinite import ending, rank_notices
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
 from torchobs.probes.nonfinite.errors import NonFiniteError
 from torchobs.probes.nonfinite.gradients import bad_gradients
-from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, from_rank, user_frames
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, from_rank, of_parameters, user_frames
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support.rate_limit import RateLimiter
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.precision.loss_scale import LossScaling
 
 _log = logging.getLogger("torchobs")
 TRACE_EVERY_S, TRACES_AT_ONCE = 60.0, 3
@@ -46,7 +47,8 @@ class NonfiniteProbe:
 
     name = "nonfinite"
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
         self._traces = RateLimiter(TRACE_EVERY_S, TRACES_AT_ONCE)
         self._reports = RateLimiter(SAME_EVERY_S)
         self._lost_step = -9
@@ -54,6 +56,8 @@ class NonfiniteProbe:
         self._found: NonfiniteOrigin | None = None
         self._held: NonfiniteOrigin | None = None
         """An origin that the graph of the next loss may explain"""
+        self._was_spoiled = False
+        """Whether a parameter was not finite already when that was found; else it is what a step has made of it since"""
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._pending: NonFiniteError | None = None
@@ -69,6 +73,7 @@ class NonfiniteProbe:
         context.hooks.nonfinite_arrived.register(
             self._breaker, partial(context.at_backward, self._breaker.guard(self._arrived))
         )
+        context.hooks.ends_by_error.register(self._breaker, self._ending)
         if "nonfinite" in context.settings.raise_on:
             self._install_raising()
 
@@ -92,8 +97,8 @@ class NonfiniteProbe:
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
-    def _loss(self, tensors: Any) -> None:
-        """Trace a loss that is not finite; its backward pass begins."""
+    def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
+        """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they do not run any more."""
         step = self._context.recorder.step + 1
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
@@ -102,15 +107,17 @@ class NonfiniteProbe:
             rank_notices.post(step)
         held, self._held = self._held, None
         if (not follows or held is not None) and self._traces.take(monotonic(), "loss"):
-            origin = GraphTracer(_listed(tensors), user_frames(sys._getframe()), step, *self._known()).forward(
+            origin = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known()).forward(
                 earliest=held is not None
             )
             if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
                 other = rank_notices.another(step - 1)
                 origin = from_rank(other, step - 1) if other is not None else origin
             if held is not None:
-                self._report(origin if origin is not None and origin.kind != "unknown" else held)
+                follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
+                self._report(origin if origin is not None and origin.kind not in follows_from else held)
             elif origin is not None and origin.kind == "input" and not origin.parameter:
+                self._was_spoiled = bool(ending.bad_parameters(self._known()[1]))
                 self._found = self._held = origin  # a detached tensor, whose own graph may come next: a GAN's generator
             else:
                 self._report(origin)
@@ -121,15 +128,18 @@ class NonfiniteProbe:
         held, self._held = self._held, None
         self._report(held)
 
-    def _gradient(self, optimizer: Any) -> None:
-        """Trace gradients that are not finite, of a finite loss; the optimizer is about to step."""
+    def _gradient(self, optimizer: Any, keys: frozenset[int] = frozenset()) -> None:
+        """Trace gradients that are not finite, of a finite loss; the optimizer is about to step.
+
+        ``keys``: ids of their parameters before clipping, which makes all of them NaN; empty if unknown.
+        """
         step = self._context.recorder.step + 1
         if step == self._lost_step or skips_by_itself(optimizer):
             return
         follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            bad = {id(parameter) for parameter in bad_gradients(parameters)}
+            bad = set(keys) or {id(parameter) for parameter in bad_gradients(parameters)}
             if bad:
                 self._found, other = None, rank_notices.another(step)
                 if other is not None:
@@ -153,6 +163,27 @@ class NonfiniteProbe:
                 if origin is not None:
                     return origin
         return None
+
+    def _ending(self, error: BaseException | None) -> None:
+        """Trace what is not finite as the training ends; before a backward pass or a measurement has seen it."""
+        step, frames = self._context.recorder.step + 1, ending.frames_of(error)
+        if step - self._lost_step <= 1 and self._found is not None:
+            return
+        parameters, losses = self._known()[1], ending.bad_losses(frames)
+        bad = ending.bad_parameters(parameters)
+        if len(bad) > 1 and not losses:  # the last step has made them so
+            origin = self._inferred({id(each) for each in bad}, frames, step - 1)
+            self._report(origin or of_parameters(bad, self._known()[0], step))
+            return
+        losses = losses or ending.refused_by_torch(error)
+        if losses:
+            self._loss(losses, frames)
+            self._release()
+        elif bad:
+            self._report(of_parameters(bad, self._known()[0], step))
+        elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
+            spoiled = {id(each) for each in ending.bad_gradients_left(parameters)}
+            self._report(self._inferred(spoiled, frames, step) if spoiled else None)
 
     def _arrived(self) -> None:
         """Watch after a loss of a device, as seldom as traces are made: each look at such a loss waits for the device."""

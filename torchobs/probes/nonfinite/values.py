@@ -45,6 +45,8 @@ def plain(tensor: Any) -> torch.Tensor | None:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         local = local.detach()
+        if local.numel() and not local.untyped_storage().size():
+            return None  # weights that FSDP has gathered and freed again
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
     if not local.is_floating_point():
         return None

@@ -1,0 +1,238 @@
+"""The culprit is the first, where a later step, clipping or the way in which code is written could hide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.diagnosis.observing import Look, Observed, observe
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_STEPS
+
+AT = 5
+Step = Callable[[nn.Module, int], torch.Tensor]
+
+
+def run(model: nn.Module, loss_of: Step, *, clips: bool = False, **settings: Any) -> Observed:
+    """Train; ``loss_of``: of a step."""
+
+    def train(look: Look) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, AT + 3):
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            torch.autograd.backward(loss)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            look.stepped()
+
+    torch.manual_seed(0)
+    return observe(train, **settings)
+
+
+def origin(observed: Observed) -> dict[str, Any]:
+    """What is told first, with its step."""
+    fact = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
+    return {"step": fact.step, **fact.attributes}
+
+
+class Batches:
+    """Hands out batches that no variable of a running function holds when the backward pass begins."""
+
+    def loss(self, model: nn.Module, number: int) -> torch.Tensor:
+        """Of a batch, the sixth with a NaN in one sample."""
+        x = torch.randn(8, 4)
+        if number == AT:
+            x[3, 1] = float("nan")
+        return torch.as_tensor(model(x).square().mean())
+
+
+def test_a_batch_that_nobody_holds_is_not_blamed_on_the_weights_it_spoiled() -> None:
+    """Frameworks call the backward pass where the batch is out of sight: what the step made of the weights comes later."""
+    told = origin(run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Batches().loss))
+    assert (told["origin"], told["step"]) == ("input", AT)
+
+
+def test_a_generator_that_was_spoiled_before_is_blamed_still() -> None:
+    """Its output goes, detached, into the loss that is seen first."""
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def train(look: Look) -> None:
+        players = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (critic, maker)]
+        for number in range(1, AT + 3):
+            if number == AT:
+                maker.weight.data[1, 1] = float("nan")
+            z = torch.randn(8, 4)
+            for player in players:
+                made = maker(z)
+                player.zero_grad()
+                torch.autograd.backward(critic(made.detach() if player is players[0] else made).mean())
+                player.step()
+            look.stepped()
+
+    told = origin(observe(train))
+    assert told["origin"] == "parameter"
+    assert told["parameter"].endswith("weight")
+    assert told["module"] == "Linear"
+
+
+def test_a_constant_of_the_code_is_no_input() -> None:
+    """``loss * float("inf")`` is the operator's fault."""
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        logits = model(torch.randn(8, 4))
+        return torch.as_tensor((logits * (float("inf") if number == AT else 1.0)).square().mean())
+
+    told = origin(run(nn.Linear(4, 4), loss))
+    assert (told["origin"], told["operator"], told["step"]) == ("operator", "mul", AT)
+    assert "constant" in told["note"]
+
+
+class Root(nn.Module):
+    """The root of zero has no derivative; the whole is a ratio, whose derivative is dubious, too, and is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.first, self.second = nn.Parameter(torch.ones(1)), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.alike = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of four."""
+        inner = self.first(x)
+        root = torch.sqrt((inner - inner.detach()).square().sum(1) + (0.0 if self.alike else 1.0))
+        return torch.as_tensor((self.second(x).squeeze(1) + root) / self.scale)
+
+
+def test_clipping_makes_all_gradients_nan_and_does_not_hide_the_first() -> None:
+    """The total norm is NaN, and every gradient is divided by it: which were bad before is known from their norms."""
+    model = Root()
+
+    def loss(_: nn.Module, number: int) -> torch.Tensor:
+        model.alike = number == AT
+        return torch.as_tensor(model(torch.randn(8, 4)).mean())
+
+    told = origin(run(model, loss, clips=True, grad_interval=1))
+    assert (told["origin"], told["operator"], told["step"]) == ("backward", "sqrt", AT)
+
+
+class Mean(nn.Module):
+    """Divides by a count, on a line of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.count = torch.ones(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of four."""
+        h = self.lin(x)
+        return torch.as_tensor(torch.zeros_like(h).index_add(0, torch.arange(len(h)), h) / self.count)
+
+
+class Norm(nn.Module):
+    """All on one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of four."""
+        return torch.as_tensor((h := self.lin(functional.relu(x))) / (h.detach().abs().amax() + 1.0))
+
+
+def test_the_module_whose_line_is_apart_is_named() -> None:
+    """Both divide between the same two layers, the second on the very line on which it calls its own."""
+    model = nn.Sequential(Mean(), Norm())
+
+    def loss(_: nn.Module, number: int) -> torch.Tensor:
+        mean = model[0]
+        assert isinstance(mean, Mean)
+        mean.count = torch.zeros(1) if number == AT else torch.ones(1)
+        return torch.as_tensor(model(torch.randn(8, 4)).square().mean())
+
+    told = origin(run(model, loss))
+    assert (told["operator"], told["module"], told["step"]) == ("div", "0", AT)
+
+
+_SCRIPT = """
+import torch
+
+class Helper:
+    def ratio(self, a, b):
+        return a / b
+
+def unrelated(a, b):
+    return [c / b for c in a]
+
+for number in range(1, 8):
+    x = torch.randn(8, 4)
+    y = model(x)
+    loss = (y / (x * 0.0 if number == 5 else 1.0)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    look.stepped()
+"""
+
+
+def test_a_line_of_a_script_is_none_of_a_function_that_it_defines() -> None:
+    """Classes and functions above the loop are no part of it, unless it calls them."""
+    model = nn.Linear(4, 4)
+
+    def train(look: Look) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        # ruff: noqa: S102
+        exec(compile(_SCRIPT, "script.py", "exec"), {"model": model, "optimizer": optimizer, "look": look})
+
+    told = origin(observe(train))
+    line = _SCRIPT.splitlines().index("    loss = (y / (x * 0.0 if number == 5 else 1.0)).mean()") + 1
+    assert (told["operator"], told["location"]) == ("div", f"script.py:{line}")
+
+
+def test_a_loss_module_has_the_line_that_calls_it() -> None:
+    """It has no parameters, and is called by a name of the user's."""
+    model = nn.Linear(4, 5)
+
+    def train(look: Look) -> None:
+        optimizer, criterion = torch.optim.SGD(model.parameters(), lr=0.01), nn.CTCLoss()
+        for number in range(1, AT + 3):
+            lengths = torch.tensor([2 if number == AT else 6])
+            likely = model(torch.randn(6, 1, 4)).log_softmax(2)
+            loss = criterion(likely, torch.tensor([[1, 2, 3]]), lengths, torch.tensor([3]))
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            look.stepped()
+
+    told = origin(observe(train))
+    assert (told["operator"], told["step"]) == ("ctc_loss", AT)
+    assert "test_nan_culprits.py:" in told["location"]
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+def test_evaluation_mode_is_told_where_the_optimizer_calls_a_closure(begins: int) -> None:
+    """As Lightning steps all optimizers."""
+
+    def train(look: Look) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(2 * LASTING_STEPS):
+            model.train(number < LASTING_STEPS // 2 + begins)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.randn(8, 4)).square().mean()
+                torch.autograd.backward(loss)
+                return torch.as_tensor(loss)
+
+            optimizer.step(closure)
+            look.stepped()
+
+    assert "evaluation_mode" in observe(train, grad_interval=1).kinds()

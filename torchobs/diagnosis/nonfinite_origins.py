@@ -1,0 +1,36 @@
+"""Findings on where values that are not finite were born. Pure functions of a rank's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.health import ERROR, Finding
+from torchobs.diagnosis.rank_report import RankReport
+
+
+def origins(report: RankReport) -> Iterator[Finding]:
+    """Yield where values that are not finite were born."""
+    for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
+        operator, module = text_format.clean(fact.text("operator"), 80), text_format.clean(fact.text("module"), 120)
+        name, line = text_format.clean(fact.text("parameter"), 120), text_format.clean(fact.text("location"), 200)
+        where = f"{operator} in {module}" if module else f"{operator}, outside of any module"
+        sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
+        told = {
+            "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
+            "parameter": f"in the parameter {name}, before the step",
+            "backward": f"in the derivative of {where}",
+        }.get(fact.text("origin"), f"in {where}")
+        step = f" of step {fact.step:,}" if fact.step is not None else ""
+        if fact.text("origin") == "rank":
+            other = text_format.clean(fact.text("note"), 80)
+            yield Finding(ERROR, "nonfinite_origin", f"The NaN or infinity{step} came, in averaged gradients, from {other}.")
+            continue
+        if fact.text("origin") == "unknown" and name:
+            names = f"{name} {text_format.clean(fact.text('note'), 80)}"
+            text = f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
+            yield Finding(ERROR, "nonfinite_origin", text)
+            continue
+        text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
+        yield Finding(ERROR, "nonfinite_origin", text)

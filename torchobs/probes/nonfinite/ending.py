@@ -1,0 +1,98 @@
+"""Find what was not finite when an exception, or ``sys.exit(n)``, ends the training.
+
+A script that checks its loss and raises has no backward pass in which it would be traced, and one whose weights became NaN may
+end in its next forward pass (``torch.distributions`` refuses them) before a measurement has seen them. The values are still
+there: in variables of the functions that are left, and in what the optimizers hold.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.nonfinite.code import is_users, locals_of
+from torchobs.probes.nonfinite.gradients import bad_gradients
+from torchobs.probes.nonfinite.values import Condition, condition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LONGEST_WAIT_S = 1.0
+"""For a device that still computes: one that hangs must not keep the process from ending"""
+
+
+def frames_of(error: BaseException | None) -> list[FrameType]:
+    """Return the frames of the user's code that an exception leaves, or those that run now; innermost first."""
+    if error is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return [frame for frame in reversed(frames) if is_users(frame.f_code)]
+    found, running = list[FrameType](), sys._getframe().f_back
+    while running is not None:
+        found.append(running)
+        running = running.f_back
+    return [frame for frame in found if is_users(frame.f_code)]
+
+
+def bad_losses(frames: Iterable[FrameType]) -> list[Any]:
+    """Return the scalars with a graph that are not finite, of the innermost function that has any."""
+    import torch  # torch is optional until training begins
+
+    for frame in frames:
+        scalars = [
+            value for value in locals_of(frame).values()
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.numel() == 1
+        ]  # fmt: skip
+        bad = [value for value in scalars if is_idle(value.device) and condition(value) is Condition.BAD]
+        if bad:
+            return bad
+    return []
+
+
+def refused_by_torch(error: BaseException | None) -> list[Any]:
+    """Return what is not finite, and has a graph, of the innermost function of torch's that has refused such values.
+
+    Empty if the exception was not raised by torch: values that are not finite are ordinary where nobody refuses them.
+    """
+    import torch  # torch is optional until training begins
+
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error is not None else []
+    if not frames or not isinstance(error, (ValueError, RuntimeError)) or is_users(frames[-1].f_code):
+        return []
+    for frame in reversed(frames):
+        values = [value for value in locals_of(frame).values() if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+        bad = [value for value in values if is_idle(value.device) and condition(value) is Condition.BAD]
+        if bad or is_users(frame.f_code):
+            return bad
+    return []
+
+
+def bad_parameters(parameters: Sequence[Any]) -> list[Any]:
+    """Return the parameters that are not finite."""
+    return [each for each in parameters if is_idle(each.device) and condition(each) is Condition.BAD]
+
+
+def bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
+    """Return the parameters whose gradients, which no optimizer has used yet, are not finite."""
+    return bad_gradients(each for each in parameters if each.grad is not None and is_idle(each.grad.device))
+
+
+def is_idle(device: Any) -> bool:
+    """Return True if values can be read without waiting for longer than a second."""
+    import torch  # torch is optional until training begins
+
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda":
+        return False
+    stream, until_s = torch.cuda.current_stream(device), time.monotonic() + LONGEST_WAIT_S
+    try:
+        while not stream.query():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.01)
+    except RuntimeError:  # the device failed: that is what ends the training
+        return False
+    return True
