@@ -73,6 +73,7 @@ NEEDED_BY_TORCH = frozenset(
             "_get_default_store",
             "_compiled_call_impl",
             "_forward_cls",
+            "_input_metadata",
         ),  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }

@@ -14,7 +14,6 @@ import multiprocessing
 import sys
 import threading
 import traceback
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
@@ -95,11 +94,11 @@ class ExitProbe:
 
     def _watched_print(self, before: Any) -> Any:
         """Watch what ``multiprocessing`` prints of a child's exception: since Python 3.14 it finalizes only afterwards."""
-        breaker, main = self._breaker, BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+        breaker = self._breaker
 
         def print_exc(*args: Any, **kwargs: Any) -> None:
             error = sys.exc_info()[1]
-            if error is not None and sys._getframe(1).f_code is main:
+            if error is not None and sys._getframe(1).f_globals.get("__name__") == "multiprocessing.process":
                 settle(breaker, self.record_exception, error, fatal=True)
             before(*args, **kwargs)
 
