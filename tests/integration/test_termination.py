@@ -176,7 +176,8 @@ def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> 
 def test_forks_of_several_threads_leave_sigterm_deliverable(flight_dir: Path) -> None:
     """Neither a child nor a thread that forks beside another one keeps SIGTERM blocked."""
     script = """
-import os, signal, sys, threading, torchobs
+import os, signal, sys, threading, torchobs, warnings
+warnings.simplefilter("ignore")  # since Python 3.12 os.fork() warns of threads
 torchobs.init()
 blocked = []
 def is_blocked():

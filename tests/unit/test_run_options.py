@@ -1,5 +1,6 @@
 """What `torchobs run` takes for itself and what it leaves to the script."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def test_an_unknown_option_is_named_with_the_known_ones(fails: Callable[..., str
     for option in ("--no-exporter", "--address", "--dir", "--level", "-m"):
         assert option in said
     assert "unknown option '--no-export'" in fails("--no-export", "train.py")
+
+
+@pytest.mark.parametrize("python", ["python", "python3.11", sys.executable])
+def test_an_interpreter_before_the_script_is_one_too_many(python: str, fails: Callable[..., str]) -> None:
+    """Out of habit, and as other tools want it."""
+    assert f"leave out {python!r}" in fails(python, "train.py")
 
 
 @pytest.mark.parametrize("arguments", [(), ("-m",), ("--no-exporter",), ("--",)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, run_program
@@ -114,6 +116,10 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
         made.exit(2, f"torchobs run: {problem}\n")
 
 
+_PYTHON = re.compile(r"python[\d.]*")
+"""The program that people are used to write before a script"""
+
+
 def split_program(command: list[str]) -> run_program.Program:
     """Return the program that a command line names; raises ``NoSuchProgramError`` if there is none."""
     first, *rest = command
@@ -121,6 +127,8 @@ def split_program(command: list[str]) -> run_program.Program:
         first, *rest = f"-m{rest[0]}", *rest[1:]
     if first.startswith("-m"):
         return run_program.Program(run_program.ProgramKind.MODULE, first[2:], tuple(rest))
+    if _PYTHON.fullmatch(Path(first).name) and rest and not Path(first).is_dir():
+        raise NoSuchProgramError(f"the script is run by this Python, {sys.executable}: leave out {first!r}")
     return run_program.find(first, tuple(rest))
 
 
