@@ -80,7 +80,7 @@ def timed(flight_dir: Path) -> Iterator[Timed]:
         sampler = run.session._sampler
         assert sampler is not None
         sampler.stop()
-        for _ in range(3):
+        for _ in range(12):  # until what looks at the first backward passes has gone
             found.step()
         yield found
         found.probe.remove()
