@@ -47,9 +47,8 @@ def test_panels_of_a_healthy_and_of_a_sick_run(
         for prometheus in servers:
             prometheus.wait_for_scrapes()
         began_s = time.time()
-        paced, gpt = str(ROOT / "tests" / "scripts" / "paced.py"), str(ROOT / "examples" / "char_gpt.py")
-        options = ("--steps", "150", "--log-every", "1000", "--eval-every", "60", *SMALL)
-        healthy = start(*TORCHRUN, "2", paced, gpt, *options, torch=True, env={**environ, "TORCHOBS_RUN_ID": HEALTHY})
+        gpt = (str(ROOT / "examples" / "char_gpt.py"), "--steps", "400", "--log-every", "1000", *SMALL)
+        healthy = start(*TORCHRUN, "2", *gpt, torch=True, env={**environ, "TORCHOBS_RUN_ID": HEALTHY})
         dying = (sys.executable, str(ROOT / "tests" / "scripts" / "dying.py"), "raise")
         sick = start(*dying, torch=True, env={**environ, "TORCHOBS_RUN_ID": SICK}, stderr=subprocess.DEVNULL)
         assert sick.wait(timeout=120) == 1

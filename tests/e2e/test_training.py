@@ -134,18 +134,31 @@ def spans_of(path: Path) -> list[tuple[tuple[str, str], dict[str, Any]]]:
     return [((fields["trace_id"], fields["span_id"]), fields["attrs"]) for fields in frames]
 
 
+PACED = """
+import runpy, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+register_optimizer_step_post_hook(lambda *_: time.sleep(0.05))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script of which a hundred steps last five seconds at least, so that a scrape a second sees them on any machine."""
+
+
 def test_a_blown_up_learning_rate_makes_the_shipped_alert_fire(
     start: Callable[..., subprocess.Popen[str]],
     program: Callable[[str], str],
     environ: dict[str, str],
     exporter: Program,
+    tmp_path: Path,
 ) -> None:
     """Two healthy ranks are quiet; with ten thousand times the learning rate the alert reaches ``firing``, once for the run."""
     arguments = ("--steps", "160", "--blow-up-at", "100", "--blow-up-factor", "10000", "--eval-every", "0", *SMALL)
     with PrometheusServer(program("prometheus"), scrape=[exporter.address], rules=RULES, interval="1s") as prometheus:
         prometheus.wait_for_scrapes()
-        paced, example = str(ROOT / "tests" / "scripts" / "paced.py"), str(ROOT / "examples" / "char_gpt.py")
-        job = start(*TORCHRUN, "2", paced, example, *arguments, torch=True, env=environ)
+        paced = tmp_path / "paced.py"
+        paced.write_text(PACED)
+        example = str(ROOT / "examples" / "char_gpt.py")
+        job = start(*TORCHRUN, "2", str(paced), example, *arguments, torch=True, env=environ)
         quiet = set()
 
         def firing() -> list[Any]:
