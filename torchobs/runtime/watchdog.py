@@ -40,7 +40,8 @@ _SIGEV_THREAD_ID = 4
 _CLOCK_MONOTONIC = 1
 _SIGACTION_SIZE = 256
 _HANDLER_SIZE = 8
-_alive: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+_registered: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+"""Those with a handler; a closed one keeps it where its sampler thread has not ended, which may have a signal pending."""
 
 
 class _ITimerSpec(ctypes.Structure):
@@ -97,7 +98,6 @@ class Watchdog:
 
     def close(self) -> None:
         """Release the timer, the signal and the file. Idempotent, from any thread."""
-        _alive.discard(self)
         if self._signal < 0:
             return
         self._disarm()
@@ -111,6 +111,7 @@ class Watchdog:
     def unregister(self) -> None:
         """Unregister the handler: at the end, and in a forked child."""
         number, self._signal = self._signal, -1
+        _registered.discard(self)
         if number < 0:
             return
         if self._action(number) == self._handler:
@@ -123,9 +124,12 @@ class Watchdog:
         if place is None or number is None or self._libc is None:
             return
         self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        # It may still count as registered where somebody replaced an earlier session's handler and took theirs away again;
+        # register() would install nothing then, and the signal's default action kills the process.
+        faulthandler.unregister(number)
         faulthandler.register(number, file=self._fd, all_threads=True, chain=False)
         self._signal, self._handler = number, self._action(number)
-        _alive.add(self)
+        _registered.add(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         how = _SigEvent(signal=number, how=_SIGEV_THREAD_ID, thread=threading.get_native_id())
         if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(how), ctypes.byref(self._timer)):
@@ -243,9 +247,8 @@ def _unused_signal() -> int | None:
 
 
 def _after_fork() -> None:
-    for watchdog in list(_alive):
+    for watchdog in list(_registered):
         watchdog.unregister()
-    _alive.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
