@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BORN_NS, Clock, File, S, live_rank, train
+from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, live_rank, train
 from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
@@ -350,3 +350,23 @@ def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
 
     few, many = calls(20), calls(200)
     assert few < many < 11 * few
+
+
+def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the live page's words; older ones make no warning."""
+    (file,) = ranks(tmp_path, 1)
+    attributes = {"kind": "loss_spike", "left_out": 19}
+    file.writer.events.append(
+        {"k": "event", "name": catalog.EVENT_ANOMALY.name, "t": BORN_NS + 5 * S, "step": 50, "attrs": attributes}
+    )
+    file.set(catalog.ANOMALIES, 20, kind="loss_spike")
+    file.save()
+
+    def told(seconds: float) -> str:
+        monkeypatch.setattr("torchobs.cli.top.time.time", lambda: BORN_WALL_NS / S + seconds)
+        seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
+        return "\n".join(frame(seen, TerminalStyle(100), Screen(24), "12:00:00"))
+
+    assert "Lately: 20 loss spikes." in told(10.0)
+    assert "loss spikes" not in told(1000.0)
+    file.release()

@@ -16,7 +16,8 @@ from torchobs.cli.top_view import RankView, Screen, frame
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import scalars, text_format
-from torchobs.diagnosis.rank_report import steps_of
+from torchobs.diagnosis.rank_report import events_of, steps_of
+from torchobs.diagnosis.status import anomalies_of, recent_anomalies
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -79,16 +80,23 @@ def views(scanner: Scanner) -> tuple[list[RankView], str]:
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
     shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
-    return [_view_of(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
+    few = len(snapshot.ranks) <= _MANY
+    ranks = [
+        _view_of(scanner, rank, limit, events=few or rank.incarnation in shown, logged=rank.incarnation in shown)
+        for rank in snapshot.ranks
+    ]
+    return ranks, _note(snapshot)
 
 
-def _view_of(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
-    """Return the view of a rank; ``logged``: with logged scalars, which only a run's first rank shows."""
+def _view_of(scanner: Scanner, rank: Rank, limit: int, *, events: bool, logged: bool) -> RankView:
+    """Return the view of a rank; ``events``: with recent anomalies; ``logged``: with logged scalars, for a run's first rank."""
     try:
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
-            found = scalars.curves(frame for _, frame in file.events()) if logged else {}
-            return RankView(rank, steps_of(records, file.header), pace(records), found)
+            frames = list(file.events()) if events else []
+            found = scalars.curves(frame for _, frame in frames) if logged else {}
+            lately = recent_anomalies(anomalies_of(events_of(frames, file.header)), time.time())
+            return RankView(rank, steps_of(records, file.header), pace(records), found, lately)
     except READ_ERRORS:
         return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
@@ -15,9 +16,12 @@ from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
 from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.stragglers import Slowness
-from torchobs.diagnosis.rank_report import RankReport, by_attributes
+from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes
 from torchobs.flight.format.step_record import StepFlag, StepRecord
 from torchobs.ranks.collectives import group_progress
+
+LATELY_S = 600.0
+"""Window of recent anomalies, equal to that of the alerts on them"""
 
 
 class Get(Protocol):
@@ -215,6 +219,25 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     )
 
 
+def recent_anomalies(anomalies: Iterable[tuple[float, str, int]], now_s: float) -> Mapping[str, int]:
+    """Return how many anomalies of each kind there were in the last :data:`LATELY_S`.
+
+    ``anomalies``: Unix time, kind and number of each; ``now_s``: Unix time. A clock set meanwhile counts either way.
+    """
+    counts = Counter[str]()
+    for at_s, kind, number in anomalies:
+        if kind and abs(now_s - at_s) <= LATELY_S:
+            counts[kind] += number
+    return counts
+
+
+def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
+    """Yield Unix time, kind and number (with those left out before it) of the anomalies among the events."""
+    for event in events:
+        if event.name == catalog.EVENT_ANOMALY.name:
+            yield event.time_s, event.text("kind"), 1 + event.count("left_out")
+
+
 def run_status(ranks: Sequence[RankReport]) -> RunStatus:
     """Return the status of a run from its reports, at the last sign of life of any rank."""
     last_s = max(report.last_s for report in ranks)
@@ -252,6 +275,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         progress_age_s=max(0.0, last_s - (report.steps[-1].end_s if report.steps else report.start_s)),
         per_s=report.pace.per_s if trains and report.pace else None,
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
+        lately=recent_anomalies(anomalies_of(report.events), last_s),
         steps=int(report.value(catalog.STEPS) or report.last_step),
         alike=alike_norms(
             {one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from math import inf, isnan
@@ -12,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis.health import Health, health
-from torchobs.diagnosis.status import RankStatus, RunStatus, alike_norms, last_grad_norm, last_loss, rank_status
+from torchobs.diagnosis.status import (
+    RankStatus,
+    RunStatus,
+    alike_norms,
+    last_grad_norm,
+    last_loss,
+    rank_status,
+    recent_anomalies,
+)
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.ui.data import NO_DETAILS
 from torchobs.exporter.ui.events import log_of
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.ui.data import Curves, Details, RankDetails
-    from torchobs.exporter.ui.events import EventLog, EventRow
+    from torchobs.exporter.ui.events import EventLog
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.snapshot import Rank, Snapshot
@@ -37,8 +44,6 @@ T = TypeVar("T")
 PER_PAGE = 50
 MOST_RUNS = 50
 MOST_EVIDENCE = 50
-LATELY_S = 600.0
-"""Window of recent anomalies, equal to that of the alerts on them"""
 
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 LAYER_SORTS = ("model", "name", "gradient", "weights", "update", "output", "spread", "zero")
@@ -220,7 +225,7 @@ class Modeller:
             per_s=pace.per_s if trains and pace else None,
             loss=last_loss(readings.get, details.newest.loss),
             slowness=rank.standing.slowness if rank.standing else None,
-            lately=_lately(details.events.newest, time.time()),
+            lately=recent_anomalies(((one.at_s, one.anomaly, one.number) for one in details.events.newest), time.time()),
             alike=alike_norms(
                 details.newest.norms,
                 distributed=readings.of(catalog.DISTRIBUTED_INFO),
@@ -236,14 +241,6 @@ def run_of(job_name: str, run_id: str, rows: Sequence[Row], *, expected: int, wo
     """Return a run with its health; ``expected``: number of its ranks that this node should have."""
     status = RunStatus([row.status for row in rows], max(expected, len(rows)), max(world_size, len(rows)))
     return Run(job_name, run_id, tuple(rows), status, health(status))
-
-
-def _lately(events: Iterable[EventRow], now_s: float) -> Mapping[str, int]:
-    counts = Counter[str]()
-    for event in events:
-        if event.anomaly and abs(now_s - event.at_s) <= LATELY_S:
-            counts[event.anomaly] += event.number
-    return counts
 
 
 def model(
