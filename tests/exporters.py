@@ -92,6 +92,7 @@ class Service(Client):
         self._stop = threading.Event()
         self.fleets: list[ServiceStatus] = []
         self.announced: list[str] = []
+        self.has_tls: bool | None = None
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run)
 
@@ -112,7 +113,11 @@ class Service(Client):
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        self.code = daemon.serve(self._config, announce=self.announced.append, finished=self._finished)
+        self.code = daemon.serve(self._config, announce=self._announce, finished=self._finished)
+
+    def _announce(self, address: str, tls: bool) -> None:  # noqa: FBT001  # as the exporter calls it
+        self.announced.append(address)
+        self.has_tls = tls
 
     def _finished(self, fleet: ServiceStatus) -> bool:
         self.fleets.append(fleet)

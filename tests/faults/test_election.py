@@ -37,7 +37,7 @@ class Stepped(election.Election):
             pause("released")
 
 def serve(flight_dir, address, *, announce, finished):
-    announce(address)
+    announce(address, False)
     while pause("serving") != "stop":
         if finished(SimpleNamespace(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0, viewers=0)):
             return
@@ -56,7 +56,7 @@ from torchobs.cli.node_exporter_process import serve_if_elected
 def load():
     print("elected", flush=True)
     def serve(flight_dir, address, *, announce, finished):
-        announce(address)
+        announce(address, False)
         sys.stdin.readline()
     return serve
 

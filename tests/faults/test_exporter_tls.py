@@ -17,6 +17,7 @@ from tests.exporters import Service
 from tests.faults.hostile_clients import GOOD, converse, crowd, over_tls
 from tests.support import wait_until
 from tests.web_configs import TLS, certify, outdate
+from torchobs.cli import doctor_checks
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.http import connection_limits
@@ -75,6 +76,21 @@ def test_who_is_not_to_come_in_does_not(exporter: Service, home: Path) -> None:
     assert len(converse(exporter.address, [GOOD])[0]) < 16, "an alert at most"
     assert len(converse(exporter.address, [bytes(range(256)) * 4096])[0]) < 16
     wait_until(lambda: b'torchobs_exporter_connections_dropped_total{reason="tls"} 5' in page(exporter, context(home)))
+
+
+def test_it_is_told_whether_its_address_has_tls(exporter: Service, home: Path) -> None:
+    """When it begins and when that changes, and the doctor asks it that way, with and without an announcement."""
+    assert exporter.has_tls is True
+    check = doctor_checks.exporter(None, exporter.address)
+    assert (check.status, check.text) == (
+        doctor_checks.OK,
+        f"https://{exporter.address}/ has TLS: it closes connections without a client certificate",
+    )
+    (home / "web.yml").write_text(f"{TLS}}}")
+    wait_until(lambda: doctor_checks.exporter(None, exporter.address).text == f"https://{exporter.address}/ is ready")
+    (home / "web.yml").write_text("")
+    wait_until(lambda: exporter.has_tls is False)
+    assert doctor_checks.exporter(None, exporter.address).text == f"http://{exporter.address}/ is ready"
 
 
 def test_handshakes_that_never_end_keep_nobody_out(exporter: Service, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,6 @@ def test_the_port_is_free_again_when_it_has_left(flight_dir: Path) -> None:
     """Kubelet restarts one that a person has ended, on the same port."""
     announced: list[str] = []
     config = ExporterConfig(flight_dir=str(flight_dir), listen=(Address("127.0.0.1", 0),))
-    assert serve(config, announce=announced.append, finished=lambda _: True) == 0
+    assert serve(config, announce=lambda address, _: announced.append(address), finished=lambda _: True) == 0
     with socket.create_server(("127.0.0.1", int(announced[0].rpartition(":")[2]))):
         pass

@@ -146,6 +146,7 @@ def test_an_announcement_counts_while_its_exporter_lives(directory: int, flight_
     made = announcement.announce(directory, "127.0.0.1:10961")
     assert announcement.read(directory) == made
     assert (made.pid, made.url) == (os.getpid(), "http://127.0.0.1:10961/")
+    assert announcement.announce(directory, "127.0.0.1:10961", tls=True).url == "https://127.0.0.1:10961/"
     assert [path.name for path in flight_dir.iterdir() if path.name != election.LOCK] == ["exporter.json"]
     candidate.release()
     assert announcement.read(directory) is None

@@ -9,12 +9,14 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import ssl
 import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
@@ -28,6 +30,7 @@ LEAST_TORCH = (2, 4)
 _LEAST_SHM = 1 << 30
 _OF_THE_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs"})
 """File systems in which no directory can be created, even where access(2) permits it to root."""
+_WANTS_CERTIFICATE = "it closes connections without a client certificate"
 _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
 """Result of adjtimex(2) while the clock is not synchronised."""
@@ -304,26 +307,43 @@ def exporter(path: str | None, address: str = "127.0.0.1:10960") -> Check:
             fd = location.open_directory(path)
             announced = announcement.read(fd)
             os.close(fd)
-    where = announced.address if announced else address
-    answer = _ready(where)
-    shown = text_format.clean(announced.url if announced else f"http://{where}/")
-    if answer == http.HTTPStatus.OK:
-        return Check("exporter", OK, f"{shown} is ready{f', pid {announced.pid}' if announced else ''}")
+    answer: int | str = ""
+    for url in [announced.url] if announced else [announcement.url(address), announcement.url(address, tls=True)]:
+        answer, shown = _ready(url), text_format.clean(url)
+        if answer == http.HTTPStatus.OK:
+            return Check("exporter", OK, f"{shown} is ready{f', pid {announced.pid}' if announced else ''}")
+        if answer == _WANTS_CERTIFICATE:
+            return Check("exporter", OK, f"{shown} has TLS: {answer}")
     if announced:
-        return Check("exporter", FAIL, f"{shown} was announced and does not answer ({answer})", f"see {path}/exporter.log")
+        text = f"{text_format.clean(announced.url)} was announced and does not answer ({answer})"
+        return Check("exporter", FAIL, text, f"see {path}/exporter.log")
     remedy = "`torchobs run` starts one, `torchobs exporter` another; `torchobs top` and `inspect` need none"
     return Check("exporter", WARN, "none runs for this directory", remedy)
 
 
-def _ready(address: str) -> int | str:
+def _ready(url: str) -> int | str:
     """Return the status of ``/-/ready``, or the error. The timeout is generous: only a busy exporter uses it up."""
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=10)
+    parts = urlsplit(url)
+    host, port, secure = parts.hostname or "", parts.port, parts.scheme == "https"
+    # whether it answers, not who: a certificate is seldom for this name
+    anyone = ssl._create_unverified_context() if secure else None  # noqa: S323, SLF001
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=10, context=anyone)
+        if secure
+        else http.client.HTTPConnection(host, port, timeout=10)
+    )
+    try:
+        connection.connect()
+    except OSError as problem:
+        connection.close()
+        return text_format.clean(problem)
     try:
         connection.request("GET", "/-/ready")
         return connection.getresponse().status
-    except (OSError, http.client.HTTPException) as problem:
+    except TimeoutError as problem:
         return text_format.clean(problem)
+    except (OSError, http.client.HTTPException) as problem:  # in TLS 1.3 the client's certificate comes after its handshake
+        return _WANTS_CERTIFICATE if secure else text_format.clean(problem)
     finally:
         connection.close()
 

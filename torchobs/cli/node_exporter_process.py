@@ -46,7 +46,7 @@ def _exporter() -> Serve:
     environ = settings.environment()
 
     def run(
-        flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ServiceStatus], bool]
+        flight_dir: str, address: str, *, announce: Callable[[str, bool], None], finished: Callable[[ServiceStatus], bool]
     ) -> None:
         given: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
         given |= {"listen": (address,)} if address else {}

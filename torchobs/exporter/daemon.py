@@ -51,14 +51,15 @@ _log = logging.getLogger(__name__)
 def serve(
     config: ExporterConfig,
     *,
-    announce: Callable[[str], None] | None = None,
+    announce: Callable[[str, bool], None] | None = None,
     finished: Callable[[ServiceStatus], bool] | None = None,
 ) -> int:
     """Serve until SIGTERM, SIGINT, SIGHUP or ``finished``; return the process's exit code.
 
     Args:
         config: the exporter's configuration.
-        announce: called with ``host:port`` once the exporter listens there; called again if it raises ``OSError``.
+        announce: called with ``host:port`` once the exporter listens there, and whether with TLS; again when that changes or
+            if it raises ``OSError``.
         finished: called once a second; True ends the service.
 
     Returns:
@@ -71,7 +72,10 @@ def serve(
 
 class _Service:
     def __init__(
-        self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ServiceStatus], bool] | None
+        self,
+        config: ExporterConfig,
+        announce: Callable[[str, bool], None] | None,
+        finished: Callable[[ServiceStatus], bool] | None,
     ) -> None:
         self._config, self._finished = config, finished
         for_memory = memory_budget.derived(config)

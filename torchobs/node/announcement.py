@@ -30,9 +30,9 @@ class Announcement(NamedTuple):
     version: str
 
 
-def announce(directory_fd: int, address: str) -> Announcement:
+def announce(directory_fd: int, address: str, *, tls: bool = False) -> Announcement:
     """Atomically publish that this process listens on ``address``. Raises ``OSError``."""
-    announced = Announcement(os.getpid(), address, url(address), time.time(), __version__)
+    announced = Announcement(os.getpid(), address, url(address, tls=tls), time.time(), __version__)
     temporary = f".{NAME}-{token_hex(8)}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:
@@ -62,7 +62,7 @@ def read(directory_fd: int) -> Announcement | None:
         return None
 
 
-def url(address: str) -> str:
+def url(address: str, *, tls: bool = False) -> str:
     """Return the URL under which this machine reaches ``address``."""
     host, _, port = address.rpartition(":")
-    return f"http://{_LOOPBACK.get(host, host)}:{port}/"
+    return f"http{'s' if tls else ''}://{_LOOPBACK.get(host, host)}:{port}/"

@@ -42,9 +42,9 @@ class Serve(Protocol):
     """The exporter's main loop: returns when it is stopped, or once ``finished``, called every second, returns True."""
 
     def __call__(
-        self, flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ServiceStatus], bool]
+        self, flight_dir: str, address: str, *, announce: Callable[[str, bool], None], finished: Callable[[ServiceStatus], bool]
     ) -> None:
-        """Serve ``flight_dir``; call ``announce`` with the actual ``host:port`` as soon as it listens."""
+        """Serve ``flight_dir``; call ``announce`` with the actual ``host:port`` and whether it has TLS once it listens."""
 
 
 class Departure:
@@ -84,8 +84,8 @@ def run(flight_dir: str, address: str, grace_s: float, election: Election, direc
     """Serve as the elected exporter until no rank is left or it is stopped. ``grace_s``: as for :class:`Departure`."""
     departure = Departure(grace_s)
 
-    def announce(actual: str) -> None:
-        announced = announcement.announce(directory_fd, actual)
+    def announce(actual: str, tls: bool) -> None:  # noqa: FBT001  # as the exporter calls it
+        announced = announcement.announce(directory_fd, actual, tls=tls)
         _log.info("pid %d serves %s on %s", announced.pid, flight_dir, announced.url)
 
     def finished(status: ServiceStatus) -> bool:

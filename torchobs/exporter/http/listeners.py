@@ -52,7 +52,10 @@ class _Listener(NamedTuple):
 
 
 class Listeners:
-    """Listens as configured. To be used in one event loop; ``announce`` is called with the first address, ``host:port``."""
+    """Listens as configured. To be used in one event loop.
+
+    ``announce`` is called with the first address, ``host:port``, and whether it has TLS; again when that changes.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Listeners:
         web_config: WebConfigMiddleware,
         app: ASGIApp,
         api: ApiSocket | None,
-        announce: Callable[[str], None] | None,
+        announce: Callable[[str, bool], None] | None,
     ) -> None:
         """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
         self.connections, self.unannounced = Connections(), 0
@@ -72,6 +75,7 @@ class Listeners:
         self._bind_problems: list[str] = []
         self._unix_sockets = UnixSocketWatch()
         self._address, self._next_bind_s = "", 0.0
+        self._announced: tuple[str, bool] | None = None
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -187,11 +191,12 @@ class Listeners:
 
     def _announce_address(self) -> None:
         """Announce the first address; retried until that succeeds."""
-        if self._announce is None or not self._address:
+        announced = self._address, self._context is not None
+        if self._announce is None or not self._address or announced == self._announced:
             return
         try:
-            self._announce(self._address)
-            self._announce = None
+            self._announce(*announced)
+            self._announced = announced
         except OSError as problem:
             self.unannounced += 1
             _log.error("the address could not be announced: %s", problem.strerror or problem)
