@@ -42,7 +42,7 @@ RUNS = (
 )
 ALERTS = (
     ("TorchobsStraggler", "ticket", 0.4, 0.6),
-    ("TorchobsRankFailed", "page", 0.6, 0.66),
+    ("TorchobsRankFailed", "ticket", 0.6, 0.66),
     ("TorchobsDataStarvation", "ticket", 0.42, 1.0),
 )
 """Alerts of the sick run, as Prometheus records them: name, severity, and when they fire as shares of the time."""
