@@ -121,11 +121,13 @@ def _verdict(user: Any, size: list[int], *, column: bool) -> Any:
     if type(differences) is not torch.Tensor or list(differences.shape) != size or differences.is_meta:
         return None
     with torch.no_grad():
+        rows, first = differences[:2], differences[:, 0]  # no copy of a square, for which there may be no memory
         if target is not None:
-            differences = differences - target
-        between = differences[0] - differences[1]  # the same in all columns
-        targets = differences[0] if column else differences[:, 0]
-        limit = _ROUNDING * differences.abs().max()
+            targets = target.expand(size)
+            rows, first = rows - targets[:2], first - targets[:, 0]
+        between = rows[0] - rows[1]  # the same in all columns
+        targets = rows[0] if column else first
+        limit = _ROUNDING * rows.abs().max().maximum(first.abs().max())
         return ((_range(between) <= limit) & (limit < _range(targets))).float()
 
 
