@@ -27,7 +27,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test kube-images collected clean
+.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test kube-test-beside kube-test-alone kube-images collected clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -81,11 +81,19 @@ soak: setup ## Half an hour of ranks that start, die and come back: the exporter
 wheel-test: setup ## Build sdist and wheel, and test what the installed wheel could lack
 	tests/wheel.sh $(VENV)
 
-kube-test kube-images: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
-kube-test kube-images: export TORCHOBS_TEST_IMAGE_FOLDER ?= $(CURDIR)/.cache/images
-kube-test kube-images: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
+kube-test-beside kube-test-alone kube-images: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
+kube-test-beside kube-test-alone kube-images: export TORCHOBS_TEST_IMAGE_FOLDER ?= $(CURDIR)/.cache/images
+kube-test-beside kube-test-alone kube-images: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
 kube-test: setup test-tools $(KUBE_IMAGES) ## Run Jobs with the sidecar on the cluster of KUBECONFIG (tests/kubernetes/images.sh says what it needs)
+	$(MAKE) kube-test-beside
+	$(MAKE) kube-test-alone
+
+# They wait more than they work, and may run beside `make test`.
+kube-test-beside:
 	$(BIN)/pytest -n $(KUBE_WORKERS) --dist loadfile -o timeout=1200 -m "kubernetes and not serial" $(KUBE_TESTS)
+
+# They measure.
+kube-test-alone:
 	$(BIN)/pytest -m "kubernetes and serial" $(KUBE_TESTS)
 
 kube-images: setup
