@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests import fork_server
 from tests.tune.models import blocks
+from tests.tune.pipelines import PAIR, Listed, StoppedError, loss_fn, weights
 from torchobs import tune
 from torchobs.tune import checkpoint_file
-
-loss_fn = nn.functional.mse_loss
-
-
-class _Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Draws from torch's and Python's generators at each fetch, as data augmentation does."""
-
-    def __len__(self) -> int:
-        return 22
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = torch.full((16,), index / 22) + 0.1 * torch.randn(16) + random.random()
-        return x, x[:4] * 2
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    """Copies of the model's parameters."""
-    return [weight.detach().clone() for weight in model.parameters()]
 
 
 def by_hand(model: nn.Module, batches: list[Any], *, dtype: torch.dtype | None, accumulate: int, epochs: int) -> None:
@@ -73,23 +55,10 @@ def test_equal_to_a_loop_written_by_hand(dtype: torch.dtype | None) -> None:
     by_hand(expected, batches, dtype=dtype, accumulate=2, epochs=2)
     run = tune.pipeline(model, lr=1e-2, accumulate=2, max_grad_norm=0.5, amp=dtype or False)
     torch.manual_seed(5)
-    run.fit(_Listed(batches), 2, loss_fn)
+    run.fit(Listed(batches), 2, loss_fn)
     assert all(map(torch.equal, weights(expected), weights(model)))
     assert run.step == (5 if dtype is torch.float16 else 6)  # the first scale of a GradScaler is too large
     assert run.scaler.is_enabled() == (dtype is torch.float16)
-
-
-class _Listed:
-    """A loader of batches at hand that draws no random number."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
 
 
 def test_accumulated_micro_batches_are_one_batch() -> None:
@@ -124,51 +93,6 @@ def test_a_step_that_the_scaler_skips_is_none() -> None:
     assert run.scheduler.get_last_lr() < rate
 
 
-class _StoppedError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("own_generator", [False, True])
-@pytest.mark.parametrize("stop_at", [2, 6, 7])
-def test_resumed_is_the_run_that_was_not_interrupted(tmp_path: Path, stop_at: int, *, own_generator: bool) -> None:
-    """Promise: to the bit on a CPU, with shuffling, dropout, augmentation and an average, within an epoch or not."""
-    path = tmp_path / "run.pt"
-
-    def made(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        generator = torch.Generator().manual_seed(seed) if own_generator else None
-        loader = DataLoader(_Augmented(), batch_size=4, shuffle=True, generator=generator)
-        model = blocks()
-        torch.manual_seed(seed)
-        return tune.pipeline(model, lr=1e-2, accumulate=2, ema_decay=0.9, warmup_steps=2, amp=torch.bfloat16), loader
-
-    run, loader = made(1)
-    losses = run.fit(loader, 3, loss_fn)
-
-    calls = 0
-
-    def stopping(output: Tensor, target: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 2 * stop_at:
-            raise _StoppedError
-        return loss_fn(output, target)
-
-    first, loader_of_first = made(1)
-    with pytest.raises(_StoppedError):
-        first.fit(loader_of_first, 3, stopping, checkpoint=path, every=1)
-    second, loader_of_second = made(99)
-    second.resume(path, loader_of_second)
-    assert second.step == stop_at
-    rest = second.fit(loader_of_second, 3, loss_fn)
-    assert rest == losses[-len(rest) :]
-    assert all(map(torch.equal, weights(run.model), weights(second.model)))
-    assert all(map(torch.equal, weights(run.ema), weights(second.ema)))
-    assert not torch.equal(weights(run.ema)[0], weights(run.model)[0])
-    assert run.scheduler.get_last_lr() == second.scheduler.get_last_lr()
-
-
 def test_after_an_exception_fit_goes_on_without_what_it_left() -> None:
     """Promise: gradients and losses of a group that was not completed are of no step and of no mean."""
     batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(6)]
@@ -179,14 +103,14 @@ def test_after_an_exception_fit_goes_on_without_what_it_left() -> None:
 
     def stopping(output: Tensor, target: Tensor) -> Tensor:
         if target is batches[4][1]:
-            raise _StoppedError
+            raise StoppedError
         return loss_fn(output, target)
 
     whole, run = made(), made()
-    losses = whole.fit(_Listed(batches), 2, loss_fn)
-    with pytest.raises(_StoppedError):
-        run.fit(_Listed(batches), 2, stopping)
-    assert run.fit(_Listed(batches), 2, loss_fn) == losses
+    losses = whole.fit(Listed(batches), 2, loss_fn)
+    with pytest.raises(StoppedError):
+        run.fit(Listed(batches), 2, stopping)
+    assert run.fit(Listed(batches), 2, loss_fn) == losses
     assert all(map(torch.equal, weights(whole.model), weights(run.model)))
 
 
@@ -206,7 +130,7 @@ def test_the_rates_of_a_scheduler_of_one_s_own_are_left_alone() -> None:
     """Promise: every part may be replaced; further epochs go on with the rates that the other scheduler has set."""
     run = tune.pipeline(nn.Linear(16, 4), lr=1.0, optimizer="sgd", amp=False)
     run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, gamma=0.1)
-    batches = _Listed([(torch.randn(4, 16), torch.randn(4, 4))] * 2)
+    batches = Listed([(torch.randn(4, 16), torch.randn(4, 4))] * 2)
     for epochs in (1, 2, 3):
         run.fit(batches, epochs, loss_fn)
         assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1**epochs)
@@ -301,13 +225,10 @@ def test_a_schedule_without_an_end_says_what_to_do() -> None:
     assert all(map(torch.equal, before, weights(run.model)))
 
 
-_PAIR = (torch.ones(4, 16), torch.ones(4, 4))
-
-
 def test_further_epochs_are_trained(tmp_path: Path) -> None:
     """Promise: with more epochs, after a resume or in a second call, the schedule is longer, not at its end and rate 0."""
     run = tune.pipeline(blocks(dropout=0.0), lr=1e-2, amp=False)
-    run.fit([_PAIR] * 2, 2, loss_fn, checkpoint=tmp_path / "run.pt")
+    run.fit([PAIR] * 2, 2, loss_fn, checkpoint=tmp_path / "run.pt")
     assert run.scheduler.get_last_lr() == [0.0]
     again = tune.pipeline(blocks(dropout=0.0), lr=1e-2, amp=False).resume(tmp_path / "run.pt")
     for longer in (run, again):
@@ -317,11 +238,11 @@ def test_further_epochs_are_trained(tmp_path: Path) -> None:
             rates.append(optimizer.param_groups[0]["lr"])
 
         longer.optimizer.register_step_pre_hook(note)
-        longer.fit([_PAIR] * 2, 4, loss_fn)
+        longer.fit([PAIR] * 2, 4, loss_fn)
         assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4, 8)])
     assert all(map(torch.equal, weights(run.model), weights(again.model)))
     given = tune.pipeline(blocks(dropout=0.0), total_steps=3, amp=False).resume(tmp_path / "run.pt")
-    given.fit([_PAIR] * 2, 3, loss_fn)
+    given.fit([PAIR] * 2, 3, loss_fn)
     assert given.total_steps == 3  # what the caller says holds
 
 
@@ -329,10 +250,10 @@ def test_further_epochs_are_trained(tmp_path: Path) -> None:
     ("loader", "epochs", "words"),
     [
         ([], 1, "no batch for epoch 1"),
-        (iter([_PAIR]), 1, "no length: pass total_steps"),
-        ([(*_PAIR, 1)], 1, "a pair of input and target, not tuple of 3"),
+        (iter([PAIR]), 1, "no length: pass total_steps"),
+        ([(*PAIR, 1)], 1, "a pair of input and target, not tuple of 3"),
         ([{"x": 1, "y": 2}], 1, "a pair of input and target, not dict of 2"),
-        ([_PAIR], "1", "epochs and every are whole numbers"),
+        ([PAIR], "1", "epochs and every are whole numbers"),
     ],
 )
 def test_a_loader_of_nonsense_is_refused(loader: Any, epochs: Any, words: str) -> None:
@@ -345,7 +266,7 @@ def test_a_loader_without_a_length(capsys: pytest.CaptureFixture[str]) -> None:
     """Promise: with total_steps it trains, and shows how far it is; used up before its last epoch it is an error."""
     run = tune.pipeline(blocks(), total_steps=4, amp=False)
     with pytest.raises(ValueError, match="no batch for epoch 2: an iterator is used up"):
-        run.fit(iter([_PAIR] * 2), 2, loss_fn, progress=True)
+        run.fit(iter([PAIR] * 2), 2, loss_fn, progress=True)
     assert run.step == 2
     assert "epoch 1/2  batch 2  loss" in capsys.readouterr().err
 
@@ -354,7 +275,7 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     """Promise: other files, halves, other optimizers and parts are told before anything is loaded; places before training."""
     path = tmp_path / "run.pt"
     run = tune.pipeline(blocks(), amp=False)
-    run.fit([_PAIR], 1, loss_fn, checkpoint=path)
+    run.fit([PAIR], 1, loss_fn, checkpoint=path)
     others = {"junk": b"junk", "half": path.read_bytes()[:2000], "empty": b""}
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
@@ -369,9 +290,9 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
             tune.pipeline(fresh, **options).resume(path)
     assert all(map(torch.equal, before, weights(fresh)))
     with pytest.raises(FileNotFoundError, match="no folder"):
-        run.fit([_PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
+        run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
     with pytest.raises(IsADirectoryError):
-        run.fit([_PAIR], 2, loss_fn, checkpoint=tmp_path)
+        run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path)
     assert run.epoch == 1
 
 
@@ -401,7 +322,7 @@ def test_two_ranks_are_one_with_twice_the_batch(of_two_ranks: Path) -> None:
 def test_two_sharded_ranks_are_one_with_twice_the_batch(of_two_ranks: Path) -> None:
     """Promise: FSDP accumulates and clips by the norm of all shards; one process can resume the checkpoint of two."""
     torch.manual_seed(3)
-    batches = _Listed([(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)])
+    batches = Listed([(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)])
     options: dict[str, Any] = {"lr": 1e-2, "accumulate": 2, "max_grad_norm": 0.05, "amp": False}
     alone = tune.pipeline(blocks(depth=2, dropout=0.0), **options)
     alone.fit(batches, 2, loss_fn)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import Block, blocks
@@ -34,6 +35,15 @@ def ddp() -> None:
             distributed.all_gather(gradients, model.weight.grad)
             assert not torch.equal(*gradients), "averaged before the last micro-batch"
     run.save(folder / "ddp.pt")
+
+
+def one_rate() -> None:
+    """Each rank validates on its own data: a plateau goes by the mean, for ranks of different rates train different models."""
+    run = tune.pipeline(nn.Linear(4, 2), optimizer="sgd", lr=0.1, scheduler="plateau", amp=False)
+    run.scheduler = ReduceLROnPlateau(run.optimizer, patience=0)
+    metrics = iter([(1.0, 1.0), (4.0, 0.5)])  # worse in the mean, and better on rank 1
+    run.fit([(torch.ones(2, 4), torch.ones(2, 2))], 2, loss_fn, validate=lambda: next(metrics)[distributed.get_rank()])
+    assert 0.009 < run.optimizer.param_groups[0]["lr"] < 0.011
 
 
 def sharded_by_halves() -> None:
@@ -97,6 +107,7 @@ def skipped_by_both() -> None:
 
 
 ddp()
+one_rate()
 sharded_by_halves()
 resumed()
 skipped_by_both()

@@ -112,12 +112,15 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     """Return if a file's content can be loaded into these parts of a pipeline; nothing is loaded yet.
 
     Raises:
-        ValueError: it is of something else, of a pipeline with other parts, or with another optimizer.
+        ValueError: it is of something else, of a pipeline with other parts, or with another optimizer or scheduler.
     """
     if not isinstance(state, Mapping) or "counts" not in state:
         raise ValueError(f"{path} is no checkpoint of tune.pipeline(): of weights alone, load_state_dict() takes them")
     if ("ema" in state) != ("ema" in parts):
         raise ValueError(f"{path} was saved with{'' if 'ema' in state else 'out'} ema_decay: resume it likewise")
+    own_scheduler = parts["scheduler"]
+    if ("num_bad_epochs" in state["scheduler"]) != ("num_bad_epochs" in own_scheduler.state_dict()):  # a plateau's
+        raise ValueError(f"{path} was saved with another scheduler than {type(own_scheduler).__name__}")
     saved, own = (
         [set(group) for group in each["param_groups"]] for each in (state["optimizer"], parts["optimizer"].state_dict())
     )

@@ -119,6 +119,15 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+def mean_of_ranks(value: float, model: nn.Module, device: torch.device) -> float:
+    """Return the mean over the ranks that train the model together: what each decides by it, is the same. All ranks call it."""
+    if not isinstance(model, DistributedDataParallel) and not is_sharded(model):
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    distributed.all_reduce(total)
+    return float(total) / distributed.get_world_size()
+
+
 def _whole(value: Any) -> Any:
     """Gather a tensor of shards: only rank 0 keeps it, and not on the device, which may not have room for all of them."""
     if not _dtensor(value):

@@ -12,7 +12,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-SCHEDULERS = ("constant", "cosine", "linear")
+SCHEDULERS = ("constant", "cosine", "linear", "plateau")
 
 
 def check_names(optimizer: object, scheduler: object, amp: object, ddp: object) -> None:

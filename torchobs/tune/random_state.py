@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-def random_state(generator: torch.Generator | None = None) -> dict[str, Any]:
-    """Return the state of Python, torch on CPU and CUDA, NumPy where it is imported, and of a loader's own generator."""
+
+def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """Return the state of Python, torch on CPU and CUDA, NumPy where it is imported, and of a loader's own generators."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
         "numpy": None if numpy is None else _plain(numpy.random.get_state()),
-        "generator": None if generator is None else generator.get_state(),
+        "generators": [generator.get_state() for generator in generators],
     }
 
 
-def restore_random_state(state: dict[str, Any], generator: torch.Generator | None = None) -> None:
+def restore_random_state(state: dict[str, Any], generators: Iterable[torch.Generator] = ()) -> None:
     """Continue from a state that :func:`random_state` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
@@ -32,8 +35,8 @@ def restore_random_state(state: dict[str, Any], generator: torch.Generator | Non
 
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002  # the global one, which others draw from
-    if generator is not None and state["generator"] is not None:
-        generator.set_state(state["generator"])
+    for generator, own in zip(generators, state["generators"], strict=False):  # of another loader there may be fewer
+        generator.set_state(own)
 
 
 def _plain(state: tuple[Any, ...]) -> list[Any]:

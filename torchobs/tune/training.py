@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import PackedSequence
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
+from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
 from torchobs.tune.difference import described, forward, pair_of
 from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
 from torchobs.tune.random_state import random_state, restore_random_state
+from torchobs.tune.schedule import Schedule
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +45,7 @@ class Pipeline:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        schedule: Callable[[int | None, int], float],
+        schedule: Schedule,
         total_steps: int | None,
         dtype: torch.dtype | None,
         accumulate: int,
@@ -58,7 +57,7 @@ class Pipeline:
         self.total_steps = total_steps
         self._counts_steps = total_steps is None
         self._schedule = schedule
-        self._own_scheduler = LambdaLR(optimizer, lambda step: schedule(self.total_steps, step))
+        self._own_scheduler = schedule.scheduler(optimizer, lambda: self.total_steps)
         self.scheduler: LRScheduler = self._own_scheduler
         self.device = model_device(model)
         self.dtype = dtype
@@ -81,12 +80,37 @@ class Pipeline:
             The micro-batch's loss, detached and not divided, on the device.
 
         Raises:
-            ValueError: the batch is no pair, or the schedule has no end: nothing is trained then.
+            ValueError: the batch is no pair, the schedule has no end, or a plateau's has no metric: nothing is trained then.
         """
-        if self.total_steps is None:
-            self._schedule(None, sys.maxsize)  # raises before the model has changed, not after its first steps
+        self._check_schedule()
+        self._resumed_random_state = None  # the caller's loop draws from it
         self._micro_steps += 1
         return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
+
+    def step_plateau(self, metric: Any) -> None:
+        """Tell a ``ReduceLROnPlateau`` an epoch's metric, in a loop of ``train_step``; of several ranks, the mean of all.
+
+        Call it before the first batch, with that of the untrained model, and after each epoch. ``fit`` does it by itself.
+
+        Raises:
+            TypeError: the scheduler takes no metric.
+            ValueError: the metric is no number.
+        """
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            raise TypeError(f"a {type(self.scheduler).__name__} takes no metric: it steps after each of the optimizer's steps")
+        if not isinstance(metric, SupportsFloat) or (isinstance(metric, torch.Tensor) and metric.numel() != 1):
+            raise ValueError(f"a plateau's metric is a number, not {described(metric)}")
+        self.scheduler.step(distribution.mean_of_ranks(float(metric), self.model, self.device))
+
+    def _check_schedule(self) -> None:
+        """Raise ValueError if the rate is not known, before the model has changed and not after its first steps."""
+        if self.scheduler is self._own_scheduler and self._schedule.ends and self.total_steps is None:
+            self._schedule.factor(None, sys.maxsize)
+        if isinstance(self.scheduler, ReduceLROnPlateau) and not self.scheduler.last_epoch:
+            raise ValueError(
+                "a plateau's scheduler lowers the rate by a metric: call step_plateau(metric) before the first batch, with "
+                "the untrained model's, and after each epoch, or use fit()"
+            )
 
     def fit(  # one keyword for each thing that can be asked for
         self,
@@ -96,6 +120,7 @@ class Pipeline:
         *,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 0,
+        validate: Callable[[], SupportsFloat] | None = None,
         progress: bool = False,
     ) -> list[float]:
         """Train until ``epochs`` epochs are complete, those before a resume included; return each one's mean loss.
@@ -109,6 +134,8 @@ class Pipeline:
             loss_fn: called with output and target.
             checkpoint: file that is replaced after every epoch, and after each ``every`` optimizer steps.
             every: optimizer steps between checkpoints within an epoch; 0 for none.
+            validate: called after each epoch, in evaluation mode and without gradients; returns the metric that a scheduler
+                ``plateau`` goes by (of several ranks the mean). Without it, that is the epoch's mean loss.
             progress: write a line on stderr.
 
         Raises:
@@ -120,7 +147,7 @@ class Pipeline:
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
         if checkpoint is not None and not _rank():
             checkpoint_file.check_place(checkpoint)  # now, and not after an epoch
-        batches = _length(loader)
+        batches = of_loader.length(loader)
         self._plan_steps(epochs, batches)
         self.model.train()
         losses = []
@@ -133,6 +160,7 @@ class Pipeline:
             if not self._batches_done:
                 raise ValueError(f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch")
             losses.append(float(self._loss_sum) / self._batches_done)
+            self._judge_epoch(losses[-1], validate)
             self.epoch, self._batches_done = self.epoch + 1, 0
             if progress:
                 sys.stderr.write("\n")
@@ -140,28 +168,42 @@ class Pipeline:
                 self.save(checkpoint, loader)
         return losses
 
+    def _judge_epoch(self, loss: float, validate: Callable[[], SupportsFloat] | None) -> None:
+        """Have the caller judge the model, and tell a scheduler that goes by it."""
+        metric: Any = loss
+        if validate is not None:
+            self.model.eval()
+            try:
+                with torch.no_grad():
+                    metric = validate()
+            finally:
+                self.model.train()
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.step_plateau(metric)
+
     def _plan_steps(self, epochs: int, batches: int | None) -> None:
         """Let the schedule end with the last epoch, unless the caller has said where."""
         if not self._counts_steps:
             return
+        ends = self._schedule.ends and self.scheduler is self._own_scheduler  # or else the rates are those of the caller's
         if batches is None:
-            raise ValueError("the loader has no length: pass total_steps to tune.pipeline(), the optimizer's steps in all")
+            if ends:
+                raise ValueError("the loader has no length: pass total_steps to tune.pipeline(), the optimizer's steps in all")
+            return
         before, self.total_steps = self.total_steps, epochs * math.ceil(batches / self.accumulate)
-        if self.scheduler is not self._own_scheduler:
-            return  # the rates are those of the caller's scheduler
-        if before not in {None, self.total_steps}:  # further epochs: the rate of the next step is one of the new schedule
-            factor = self._schedule(self.total_steps, self.scheduler.last_epoch)
+        if ends and before not in {None, self.total_steps}:  # further epochs: the next step is the new schedule's
+            factor = self._schedule.factor(self.total_steps, self.scheduler.last_epoch)
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
                 group["lr"] = rate * factor
 
     def save(self, path: str | os.PathLike[str], loader: Any = None) -> None:
         """Write a checkpoint that is complete or not there; of several ranks, rank 0 does. Gradients are not in it.
 
-        So call it after a step of the optimizer, not between micro-batches. ``loader`` is asked for its own generator. All
+        So call it after a step of the optimizer, not between micro-batches. ``loader`` is asked for its own generators. All
         ranks call it under FSDP, for it gathers their shards; the file is as that of one process, which can resume it, too.
         """
         own = {
-            "random": {"epoch": self._epoch_random_state, "now": random_state(getattr(loader, "generator", None))},
+            "random": {"epoch": self._epoch_random_state, "now": random_state(of_loader.generators(loader))},
             "loss_sum": self._loss_sum.cpu(),
         }
         parts: dict[str, Any] = {name: distribution.state_of(part) for name, part in self._parts().items()}
@@ -197,7 +239,7 @@ class Pipeline:
         self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], own["loss_sum"].to(self.device)
         self.optimizer.zero_grad()  # of micro-batches before
         self._epoch_random_state, self._resumed_random_state = own["random"]["epoch"], own["random"]["now"]
-        restore_random_state(own["random"]["now"], getattr(loader, "generator", None))
+        restore_random_state(own["random"]["now"], of_loader.generators(loader))
         return self
 
     def _parts(self) -> dict[str, Any]:
@@ -206,7 +248,7 @@ class Pipeline:
         return parts if self.ema is None else {**parts, "ema": self.ema}
 
     def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
-        inputs, target = _to(pair_of(batch), self.device)
+        inputs, target = of_loader.moved(pair_of(batch), self.device)
         with self._gradient_sync(on=last):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
                 loss: Any = loss_fn(forward(self.model, inputs), target)
@@ -228,7 +270,10 @@ class Pipeline:
         if self.scaler.get_scale() < scale:
             return  # gradients overflowed: the scaler has skipped the step
         self.step += 1
-        self.scheduler.step()
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self._schedule.warm_up(self.optimizer, self.step)
+        else:
+            self.scheduler.step()
         if self.ema is not None:
             self.ema.update_parameters(self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
 
@@ -258,21 +303,19 @@ class Pipeline:
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         """Return the epoch's batches from where it was left, drawn from the random state that it began with."""
-        if callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
-            set_epoch(self.epoch)
-        generator = getattr(loader, "generator", None)
-        if not self._batches_done:
+        of_loader.set_epoch(loader, self.epoch)
+        generators = of_loader.generators(loader)
+        now, self._resumed_random_state = self._resumed_random_state or random_state(generators), None
+        done = self._batches_done
+        if not done:
             self._loss_sum = torch.zeros((), device=self.device)
-            self._epoch_random_state = random_state(generator)
-            fresh: Iterator[Any] = iter(loader)
-            return fresh
-        now = self._resumed_random_state or random_state(generator)
-        restore_random_state(self._epoch_random_state, generator)
+            self._epoch_random_state = now
+        restore_random_state(self._epoch_random_state, generators)
         batches: Iterator[Any] = iter(loader)
-        for _ in islice(batches, self._batches_done):
-            pass
-        restore_random_state(now, generator)
-        self._resumed_random_state = None
+        if done:
+            for _ in islice(batches, done):
+                pass
+            restore_random_state(now, generators)
         return batches
 
     def _show(self, epochs: int, batches: int | None) -> None:
@@ -310,7 +353,8 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         lr: initial learning rate.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``rmsprop``.
         scheduler: ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts) or ``linear`` to 0 at
-            ``total_steps``, or ``constant``.
+            ``total_steps``, ``constant``, or ``plateau`` (torch's ``ReduceLROnPlateau``: a tenth of it, when an epoch's metric
+            has not improved for more than ten; for others replace ``Pipeline.scheduler``).
         warmup_steps: steps over which the rate first rises linearly.
         total_steps: the optimizer's steps in all; ``fit`` counts them itself.
         accumulate: micro-batches for each of the optimizer's steps.
@@ -343,7 +387,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     return Pipeline(
         trained,
         OPTIMIZERS[optimizer](trained.parameters(), lr=lr, **optimizer_options),  # type: ignore[call-arg]
-        schedule=partial(_factor, scheduler, warmup_steps),
+        schedule=Schedule(scheduler, warmup_steps),
         total_steps=total_steps,
         dtype=dtype,
         accumulate=accumulate,
@@ -354,37 +398,3 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
 
 def _rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def _length(loader: Any) -> int | None:
-    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
-def _factor(scheduler: str, warmup_steps: int, total_steps: int | None, step: int) -> float:
-    """Return the factor of the learning rate at a step, from 0."""
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    if scheduler == "constant" or step == 0:
-        return 1.0
-    if total_steps is None:
-        raise ValueError(f"scheduler {scheduler!r} ends at a step: pass total_steps to tune.pipeline(), or use fit()")
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return (1 + math.cos(math.pi * progress)) / 2 if scheduler == "cosine" else 1 - progress
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, PackedSequence):
-        moved: Any = value
-        return moved.to(device)  # the sizes of its batches stay on the host
-    if isinstance(value, Mapping):
-        return {name: _to(item, device) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_to(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
