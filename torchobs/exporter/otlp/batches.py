@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.exporter_metrics import HostFacts, ScrapeInput
     from torchobs.exporter.otlp.request_size import Packed
+    from torchobs.exporter.otlp.ring_reader import RingReader
     from torchobs.exporter.otlp.span_encoder import Frame
-    from torchobs.exporter.otlp.span_reader import SpanReader
     from torchobs.ranks.snapshot import Rank
 
 OLDER_NS = 10_000_000_000
@@ -118,7 +118,7 @@ class Metrics:
 class Traces:
     """Builds the span requests of all ranks."""
 
-    def __init__(self, rings: SpanReader, *, with_events: bool = True) -> None:
+    def __init__(self, rings: RingReader, *, with_events: bool = True) -> None:
         """``with_events``: the run's span holds torchobs' events."""
         self._rings, self._with_events = rings, with_events
         self._traces: dict[str, Trace] = {}
@@ -156,7 +156,7 @@ class Traces:
             self._traces[rank.incarnation] = Trace(header, with_events=self._with_events)
         trace = self._traces[rank.incarnation]
         trace.ring_head = live.event_head
-        spans += spans_of(trace, trace.take(self._rings.read(rank, wall_ns)))
+        spans += spans_of(trace, trace.take(self._rings.fresh(rank, wall_ns)))
         if not rank.up:
             last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
             spans += spans_of(trace, trace.finish(exporter_metrics.ending(rank), last_ns))
@@ -165,7 +165,7 @@ class Traces:
 class Logs:
     """Builds the log requests of all ranks."""
 
-    def __init__(self, rings: SpanReader) -> None:
+    def __init__(self, rings: RingReader) -> None:
         self._rings = rings
         self._logs: dict[str, RankLog] = {}
 

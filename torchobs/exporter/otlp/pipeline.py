@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.exporter.otlp.batches import OLDER_NS, Logs, Metrics, Traces, key_of
 from torchobs.exporter.otlp.delivery import Batch, Clock, RequestQueue, Sender
-from torchobs.exporter.otlp.span_reader import SpanReader
+from torchobs.exporter.otlp.ring_reader import RingReader
 from torchobs.flight.format.layout import Region
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class PushPipeline:
         self._senders = [Sender(name, queue, self._transports[name]) for name, queue in self._queues.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
-        self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS), with_events=config.span_events)
-        self._logs = Logs(SpanReader(exporter, born_ns - OLDER_NS))
+        self._traces = Traces(RingReader(exporter, born_ns - OLDER_NS), with_events=config.span_events)
+        self._logs = Logs(RingReader(exporter, born_ns - OLDER_NS))
         self._ended: set[str] = set()
         self._replaced_since: dict[str, Rank] = {}
         """ranks replaced by other incarnations since the last snapshot that was processed"""

@@ -1,6 +1,6 @@
 """Convert the frames of the ranks' event rings into OTLP spans and requests.
 
-A frame is sent once, by its position in the ring. A restarted exporter sends the frames that are still in the ring again, with
+A frame is read and sent once. A restarted exporter sends the frames that are still in the ring again, with
 the same identifiers, which come from the file.
 
 Spans that were announced and are open when their rank has ended without a word are ended at its last heartbeat, as errors, the
@@ -23,6 +23,7 @@ from torchobs import catalog
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.attributes import mapping, namespaced, text, time_ns, whole
 from torchobs.exporter.otlp.root_spans import OpenRoot, is_ours, is_root
+from torchobs.flight.format.event_ring import fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,15 +56,11 @@ class Trace:
         self._header, self._with_events = header, with_events
         self._root = OpenRoot(header)
         self._open: dict[str, Frame] = {}
-        self._next = 0
         self._finished = False
 
-    def take(self, frames: Iterable[tuple[int, Frame]]) -> Iterator[Frame]:
-        """Yield the new spans that have ended."""
-        for position, frame in frames:
-            if position < self._next:
-                continue
-            self._next = position + 1
+    def take(self, payloads: Iterable[bytes]) -> Iterator[Frame]:
+        """Yield the spans that have ended, of a ring's new payloads."""
+        for frame in filter(None, map(fields_of, payloads)):
             kind, span_id = frame.get("k"), frame.get("span_id")
             if kind == "event":
                 self._add_event(frame)
