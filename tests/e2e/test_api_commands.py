@@ -131,9 +131,11 @@ def test_two_ranks_obey(local: Caller, ranks: list[Rank]) -> None:
     assert local.get("/ranks/1/steps?last=5")["steps"][-1]["loss"] > 0
 
 
-def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank]) -> None:
+def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank], tmp_path: Path) -> None:
     """With Python's lock held it has written its stacks down itself; stopped it cannot, and the answer says why."""
-    ranks[0].say("hold", "15", told="holds")
+    release = tmp_path / "release"
+    os.mkfifo(release)
+    ranks[0].say("hold", str(release), told="holds")
     wait_until(lambda: shown(local, 0)["state"] == "unresponsive")
 
     def look() -> dict[str, Any] | None:
@@ -145,6 +147,7 @@ def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank]) -> No
     assert not ranks[0].said("hold"), "it holds the lock all the while"
     assert "in hold" in fetched(local, stuck["evidence"]).decode()
     assert stuck["command"] is None
+    release.open("w").close()
     wait_until(lambda: shown(local, 0)["state"] == "alive", timeout_s=60)
     (event,) = wait_until(lambda: local.get("/events?rank=0&kind=torchobs.stacks")["events"])
     assert event["attributes"]["cause"] == "stuck"

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def namespace() -> Iterator[Namespace]:
         for crd in CRDS:
             made.kubectl("wait", "--for=condition=Established", "--timeout=30s", f"customresourcedefinition/{crd.name}")
         if version := injection.served_version():
-            injection.warm_up(injection.rendered(injection__apiVersion=version))
+            with injection.one_at_a_time():
+                injection.warm_up(injection.rendered(injection__apiVersion=version))
         yield made
         for crd in ours:
             made.kubectl("delete", "customresourcedefinition", crd.name, "--wait=false")
@@ -65,7 +67,8 @@ def namespace() -> Iterator[Namespace]:
 
 def succeeds(namespace: Namespace, *arguments: str | Path) -> str:
     """Run Helm in the namespace; the test fails with its message if it fails."""
-    done = helm(*arguments, "--namespace", namespace.name)
+    with injection.one_at_a_time() if arguments[0] in {"install", "upgrade", "rollback"} else nullcontext():
+        done = helm(*arguments, "--namespace", namespace.name)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

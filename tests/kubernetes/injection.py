@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +106,17 @@ def pod(inject: str = "true", labels: dict[str, str] | None = None, **owner: str
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Show the API server no two policies at once, from whatever process of these tests.
+
+    It compiles them with one shared map of variables before 1.36 (kubernetes#135759), and says `undefined field` of some.
+    """
+    with (Path(tempfile.gettempdir()) / "torchobs-test-policies.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def warm_up(policy: Policy) -> None:
     """Show the API server a policy once: the first with variables after its start is refused by 1.33, where they are alpha.
 
@@ -125,9 +139,10 @@ def injection(namespace: Namespace, exporter: str, change: Callable[[Policy], No
         image__repository=image,
         image__tag=tag,
     )
-    warm_up(policy)
-    change(policy)
-    namespace.apply(*policy)
+    with one_at_a_time():
+        warm_up(policy)
+        change(policy)
+        namespace.apply(*policy)
     try:
         yield
     finally:
