@@ -44,6 +44,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
     recorded: bool = True,
     newest_loss: float | None = None,
     lately: dict[str, int] | None = None,
+    mistakes: tuple[str, ...] = (),
     values: Values | None = None,
     **given: float | None,
 ) -> Row:
@@ -65,6 +66,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
         loss=last_loss(readings.get, newest_loss),
         slowness=slow,
         lately=lately,
+        mistakes=mistakes,
     )
     return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, None)
 

@@ -33,6 +33,20 @@ def saves(failed: int, last: int) -> Values:
     return {catalog.CHECKPOINTS.name: {("failed",): failed}, catalog.CHECKPOINT_FAILURE_STREAK.name: {(): last}}
 
 
+def test_mistakes_of_the_loop_are_told_once_for_all_ranks() -> None:
+    """In a short sentence each; an optimizer that has stepped after all is none."""
+    found = run(*(row(rank, mistakes=("gradients_kept", "never_stepped")) for rank in range(8))).health
+    assert found.text == training(8) + "Gradients are never set to zero (optimizer.zero_grad())."
+    assert found.level is Severity.WARNING
+    assert run(row(0, mistakes=("never_stepped",), steps=0, loss=None)).health.text.endswith("The optimizer never steps.")
+
+
+@pytest.mark.parametrize("kind", catalog.LOOP_MISTAKES)
+def test_every_mistake_has_its_sentence(kind: str) -> None:
+    """Also one that is new."""
+    assert run(row(0, mistakes=(kind,), steps=0)).health.level is Severity.WARNING
+
+
 @pytest.mark.parametrize(
     ("rows", "said", "level"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
 from torchobs.diagnosis import text_format
 from torchobs.report.axes import drawn
 from torchobs.report.charts import stacked
@@ -20,6 +18,7 @@ from torchobs.report.content import (
     Text,
 )
 from torchobs.report.html import EMPTY, Html, heading_cell, joined, named, number_cell, table, tag
+from torchobs.report.style import style_sheet
 
 SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕")}
 """Severity to CSS class and symbol"""
@@ -53,7 +52,7 @@ def _head(document: Document) -> Html:
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"{symbol} {document.title} – torchobs"),
         tag("link", rel="icon", href="data:,"),
-        tag("style", Html(files("torchobs.report").joinpath("report.css").read_text(encoding="utf-8"))),
+        tag("style", Html(style_sheet("torchobs.report", "report.css"))),
     )
 
 

@@ -58,6 +58,8 @@ class EventRow(NamedTuple):
     """the kind of anomaly; empty for other events"""
     number: int = 1
     """number of events that it stands for, including those the rank left out before it"""
+    mistake: str = ""
+    """of ``catalog.LOOP_MISTAKES``; empty for other events"""
 
     @property
     def kind(self) -> Kind:
@@ -80,6 +82,8 @@ class RankEvents:
     newest: tuple[EventRow, ...] = ()
     """oldest first"""
     groups: Mapping[Kind, EventGroup] = field(default_factory=dict)
+    mistakes: tuple[str, ...] = ()
+    """of the training loop, each once"""
 
     def add(self, events: Iterable[EventRow]) -> RankEvents:
         """Return a copy with later events added."""
@@ -89,7 +93,8 @@ class RankEvents:
                 groups[event.kind] = EventGroup(known.number + event.number, known.first, event)
             elif len(groups) < MOST_KINDS:
                 groups[event.kind] = EventGroup(event.number, event, event)
-        return RankEvents((*self.newest, *later)[-KEPT:], groups)
+        mistakes = dict.fromkeys((*self.mistakes, *(event.mistake for event in later if event.mistake)))
+        return RankEvents((*self.newest, *later)[-KEPT:], groups, tuple(mistakes))
 
 
 class EventLog(NamedTuple):
@@ -163,6 +168,8 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
         text=_text(attributes),
     )
     kind, left_out = attributes.get("kind"), attributes.get("left_out")
+    if known is catalog.EVENT_LOOP_MISTAKE and kind in catalog.LOOP_MISTAKES:
+        return row._replace(mistake=kind)
     if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
         return row
     number = 1 + max(0, left_out) if isinstance(left_out, int) else 1

@@ -14,6 +14,7 @@ from torchobs.exporter.http import client_scope
 from torchobs.exporter.ui.page import HEADERS, SCRIPT_PATH, STYLE_PATH, page
 from torchobs.exporter.ui.sse import Feed
 from torchobs.exporter.ui.urls import STREAM_PATH, choice_of
+from torchobs.report.style import style_sheet
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -42,8 +43,8 @@ class LivePage:
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(partial(_asset, "live.css", "text/css"))),
-            Route(SCRIPT_PATH, _guarded(partial(_asset, "live.js", "text/javascript"))),
+            Route(STYLE_PATH, _guarded(partial(_asset, _style, "text/css"))),
+            Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
         ]
 
     @property
@@ -82,10 +83,14 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     return guarded
 
 
-async def _asset(name: str, media_type: str, _: Request) -> Response:
-    return Response(_read_asset(name), media_type=media_type, headers=HEADERS)
+async def _asset(content: Callable[[], str], media_type: str, _: Request) -> Response:
+    return Response(content(), media_type=media_type, headers=HEADERS)
+
+
+def _style() -> str:
+    return style_sheet("torchobs.exporter.ui", "static", "live.css")
 
 
 @cache
-def _read_asset(name: str) -> bytes:
-    return resources.files(__package__).joinpath("static").joinpath(name).read_bytes()
+def _script() -> str:
+    return resources.files(__package__).joinpath("static").joinpath("live.js").read_text(encoding="utf-8")

@@ -225,6 +225,7 @@ class Modeller:
             per_s=pace.per_s if trains and pace else None,
             loss=last_loss(readings.get, details.newest.loss),
             slowness=rank.standing.slowness if rank.standing else None,
+            mistakes=details.events.mistakes,
             lately=recent_anomalies(((one.at_s, one.anomaly, one.number) for one in details.events.newest), time.time()),
             alike=alike_norms(
                 details.newest.norms,
