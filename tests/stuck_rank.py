@@ -1,7 +1,8 @@
 """A training process that does on request what it should not: `python -m tests.stuck_rank DIRECTORY [RANK]`.
 
 It trains a small model, a step every 10 ms, and reads words from its standard input: `sleep` sleeps in Python, `hold` holds
-Python's lock in C for as many seconds as follow, `profile` runs the application's own profiler for a moment, `end` ends it.
+Python's lock in C for as many seconds as follow, or until the named pipe that follows is opened, `profile` runs the
+application's own profiler for a moment, `end` ends it.
 `limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back and
 collects what is garbage, `sudden` gives it back when there is room for stacks that are about to be written, `become` takes
 another effective user. It prints the first word when it has obeyed, `naps` and `holds` when it is about to.
@@ -53,12 +54,16 @@ def nap(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def hold(seconds: int) -> None:
-    """Sleep in C, with Python's lock held."""
+def hold(until: str) -> None:
+    """Wait in C, with Python's lock held: for so many seconds, or until somebody opens a named pipe to write."""
     tell("holds")
-    left = seconds
-    while left:
-        left = ctypes.PyDLL(None).sleep(left)
+    if until.isdecimal():
+        left = int(until)
+        while left:
+            left = ctypes.PyDLL(None).sleep(left)
+    else:
+        while ctypes.PyDLL(None).open(until.encode(), os.O_RDONLY) == -1:
+            pass  # a signal came
 
 
 def sudden(directory_fd: int, size: int) -> str | None:
@@ -74,8 +79,8 @@ def obey(given: list[str], model: torch.nn.Module, optimizer: torch.optim.Optimi
     match given:
         case ["sleep", seconds]:
             nap(float(seconds))
-        case ["hold", seconds]:
-            hold(int(seconds))
+        case ["hold", until]:
+            hold(until)
         case ["limit", size]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
         case ["deadly"]:

@@ -16,6 +16,7 @@ from tests.training import loss_of, mlp, recording
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exceptions import describe, root_cause
+from torchobs.probes.lifecycle.exits import Ending
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -368,17 +369,17 @@ def test_who_catches_an_exit_and_trains_on_has_not_left(flight_dir: Path, monkey
         with pytest.raises(SystemExit):
             sys.exit(3)
         exits = recorded.session._exits
-        assert exits.ended(None) == (Exit.EXIT_CODE, 3)
-        assert exits.ended((Exit.EXIT_CODE, 7)) == (Exit.EXIT_CODE, 7)  # `torchobs run` saw the last of several
+        assert exits.ended(None) == (Exit.EXIT_CODE, 3, None)
+        assert exits.ended(Ending(Exit.EXIT_CODE, 7)) == (Exit.EXIT_CODE, 7, None)  # `torchobs run` saw the last of several
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for index in range(4):
             loss_of(model, index).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        assert exits.ended(None) == (Exit.FINISHED, 0)
+        assert exits.ended(None) == (Exit.FINISHED, 0, None)
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
         sys.excepthook(LookupError, LookupError(), None)
-        assert exits.ended(None) == (Exit.FINISHED, 0)  # at a prompt one goes on
+        assert exits.ended(None) == (Exit.FINISHED, 0, None)  # at a prompt one goes on
 
 
 def test_sys_is_left_as_it_was_found(flight_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,6 @@ from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from torchobs.ranks.snapshot import Rank
 
@@ -70,7 +70,7 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script:
             signal.SIGTERM,
             3,
             "failed",
-            "exit_code",
+            "terminated",
         ),
         # children are ended by the same signal, as multiprocessing ends its own, however young they are
         (
@@ -108,15 +108,28 @@ def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of th
     assert (rank.state, exporter_metrics.ending(rank)) == (state, reason)
 
 
+def open_files(pid: int) -> list[str]:
+    """Return the targets of the process's descriptors; one that is closed meanwhile is left out."""
+    return [target for path in Path(f"/proc/{pid}/fd").iterdir() if (target := read_link(path))]
+
+
+def read_link(path: Path) -> str | None:
+    """Return the link's target, ``None`` where it is gone."""
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:
+        return None
+
+
 def test_the_mark_moves_with_the_lock(
     start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
 ) -> None:
     """A lock file that somebody deleted is made again, and SIGTERM leaves its mark in the new one."""
     child = begin(start, flight_dir, f"import torchobs\ntorchobs.init()\n{WAITS}")
     (lock,) = flight_dir.glob("*.lock")
-    before = lock.stat().st_ino
     lock.unlink()
-    wait_until(lambda: lock.exists() and lock.stat().st_ino != before, timeout_s=30)
+    # the old descriptor is closed last
+    wait_until(lambda: lock.exists() and f"{lock} (deleted)" not in open_files(child.pid), timeout_s=30)
     child.terminate()
     assert child.wait(timeout=30) == -signal.SIGTERM
     assert lock.stat().st_size > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_programs_have_it_in_numbers() -> None:
     (made,) = document([quiet(69.0, left=(left(STACKS, 85.0),))], [], [], Options())["ranks"]
     assert made["stall"] == {
         "seconds": pytest.approx(69.0), "usual_step": 0.1, "phase": "other", "phase_seconds": pytest.approx(69.0), "hung": True,
-        "lock_held": False, "stacks": [left(STACKS, 85.0).name],
+        "lock_held": False, "stacks": [left(STACKS, 85.0).name], "frames": [], "long": True,
     }  # fmt: skip
     assert made["evidence"] == [{"file": left(STACKS, 85.0).name, "kind": "stacks", "id": left(STACKS, 85.0).id}]
     assert document([quiet(0.1)], [], [], Options())["ranks"][0]["stall"] is None
@@ -132,3 +133,29 @@ def test_before_the_first_step_only_half_an_hour_is_long() -> None:
     found = told(facts(last_s=START_S + 1900, phase="data", phase_begun_s=START_S))
     assert found is not None
     assert "no step ended in the last 31 min 40 s; it was in the phase data" in found.text
+
+
+FRAMES = ("/usr/lib/python3.11/threading.py:320 in wait", "/home/me/train.py:33 in load", "/home/me/train.py:50 in <module>")
+
+
+@pytest.mark.parametrize(("seconds", "severity"), [(12.0, INFO), (30.0, WARNING)])
+def test_stacks_that_a_rank_wrote_early_are_shown_if_it_ended_there(seconds: float, severity: str) -> None:
+    """However short that was: its steps take a second, so that twelve are no hang; the user's own line is named."""
+    event = fact(catalog.EVENT_STACKS, 31.0, cause="stalled", evidence="0123456789abcdef")
+    usual = [step._replace(duration_s=1.0) for step in steps(201)]
+    killed = replace(quiet(seconds, events=[event], left=(left(STACKS, 31.0),), frames=FRAMES), steps=tuple(usual))
+    found = told(killed)
+    assert found is not None
+    assert found.severity == severity
+    at = "/usr/lib/python3.11/threading.py:320 in wait, called at /home/me/train.py:33 in load"
+    assert f"main thread was at {at}; " in found.text
+    assert left(STACKS, 31.0).name in found.text
+
+
+def test_stacks_that_were_written_early_are_no_finding_if_training_went_on() -> None:
+    """An evaluation in code of its own, a slow file system; nor if it finished, or while it lives."""
+    event = fact(catalog.EVENT_STACKS, 10.0, cause="stalled", evidence="0123456789abcdef")
+    assert told(quiet(1.0, events=[event], left=(left(STACKS, 10.0),))) is None
+    late = fact(catalog.EVENT_STACKS, 29.0, cause="stalled", evidence="0123456789abcdef")
+    assert told(quiet(9.5, events=[late], state="finished", reason="finished")) is None
+    assert told(quiet(9.5, events=[late], state="alive", reason="", up=True)) is None

@@ -1,13 +1,18 @@
 """What `torchobs run` takes for itself and what it leaves to the script."""
 
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from torchobs.cli import run, run_program
 from torchobs.identity.process import exit_status
+from torchobs.support.error_guard import CircuitBreaker
 
 SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
 
@@ -138,3 +143,20 @@ def test_the_exporter_is_on_unless_somebody_has_spoken(
     options, what = run._parse([*arguments, str(tmp_path / "x.py"), "--lr", "1"])
     assert run._overrides(options)["exporter"] is expected
     assert what == run_program.Program(run_program.ProgramKind.SCRIPT, str(tmp_path / "x.py"), ("--lr", "1"))
+
+
+def test_a_handler_that_raises_within_a_hook_has_no_frame_of_the_hook() -> None:
+    """A signal may come at any time: what its handler raises is the script's, and so is the traceback."""
+
+    def handler(*_: object) -> None:
+        raise LookupError
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        with pytest.raises(LookupError) as raised:
+            CircuitBreaker("test").guard(lambda: signal.raise_signal(signal.SIGUSR2))()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    own = traceback.extract_tb(run_program._without_hooks(raised.tb))
+    assert not [frame for frame in own if frame.filename.startswith(f"{ROOT / 'torchobs'}{os.sep}")]
+    assert own[-1].name == "handler"

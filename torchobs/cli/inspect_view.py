@@ -11,19 +11,20 @@ from operator import itemgetter
 from torchobs import catalog
 from torchobs.cli.table import Column, bullets, flow, shares, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import stack_text, text_format
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, device_memory, memory
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.scalars import Point
+from torchobs.diagnosis.stall import stall
 from torchobs.diagnosis.status import last_known
 from torchobs.report.details import command_line, facts
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40
-_MOST_ALIKE = 3
+_MOST_ALIKE, _MOST_FRAMES = 3, 12
 _STEP_COLUMNS = (
     Column("step"), Column("ended", dispensable=4), Column("took"), Column("loss"), Column("grad norm"),
     Column("learning rate", dispensable=3),
@@ -113,6 +114,7 @@ def _rank(report: RankReport, options: Options, style: TerminalStyle, *, alone: 
         )  # in this order: the path may be long
     parts = (
         (f"Last steps{of}", _steps(report, options, style.width)),
+        (f"Stack{of}", _stack(report, style.width)),
         (f"Speed{of}", _speed(report, style.width)),
         (f"Course{of}", _course(report, style)),
         (f"Time{of}", shares(report.by_attribute(catalog.GOODPUT_TIME), style.width)),
@@ -143,6 +145,14 @@ def _steps(report: RankReport, options: Options, width: int) -> list[str]:
         for step in shown
     ]  # fmt: skip
     return table(_STEP_COLUMNS, rows, width) if rows else []
+
+
+def _stack(report: RankReport, width: int) -> list[str]:
+    """Return where the main thread was when it was last looked at, if that was in a stall at the end."""
+    found = stall(report)
+    frames = stack_text.without_launcher(found.frames) if found is not None else ()
+    more = [f"… and {len(frames) - _MOST_FRAMES} more"] if len(frames) > _MOST_FRAMES else []
+    return [text_format.cut(line, width) for line in (*map(stack_text.shown, frames[:_MOST_FRAMES]), *more)]
 
 
 def _speed(report: RankReport, width: int) -> list[str]:

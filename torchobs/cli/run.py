@@ -66,7 +66,7 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
     try:
         run_program.execute(what)
     except SystemExit as leaving:
-        error_guard.call(breaker, _note_exit, exit_status(leaving.code))
+        error_guard.call(breaker, _note_exit, leaving)
         raise
 
 
@@ -155,8 +155,8 @@ def _say_address(summary: Summary) -> None:
     summary.begin(session.current())
 
 
-def _note_exit(status: int) -> None:
+def _note_exit(leaving: SystemExit) -> None:
     from torchobs.runtime import session
 
     if (running := session.current()) is not None:
-        running.note_exit(status)
+        running.note_exit(exit_status(leaving.code), leaving)

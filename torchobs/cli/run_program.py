@@ -18,7 +18,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NamedTuple
 
-_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes/", "support/graph_safe.py", "runtime/profiler.py"))
+_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "flight", "support", "runtime/profiler.py"))
+"""Where a hook's frames are. A signal's handler, of the user's, may run within any of them"""
 
 
 class ProgramKind(Enum):

@@ -17,7 +17,7 @@ from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import events_of, steps_of
-from torchobs.diagnosis.status import anomalies_of, recent_anomalies
+from torchobs.diagnosis.status import anomalies_of, mistakes_of, recent_anomalies
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -95,8 +95,9 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, events: bool, logged: 
             records = file.steps(limit)
             frames = list(file.events()) if events else []
             found = scalars.curves(frame for _, frame in frames) if logged else {}
-            lately = recent_anomalies(anomalies_of(events_of(frames, file.header)), time.time())
-            return RankView(rank, steps_of(records, file.header), pace(records), found, lately)
+            told = events_of(frames, file.header)
+            lately = recent_anomalies(anomalies_of(told), time.time())
+            return RankView(rank, steps_of(records, file.header), pace(records), found, lately, mistakes_of(told))
     except READ_ERRORS:
         return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 

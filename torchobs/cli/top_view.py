@@ -52,6 +52,8 @@ class RankView:
     scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
     lately: Mapping[str, int] = field(default_factory=dict)
     """recent anomalies by kind"""
+    mistakes: tuple[str, ...] = ()
+    """of the training loop"""
 
     @cached_property
     def values(self) -> Mapping[tuple[str, ...], Value]:
@@ -141,6 +143,7 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
         loss=last_loss(one.value, last_known([step.loss for step in one.steps])),
         slowness=slow.get(rank.incarnation),
         lately=one.lately,
+        mistakes=one.mistakes,
         alike=alike_norms(
             {step.step: step.grad_norm for step in one.steps if step.grad_norm is not None},
             distributed=[key[1:] for key in one.values if key[0] == catalog.DISTRIBUTED_INFO.name],

@@ -13,6 +13,10 @@ from statistics import fmean, median_low
 
 LEAST_STEPS = 3
 """Least steps that all have measured, which each rank chooses by its own cost; the norm has to differ in every one of them."""
+LOOKED_BATCHES = 8
+"""Batches in a row that must be the same; fewer are tests whether a model can learn them"""
+_LAST = 64
+"""Steps whose losses are compared"""
 LEAST_DIFFERENCE = 0.01
 """Least relative difference: the order of a sum in float16 makes less than a thousandth."""
 
@@ -57,6 +61,28 @@ def _apart(values: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
     }
     odd = tuple(rank for rank, distance in distances.items() if distance > limit)
     return tuple(values) if odd and 2 * len(odd) >= len(values) else odd
+
+
+def same_batches(batches: Mapping[str, Mapping[int, Sequence[float]]], losses: Mapping[str, Mapping[int, float]]) -> int | None:
+    """Return since which step ranks are given the same batches, and compute the same of them; ``None`` if they do not.
+
+    ``batches``: by rank and step what tells a batch from others, of those that begin there; ``losses``: of the steps that are
+    known. One batch that comes again and again is a test whether a model can learn it. Losses that are equal to the bit rule
+    out ranks that take their part of a common batch.
+    """
+    steps = sorted(set.intersection(*(set(own) for own in batches.values()))) if len(batches) > 1 else []
+    common = sorted(set.intersection(*(set(own) for own in losses.values())))[-_LAST:] if losses else []
+    alike = all(len({own[step] for own in losses.values()}) == 1 for step in common)
+    first = next(iter(losses.values()), {})
+    if len(common) < LOOKED_BATCHES or not alike or len({first[step] for step in common}) < LOOKED_BATCHES:
+        return None
+    found = [step for step in steps if _are_same([own[step] for own in batches.values()])]
+    return found[0] if found and len(found) == len(steps) else None
+
+
+def _are_same(rows: Sequence[Sequence[float]]) -> bool:
+    """Return True if all ranks have the same batches, and these are not one that is repeated."""
+    return len(set(map(tuple, rows))) == 1 and len(set(rows[0])) == len(rows[0]) == LOOKED_BATCHES
 
 
 def _differs(norm: float, usual: float) -> bool:

@@ -86,6 +86,17 @@ def blamed(ranks: Mapping[str, Position]) -> dict[str, Blamed]:
     return {}
 
 
+def alone(position: Position) -> Blamed:
+    """Return what a rank does of which it is known otherwise that the others wait for it."""
+    if position.state in {"finished", "failed", "lost"}:
+        return Blamed(ENDED, position)
+    if position.phase in ASIDE:
+        return Blamed(ASIDE_OF_TRAINING, position)
+    if position.frames and not waits(position.frames):
+        return Blamed(NOT_IN_COLLECTIVE, position)
+    return Blamed(FETCHING if position.phase == "data" else ELSEWHERE, position)
+
+
 def place(steps: int, phase: str) -> float:
     """Return how far a rank is, in steps: those done, and a fifth for each phase of the next that is behind it."""
     return steps + _ORDER.get(phase, 0) / 5

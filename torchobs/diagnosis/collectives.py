@@ -19,7 +19,8 @@ def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[st
         if rank in named:
             by_absence.setdefault(one, []).append(rank)
     for one, names in by_absence.items():
-        yield f"{_capital(_ranks(names))} {'has' if len(names) == 1 else 'have'} not come to {_absence(one)}."
+        who = text_format.capital(text_format.ranks(names, _MOST_NAMED))
+        yield f"{who} {'has' if len(names) == 1 else 'have'} not come to {_absence(one)}."
 
 
 def mismatches(ranks: Sequence[RankStatus]) -> Iterator[str]:
@@ -40,17 +41,9 @@ def _kinds(one: Mismatch) -> str:
     kinds = []
     for (operation, size), names in one.kinds.items():
         amount = "" if size is None else f" of {text_format.size(size)}"
-        kinds.append(f"{operation}{amount} on {_ranks(names)}")
+        kinds.append(f"{operation}{amount} on {text_format.ranks(names, _MOST_NAMED)}")
     return text_format.joined(kinds, _MOST_NAMED)
-
-
-def _ranks(names: Sequence[str]) -> str:
-    return f"{'rank' if len(names) == 1 else 'ranks'} {text_format.joined(names, _MOST_NAMED)}"
 
 
 def _group(name: str) -> str:
     return text_format.clean(name)
-
-
-def _capital(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchobs import catalog
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import collective_timeout, text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.stall import stalled
@@ -69,6 +69,8 @@ def _living(report: RankReport) -> Finding:
 
 def _finished(report: RankReport) -> Finding:
     length = text_format.duration(report.last_s - report.start_s)
+    told = _signal(report)
+    told = f"; {told} had told it to end" if told else ""
     if not report.last_step and report.partial:
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}; {_NO_STEPS}.")
     if not report.last_step:
@@ -76,7 +78,7 @@ def _finished(report: RankReport) -> Finding:
         if report.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")
-    return Finding(INFO, "finished", f"Rank {report.rank} finished in order {_where(report)}; it ran for {length}.")
+    return Finding(INFO, "finished", f"Rank {report.rank} finished in order {_where(report)}; it ran for {length}{told}.")
 
 
 def _unknown(report: RankReport) -> Finding:
@@ -90,7 +92,8 @@ def _exception(report: RankReport) -> Finding:
         text = f"Rank {report.rank} ended by an exception {_where(report)}; which one is not in the file."
         return Finding(ERROR, "exception", text)
     last = raised[-1]
-    text = f"Rank {report.rank} ended by {_raised(last, '')}, {_where(report)}."
+    handler = f", raised by the handler of {last.text('signal')}" if last.text("signal") else ""
+    text = f"Rank {report.rank} ended by {_raised(last, '')}{handler}, {_where(report)}{collective_timeout.waited(last)}."
     if last.text("cause.type"):
         text += f" At its root was {_raised(last, 'cause.')}."
     return Finding(ERROR, "exception", text)
@@ -110,16 +113,34 @@ def _raised(fact: Fact, of: str) -> str:
 
 
 def _interrupted(report: RankReport) -> Finding:
-    return Finding(WARNING, "interrupted", f"Rank {report.rank} was interrupted (Ctrl-C, SIGINT) {_where(report)}.")
+    text = f"Rank {report.rank} was interrupted (Ctrl-C, SIGINT) {_where(report)}"
+    return Finding(WARNING, "interrupted", f"{text}{_left_by(report)}.")
 
 
 def _terminated(report: RankReport) -> Finding:
     text = f"Rank {report.rank} was told to end (SIGTERM: by the scheduler, the launcher or a person) {_where(report)}"
-    return Finding(WARNING, "terminated", f"{text}{_phase(report)}.")
+    return Finding(WARNING, "terminated", f"{text}{_phase(report)}{_left_by(report)}.")
 
 
 def _exit_code(report: RankReport) -> Finding:
-    return Finding(ERROR, "exit_code", f"Rank {report.rank} left with exit status {report.exit_code}, {_where(report)}.")
+    handler = f" on {_signal(report)}, which it handled" if _signal(report) else ""
+    text = f"Rank {report.rank} left with exit status {report.exit_code}{handler}, {_where(report)}."
+    return Finding(ERROR, "exit_code", text)
+
+
+def _signal(report: RankReport) -> str:
+    """Return the signal that its own handler ended the rank on; empty if none did."""
+    ended = report.events_named(catalog.EVENT_RUN_END)
+    return ended[-1].text("signal") if ended else ""
+
+
+def _left_by(report: RankReport) -> str:
+    """Return what the signal's handler made of it, if that is more than to end."""
+    raised = [fact for fact in main_exceptions(report) if fact.text("signal")]
+    if raised and raised[-1].text("exception.type") != "builtins.KeyboardInterrupt":
+        return f"; on that it raised {_raised(raised[-1], '')}"
+    status = report.exit_code if _signal(report) else 0
+    return f"; it left with exit status {status}" if status not in {0, 130, 143} else ""
 
 
 def _lost(report: RankReport) -> Finding:

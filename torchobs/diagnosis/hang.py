@@ -20,24 +20,20 @@ _ASIDE = {
 
 def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:
     """Return the ranks that the others wait for, by name."""
-    return hang.blamed({rank.rank: _position(rank) for rank in ranks})
+    return hang.blamed({rank.rank: position(rank) for rank in ranks})
 
 
 def sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
     """Return who waits for whom, without figures that change; ``found``: as of :func:`blamed`, not empty."""
-    others = Counter(_where(_position(rank)) for rank in ranks if rank.rank not in found)
+    others = Counter(where(position(rank)) for rank in ranks if rank.rank not in found)
     (place, number), *more = others.most_common()
     waiting = f"the other {text_format.plural(number, 'rank')}" if number > 1 else "the other rank"
     rest = " (most of them)" if more else ""
     kinds = groupby(sorted(found, key=lambda name: _what(found[name])), key=lambda name: _what(found[name]))
-    parts = [f"{_ranks(list(names))} {what}" for what, names in kinds]
+    parts = [f"{text_format.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds]
     named = text_format.joined(parts, _MOST_GROUPS)
-    told = f"{named[:1].upper()}{named[1:]}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
+    told = f"{text_format.capital(named)}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
     return " ".join([told, *collectives.evidence(ranks, found)])
-
-
-def _ranks(names: Sequence[str]) -> str:
-    return f"{'rank' if len(names) == 1 else 'ranks'} {text_format.joined(names, _MOST_NAMED)}"
 
 
 def _what(one: Blamed) -> str:
@@ -45,18 +41,19 @@ def _what(one: Blamed) -> str:
     if one.why == hang.ENDED:
         return "ended in order" if one.position.state == "finished" else "ended"
     if one.why == hang.SILENT:
-        return f"gave no sign of life since it was {_where(one.position)}"
+        return f"gave no sign of life since it was {where(one.position)}"
     arrived = one.why != hang.NOT_ARRIVED
     if one.why == hang.ASIDE_OF_TRAINING or (not arrived and one.position.phase in hang.ASIDE):
         return _ASIDE[one.position.phase or "idle"]
     if one.why == hang.NOT_IN_COLLECTIVE or (not arrived and one.position.frames):
-        return f"runs {text_format.clean(one.position.frames[0])} {_where(one.position)}"
+        return f"runs {text_format.clean(one.position.frames[0])} {where(one.position)}"
     if one.why == hang.FETCHING or (not arrived and one.position.phase == "data"):
         return f"fetches data{_step(one.position)}"
-    return f"stays {_where(one.position)}"
+    return f"stays {where(one.position)}"
 
 
-def _where(position: Position) -> str:
+def where(position: Position) -> str:
+    """Return in which phase of which step a rank is."""
     phase = position.phase
     within = "between two phases" if phase in {None, "other"} else f"in {phase}"
     return within + _step(position)
@@ -66,5 +63,6 @@ def _step(position: Position) -> str:
     return "" if position.steps is None else f" of step {position.steps + 1:,}"
 
 
-def _position(rank: RankStatus) -> Position:
+def position(rank: RankStatus) -> Position:
+    """Return where a rank is, for :mod:`torchobs.detect.hang`."""
     return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames, rank.collectives)

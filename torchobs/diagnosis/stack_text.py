@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from torchobs.diagnosis import text_format
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
 _FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
 _MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
 _MOST = 64
+_LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
+_LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
 
 
 def main_frames(text: str) -> tuple[str, ...]:
@@ -21,3 +26,23 @@ def main_frames(text: str) -> tuple[str, ...]:
     named = _MAIN.search(text)
     main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
     return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(main))[:_MOST])
+
+
+def place(frames: Sequence[str]) -> str:
+    """Return the innermost frame, and the innermost of the user's own code if that is another; ``frames``: one or more."""
+    own = next((frame for frame in frames if not _LIBRARIES.search(frame)), frames[0])
+    called = f", called at {shown(own)}" if own != frames[0] else ""
+    return f"{shown(frames[0])}{called}"
+
+
+def without_launcher(frames: Sequence[str]) -> Sequence[str]:
+    """Leave out the outermost frames, of ``torchobs run`` and ``python -m``."""
+    end = len(frames)
+    while end and _LAUNCHER.search(frames[end - 1]):
+        end -= 1
+    return frames[:end] or frames
+
+
+def shown(frame: str) -> str:
+    """Return a frame as one sanitised line, shortened for installed packages."""
+    return text_format.source_location(text_format.clean(frame))

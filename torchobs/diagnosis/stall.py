@@ -7,15 +7,14 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.diagnosis import text_format
+from torchobs.detect.stall import LEAST_S
+from torchobs.diagnosis import stack_text, text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import state
 
-LEAST_S = 10.0
-"""Shortest stall: people wait about that long before Ctrl-C. Shorter ones may be a slow batch or an unobserved save."""
 _RECENT = 200
 _ALL_OF_IT = 0.95
 
@@ -36,13 +35,18 @@ class Stall(NamedTuple):
     """True if the GIL was held at the end: no thread of torchobs could run, so that it may have lasted longer"""
     stacks: tuple[str, ...]
     """names of stack dumps taken meanwhile, and ids of those that no longer exist"""
+    frames: tuple[str, ...]
+    """the main thread's frames in the last of them, the innermost first; empty if none is here"""
+    long: bool
+    """False if it was long enough to write stacks, and nothing more"""
 
 
 def stall(report: RankReport) -> Stall | None:
     """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
 
     The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
-    known stall is short, because the heartbeat stopped with it.
+    known stall is short, because the heartbeat stopped with it. One that ended the run, and of which the rank has written its
+    stacks, is returned however short it was.
     """
     if not report.newest_is_here or not report.end_known:
         return None
@@ -55,7 +59,8 @@ def stall(report: RankReport) -> Stall | None:
         "lost",
         "out_of_memory",
     }
-    if report.reason == "finished" or not (quiet_s >= least_s or held or report.state == "hung"):
+    long = quiet_s >= least_s or held or report.state == "hung"
+    if report.reason == "finished" or not (long or _written_early(report, since_s)):
         return None
     begun_s = report.phase_begun_s
     return Stall(
@@ -66,6 +71,8 @@ def stall(report: RankReport) -> Stall | None:
         hung=report.state == "hung" or (quiet_s > timeout_s and report.phase not in state.PATIENT_PHASES),
         lock_held=held,
         stacks=_stacks(report, since_s),
+        frames=report.frames,
+        long=long,
     )
 
 
@@ -75,7 +82,7 @@ def stalled(report: RankReport) -> Iterator[Finding]:
     if found is None:
         return
     patient = found.phase in state.PATIENT_PHASES and not found.lock_held
-    severity = ERROR if found.hung or found.lock_held else INFO if patient else WARNING
+    severity = ERROR if found.hung or found.lock_held else INFO if patient or not found.long else WARNING
     yield Finding(
         severity, "stalled", f"{_held(found, report) if found.lock_held else _quiet(found, report)} {_where(found, report)}"
     )
@@ -107,7 +114,10 @@ def _held(found: Stall, report: RankReport) -> str:
 
 def _where(found: Stall, report: RankReport) -> str:
     if found.stacks:
-        return f"Where its threads were then is written in {text_format.joined(found.stacks)}, beside the flight file."
+        written = f"is written in {text_format.joined(found.stacks)}, beside the flight file."
+        if not found.frames:
+            return f"Where its threads were then {written}"
+        return f"Its main thread was at {stack_text.place(found.frames)}; where all were {written}"
     if report.up:
         return "`torchobs stacks` shows where its threads are."
     if found.phase == "idle":
@@ -121,6 +131,12 @@ def _stacks(report: RankReport, since_s: float) -> tuple[str, ...]:
     told = [fact.text("evidence") for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s]
     known = {left.id for left in files}
     return tuple(sorted(late) or [f"evidence {name}" for name in told if name and name not in known])
+
+
+def _written_early(report: RankReport, since_s: float) -> bool:
+    """Return True if the rank wrote its stacks by itself since, and ended before the next step."""
+    told = (fact.time_s >= since_s and fact.text("cause") == "stalled" for fact in report.events_named(catalog.EVENT_STACKS))
+    return not report.up and any(told)
 
 
 def _timeout_s(report: RankReport) -> float:

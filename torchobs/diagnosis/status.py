@@ -70,6 +70,8 @@ class RankStatus:
     """anomalies since the start, by kind"""
     lately: Mapping[str, int] = field(default_factory=dict)
     """anomalies of the last ten minutes by kind, as far as known from events"""
+    mistakes: tuple[str, ...] = ()
+    """of ``catalog.LOOP_MISTAKES`` what the loop was found to do"""
     scaled: bool = False
     """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
@@ -183,6 +185,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     loss: float | None,
     slowness: Slowness | None = None,
     lately: Mapping[str, int] | None = None,
+    mistakes: Iterable[str] = (),
     steps: int | None = None,
     alike: Mapping[int, float] | None = None,
     collectives: Mapping[str, GroupProgress] | None = None,
@@ -206,6 +209,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         anomalies=tuple(kind for kind in catalog.ANOMALY_KINDS if get(catalog.ANOMALY_ACTIVE, kind)),
         counted={kind: int(get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS},
         lately=lately or {},
+        mistakes=tuple(mistakes),
         scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
         saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),
@@ -236,6 +240,12 @@ def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
     for event in events:
         if event.name == catalog.EVENT_ANOMALY.name:
             yield event.time_s, event.text("kind"), 1 + event.count("left_out")
+
+
+def mistakes_of(events: Iterable[Fact]) -> tuple[str, ...]:
+    """Return the kinds of the loop's mistakes among the events, each once."""
+    found = (event.text("kind") for event in events if event.name == catalog.EVENT_LOOP_MISTAKE.name)
+    return tuple(dict.fromkeys(kind for kind in found if kind in catalog.LOOP_MISTAKES))
 
 
 def run_status(ranks: Sequence[RankReport]) -> RunStatus:
@@ -276,6 +286,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         per_s=report.pace.per_s if trains and report.pace else None,
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
         lately=recent_anomalies(anomalies_of(report.events), last_s),
+        mistakes=mistakes_of(report.events),
         steps=int(report.value(catalog.STEPS) or report.last_step),
         alike=alike_norms(
             {one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},

@@ -9,6 +9,7 @@ from torchobs.config.settings import PROBES
 from torchobs.flight.files.control import LEVELS, ControlReader
 from torchobs.runtime.profiler import Profiles
 from torchobs.runtime.stack_dump import write_stacks
+from torchobs.runtime.stall_watch import StallWatch
 from torchobs.runtime.watchdog import Watchdog
 from torchobs.support.error_guard import CircuitBreaker, call
 
@@ -36,7 +37,7 @@ class CommandHandler:
     def sample(self) -> None:
         """Read the control file and apply a new command. Called ten times a second."""
         command, context = self._reader.poll(), self._context
-        self._diagnostics.sample()
+        self._diagnostics.sample(steps_recorded=self._records_steps)
         self._publish_step_recording()
         if command is None:
             return
@@ -70,12 +71,13 @@ class CommandHandler:
 
 
 class Diagnostics:
-    """Diagnostics of a rank, on request or when it is stuck: stack dumps, profiles, the watchdog. For the sampler thread."""
+    """Diagnostics of a rank, on request or when it is stuck: stack dumps, profiles, the watchdogs. For the sampler thread."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._profiles = Profiles(context)
         self._watchdog = Watchdog(context.writer) if context.settings.watchdog else None
+        self._stall_watch = StallWatch(context) if context.settings.watchdog else None
 
     def apply(self, command: Command) -> None:
         """Carry out the command's requests; a failure of one does not affect the others."""
@@ -84,9 +86,11 @@ class Diagnostics:
         if command.profile_steps:
             self._profiles.request(command.profile_steps, command.profile_seq)
 
-    def sample(self) -> None:
-        """Advance profiles and reset the watchdog. Called ten times a second."""
+    def sample(self, *, steps_recorded: bool) -> None:
+        """Advance profiles, reset the watchdog, and look whether training goes on. Called ten times a second."""
         self._profiles.sample()
+        if self._stall_watch is not None and steps_recorded:
+            call(self._context.breaker("watchdog"), self._stall_watch.sample)
         if self._watchdog is not None:
             call(self._context.breaker("watchdog"), self._watchdog.sample)
 

@@ -103,5 +103,6 @@ class ProbeManager:
             call(CircuitBreaker("switches"), context.recorder.restart)
 
     def _remove(self, name: str) -> None:
-        call(CircuitBreaker(name), self._probes.pop(name).remove)
+        call(CircuitBreaker(name), self._probes[name].remove)
+        del self._probes[name]  # only now: what a signal's handler raises leaves it to be removed the next time
         self._context.hooks.unregister(name)

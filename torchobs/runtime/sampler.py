@@ -16,9 +16,8 @@ from torchobs import catalog
 from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.flight.files.headroom import survive_limits
 from torchobs.flight.files.location import remedy
-from torchobs.flight.format.step_record import LIVE_PHASES
-from torchobs.probes.core.timeline import DATA, EVALUATION, FORWARD, OTHER
 from torchobs.probes.gradients.grown_layers import GrownLayers
+from torchobs.runtime.stall_watch import live_phase
 from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call
@@ -44,8 +43,6 @@ RECORDS_PER_FOLD = 24
 """Records, of 14 µs each; a fold of any number takes 270 µs besides, with cold caches"""
 YIELD_S = 0.0005
 """Long enough for the kernel to wake a thread that waits for the GIL (50 µs and the timer's slack)"""
-_EVALUATION_PHASES = frozenset({DATA, FORWARD, OTHER})
-"""Phases that the last boundary may indicate while a model is evaluated"""
 logger = logging.getLogger("torchobs")
 
 
@@ -148,11 +145,7 @@ class Sampler:
         self._receive(last=last)
         context.scalars.set_left()
         self._write_scalars(last=last)
-        phase, since_ns = context.recorder.phase()
-        if phase in _EVALUATION_PHASES and context.training.evaluating_since_ns:
-            phase, since_ns = EVALUATION, context.training.evaluating_since_ns
-        elif context.training.idle:
-            phase = LIVE_PHASES.index("idle")
+        phase, since_ns = live_phase(context)
         writer.phase(1 + phase, since_ns)
         for probe, sample in self._samples:
             call(context.breaker(probe), sample)

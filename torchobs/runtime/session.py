@@ -34,9 +34,9 @@ from torchobs.probes.core.safe_point import SafePoint
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
-from torchobs.probes.lifecycle.exits import ExitProbe
+from torchobs.probes.lifecycle.exits import Ending, ExitProbe
 from torchobs.probes.precision.loss_scale import LossScaling
-from torchobs.runtime import spawned_ranks
+from torchobs.runtime import empty_run, process_group, spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.history import GaugeHistory
 from torchobs.runtime.notebook import NotebookStatus, in_notebook
@@ -62,9 +62,6 @@ if TYPE_CHECKING:
     from torchobs.identity.identity import Identity
 
 logger = logging.getLogger("torchobs")
-_EXIT_REASONS = {
-    Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code", Exit.INTERRUPTED: "interrupted",
-}  # fmt: skip
 _lock = threading.RLock()
 _current: Session | None = None
 
@@ -89,7 +86,7 @@ class Session:
         self._dynamo = DynamoRules()
         self._torch: MetaPathFinder | None = None
         self._sampler: Sampler | None = None
-        self._exit: tuple[int, int] | None = None
+        self._exit: Ending | None = None
         self._finalizer: Finalize | None = None
         self._samples: list[tuple[str, Callable[[], None]]] = []
         self._slow: list[tuple[str, Callable[[], None]]] = []
@@ -215,29 +212,35 @@ class Session:
         self._dynamo.install(self.context.breaker("dynamo"))
         graph_safe.use_torch()
 
-    def note_exit(self, code: int) -> None:
-        """Record the exit code that the process is about to end with (known to ``torchobs run``)."""
+    def note_exit(self, code: int, leaving: SystemExit | None = None) -> None:
+        """Record the exit code that the process is about to end with, and why (known to ``torchobs run``)."""
         if self._exit is None:
-            self._exit = (Exit.FINISHED, 0) if code == 0 else (Exit.EXIT_CODE, code)
+            self._exit = self._exits.leaving(code, leaving)
 
     def close(self) -> None:
         """Remove every hook, write pending records, close the file. Idempotent; in a forked child it does nothing."""
-        global _current  # noqa: PLW0603  # the one session of the process
         with _lock:
-            if self.run is not None and self.active:
-                settle(CircuitBreaker("otel"), self.run.observe, 1.0)
-            context, self.context = self.context, None
-            if _current is self:
-                _current = None
-            if context is None or self.pid != os.getpid():
+            if (context := self.context) is None or self.pid != os.getpid():
+                self._deactivate()
                 return
-            self._remove_hooks(context)
-            if self._finalizer is not None:
-                self._finalizer.cancel()
-            if self._sampler is not None:
-                self._sampler.stop()
-            settle(CircuitBreaker("shutdown"), self._finish, context)
-            remove_rank(logger)
+            with contextlib.ExitStack() as steps:  # each is done, the last first, also if Ctrl-C comes in another
+                steps.callback(remove_rank, logger)
+                steps.callback(settle, CircuitBreaker("shutdown"), self._finish, context)
+                if self._sampler is not None:
+                    steps.callback(self._sampler.stop)
+                if self._finalizer is not None:
+                    steps.callback(self._finalizer.cancel)
+                steps.callback(settle, CircuitBreaker("hooks"), self._remove_hooks, context)
+                steps.callback(self._deactivate)
+                steps.callback(settle, CircuitBreaker("ends"), context.hooks.ends.notify)
+                if self.run is not None:
+                    steps.callback(settle, CircuitBreaker("otel"), self.run.observe, 1.0)
+
+    def _deactivate(self) -> None:
+        global _current  # noqa: PLW0603  # the one session of the process
+        self.context = None
+        if _current is self:
+            _current = None
 
     def _remove_hooks(self, context: ProbeContext) -> None:
         if self._torch is not None:
@@ -265,15 +268,16 @@ class Session:
                 call(CircuitBreaker("notebook"), self._notebook.end)
             for breaker in context.breakers.values():
                 breaker.is_open = True
-        reason, code = self._exits.ended(self._exit)
+        reason, code, _ = ended = self._exits.ended(self._exit)
         if reason != Exit.FINISHED and context.writer.hidden:
             call(CircuitBreaker("children"), context.writer.show)  # the launching process failed, which no rank's file shows
         if self._commands is not None:
             self._commands.close()
-        context.event(catalog.EVENT_RUN_END, {"reason": _EXIT_REASONS[reason], "code": code})
+        context.event(catalog.EVENT_RUN_END, ended.attributes)
         if self.run is not None:
             self.run.end(failed=reason != Exit.FINISHED)
         context.writer.exit(reason, code)
+        call(CircuitBreaker("exits"), empty_run.hide, context, self._exits.last_error)
         context.writer.close()
 
 
@@ -322,7 +326,7 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
         return
     environ, this = settings.environment(), process.this_process()
     found_identity, more = identity.discover(environ, chosen, this)
-    group = _process_group()
+    group = process_group.rank_and_size()
     if group is not None and found_identity.launcher == "python" and chosen.rank is None:
         # ranks that a script started itself (torch.multiprocessing.spawn): only the process group has the rank
         found_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
@@ -357,14 +361,6 @@ def _is_worker() -> bool:
     return data is not None and getattr(data, "get_worker_info", lambda: None)() is not None
 
 
-def _process_group() -> tuple[int, int] | None:
-    """Return rank and world size of the default process group, if it is initialized."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
-
-
 def _versions() -> dict[str, str | int]:
     found: dict[str, str | int] = {
         "torchobs_version": __version__,
@@ -379,7 +375,9 @@ def _versions() -> dict[str, str | int]:
 
 
 def _at_exit() -> None:
-    shutdown()
+    # Ctrl-C in here has ended nothing: what it interrupted has been done, and Python would show a traceback of ours
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        shutdown()
 
 
 def _after_fork() -> None:

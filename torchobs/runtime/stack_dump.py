@@ -1,4 +1,7 @@
-"""Writes the stacks of all threads on request, when the GIL is free: 17 µs in the sampler thread, no locals or values."""
+"""Writes the stacks of all threads, on request or early in a stall, when the GIL is free.
+
+17 µs in the sampler thread; no locals or values.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import faulthandler
 import os
 import threading
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
@@ -14,6 +18,8 @@ from torchobs.flight.files.artifacts import END, LIMITS, STACKS, named
 from torchobs.flight.files.headroom import shortage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.probes.core.context import ProbeContext
@@ -22,16 +28,22 @@ MIN_FREE = 64 << 10
 """Bytes that must be free; the stacks of a hundred threads, ``faulthandler``'s limit, take less."""
 
 
-def write_stacks(context: ProbeContext, number: int) -> None:
-    """Write the stacks as the artifact of that number; on failure, an event and the log say why."""
+def write_stacks(
+    context: ProbeContext, number: int, cause: str = "asked", more: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Write the stacks as the artifact of that number; on failure, an event and the log say why.
+
+    ``cause``, ``more``: attributes of the event. Only who has asked for them is told of a failure in the log.
+    """
     writer, place = context.writer, context.writer.place
     if place is None:
         return
     done = named(writer.name, STACKS, number)
     refused = _write(context, place, done)
     event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
-    writer.event(event.name, {"cause": "asked", **(refused or {}), "evidence": done.id}, context.recorder.step)
-    if refused is not None:
+    attributes = {"cause": cause, **(more if refused is None else refused), "evidence": done.id}
+    writer.event(event.name, attributes, context.recorder.step)
+    if refused is not None and cause == "asked":
         context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
 
 

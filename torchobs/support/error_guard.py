@@ -18,15 +18,14 @@ C++ is handled at the next call of a Python function, which is often our hook.
 
 from __future__ import annotations
 
-import functools
 import re
-import signal
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
+from torchobs.support import signal_handlers
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import CodeType
+    from collections.abc import Callable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +61,7 @@ class CircuitBreaker:
 
     def takes(self, error: Exception) -> bool:
         """Record the error and disable the probe; return False for one that is the user's and has to be raised again."""
-        if _raised_by_signal_handler(error):
+        if signal_handlers.raising(error) is not None:
             return False
         if is_of_device(error):
             self.is_open = True
@@ -101,14 +100,21 @@ def call(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, **
 def settle(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
     """Call as :func:`call` does, for work at the end of the process: retried if a signal handler's exception interrupts it.
 
-    At the end workers die, each with a signal and a handler that raises; that must not prevent recording the end.
+    At the end workers die, each with a signal and a handler that raises; that must not prevent recording the end. Nor must a
+    Ctrl-C or a handler that leaves by ``SystemExit``, which are raised again when that is done.
     """
+    found, leaving = None, list[BaseException]()
     for _ in range(_SETTLE_TRIES):
         try:
-            return call(breaker, function, *args, **kwargs)
+            found = call(breaker, function, *args, **kwargs)
+            break
         except Exception:  # noqa: BLE001, S112  # a signal's handler raised it, and the process ends
             continue
-    return None
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            leaving.append(interrupt)
+    if leaving:
+        raise leaving[0]
+    return found
 
 
 _SETTLE_TRIES = 5
@@ -120,25 +126,9 @@ _FAILURES = (
     "invalid configuration argument", "too many resources requested for launch",
 )  # fmt: skip
 """Parts of CUDA's texts (``cudaGetErrorString``) for what work on a device did, or its launch, and no call of ours can do"""
-_CALL = "__call__"
-
-
-def _raised_by_signal_handler(error: BaseException) -> bool:
-    """Return True if a Python signal handler, or a function it called, raised the error: its frame is in the traceback."""
-    handlers = {code for number in signal.valid_signals() for code in _codes(signal.getsignal(number))}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_of_device(error: BaseException) -> bool:
     """Return True if the error tells of a failure of the user's own work on a device (``torch.AcceleratorError``)."""
     found = _OF_DEVICE.match(str(error)) if isinstance(error, RuntimeError) else None
     return found is not None and any(text in found[1] for text in _FAILURES)
-
-
-def _codes(handler: object) -> Iterator[CodeType]:
-    """Yield the code of a callable: a function, a method, a partial, or an object with ``__call__``."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    for function in (handler, getattr(handler, "__func__", None), getattr(type(handler), _CALL, None)):
-        if (code := getattr(function, "__code__", None)) is not None:
-            yield code

@@ -76,7 +76,16 @@ def of_process_groups() -> dict[str, Place]:
 
 def group_count() -> int:
     """Return the number of process groups: if it has changed, there may be a new mesh."""
-    return len(getattr(getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None), "pg_map", ()))
+    return len(groups())
+
+
+def groups() -> list[Any]:
+    """Return the process groups that this rank is in. The training thread may make one meanwhile."""
+    known = getattr(getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None), "pg_map", ())
+    try:
+        return list(known)
+    except RuntimeError:  # a dictionary changed size
+        return []
 
 
 def of_frameworks() -> dict[str, Place]:

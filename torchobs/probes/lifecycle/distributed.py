@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.lifecycle.coordinates import AXES, group_count
+from torchobs.probes.lifecycle.coordinates import AXES, group_count, groups
+from torchobs.probes.lifecycle.exchange import ExchangeWatch
 from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class DistributedProbe:
         from torch.nn.parallel import DistributedDataParallel
 
         self._context, self._distributed = context, torch.distributed
+        self._exchange = ExchangeWatch(context)
         if not torch.distributed.is_available():
             return
         self._ddp = DistributedDataParallel
@@ -122,6 +124,7 @@ class DistributedProbe:
         except ValueError:  # the training thread has just destroyed the group
             return
         self._publish_group(backend, world_size)
+        self._exchange.look(groups(), world_size)
 
     def _publish_group(self, backend: str, world_size: int) -> None:
         spread = self._parallelism

@@ -1,12 +1,13 @@
-"""Describes exceptions by class and code location: no message, no value, no source text."""
+"""Describes exceptions by class and code location: no message, no value but those of a timeout, no source text."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torchobs.detect import collective_timeout
 from torchobs.probes.lifecycle.worker_exceptions import worker_exception
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
-def describe(error: BaseException) -> dict[str, str]:
+def describe(error: BaseException) -> dict[str, Any]:
     """Return the event's attributes: class, location, the user's own line, and the same of the root cause.
 
     ``caller`` is the innermost line outside Python's and installed packages' code: an out-of-memory error raised in
@@ -27,8 +28,11 @@ def describe(error: BaseException) -> dict[str, str]:
 
     For an exception from a data loader's worker, ``location`` and ``caller`` are those in the worker, ``origin`` names the
     worker, and ``reraised`` is the user's line here that waited for it.
+
+    Of a collective's timeout the numbers in torch's message are taken.
     """
-    attributes, first = _located(error, ""), root_cause(error)
+    first = root_cause(error)
+    attributes: dict[str, Any] = _located(error, "") | (_timeout(error) or _timeout(first))
     remote = worker_exception(first)
     if remote is not None and (len(remote.chain) > 1 or not remote.same):
         root = remote.chain[0]
@@ -52,6 +56,18 @@ def root_cause(error: BaseException) -> BaseException:
             break
         error = earlier
     return error
+
+
+def _timeout(error: BaseException) -> dict[str, Any]:
+    """Return what an exception says of a timeout of torch.distributed; nothing of any other."""
+    message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
+    found = collective_timeout.parse(message) if type(message) is str else None
+    if found is None:
+        return {}
+    attributes: dict[str, Any] = {"timeout": found.kind}
+    if found.seconds is not None:
+        attributes["timeout_s"] = found.seconds
+    return attributes | ({"absent_ranks": list(found.absent)} if found.absent else {})
 
 
 def _located(error: BaseException, prefix: str) -> dict[str, str]:

@@ -11,10 +11,11 @@ prompt store it in ``sys.last_value``, where the sampler finds it unless another
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format.layout import Exit
@@ -22,6 +23,7 @@ from torchobs.identity.process import exit_status
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.lifecycle.exceptions import describe, root_cause
 from torchobs.probes.memory.oom import host_shortage
+from torchobs.support import signal_handlers
 from torchobs.support.error_guard import call, settle
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
 
+_REASONS = {
+    Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code", Exit.INTERRUPTED: "interrupted",
+    Exit.TERMINATED: "terminated",
+}  # fmt: skip
 INTERRUPTED = 130
 """Shell's exit status of a process ended by SIGINT"""
 
@@ -39,6 +45,45 @@ def _has_shell() -> bool:
     return get_shell is not None and get_shell() is not None
 
 
+def _cause(error: BaseException) -> int | None:
+    """Return the signal whose handler raised the exception, or the first of its chain."""
+    if (found := signal_handlers.raising(error)) is not None:
+        return found
+    first = root_cause(error)
+    if first is not error and (found := signal_handlers.raising(first)) is not None:
+        return found
+    interrupted = isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and isinstance(first, KeyboardInterrupt)
+    )
+    return signal.SIGINT if interrupted else None
+
+
+def _signal(number: int | None) -> dict[str, str]:
+    return {} if number is None else {"signal": signal_handlers.name(number)}
+
+
+def _by_signal(number: int | None, code: int, otherwise: int) -> int:
+    """Return the reason of an end that a signal led to: who was told to end, and left otherwise than by 0, has not failed."""
+    if not code or number not in {signal.SIGTERM, signal.SIGINT}:
+        return otherwise
+    return Exit.TERMINATED if number == signal.SIGTERM else Exit.INTERRUPTED
+
+
+class Ending(NamedTuple):
+    """How a rank ends."""
+
+    reason: int
+    """one of ``layout.Exit``"""
+    code: int
+    signal: int | None = None
+    """the signal whose handler led to it, if one did"""
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """Those of the event."""
+        return {"reason": _REASONS[self.reason], "code": self.code, **_signal(self.signal)}
+
+
 class ExitProbe:
     """Wraps the excepthooks and ``sys.exit``."""
 
@@ -47,8 +92,10 @@ class ExitProbe:
     def __init__(self) -> None:
         self._context: ProbeContext | None = None
         self._patches: list[Patch] = []
-        self._fatal: tuple[int, int] | None = None
-        self._sys_exit: tuple[int, int] | None = None
+        self._fatal: Ending | None = None
+        self.last_error: BaseException | None = None
+        """The exception, or ``SystemExit``, that ends the program, if it is known"""
+        self._sys_exit: Ending | None = None
         self._sys_exit_step = 0
         self._recorded = self._last = 0
 
@@ -126,7 +173,7 @@ class ExitProbe:
             return
         if id(error) != self._recorded:
             self._recorded = id(error)
-            attributes = describe(error) | ({"thread": thread} if thread else {})
+            attributes = describe(error) | ({"thread": thread} if thread else {}) | _signal(_cause(error))
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
             shortage = call(context.breaker("oom"), host_shortage, context, root_cause(error))
             if shortage is not None:
@@ -134,42 +181,54 @@ class ExitProbe:
             if fatal and not isinstance(error, KeyboardInterrupt):
                 context.hooks.ends_by_error.notify(error)
         if fatal:
-            self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
-            context.writer.exit(*self._fatal)
+            self.last_error = error
+            cause, code = _cause(error), INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            self._fatal = Ending(_by_signal(cause, code, Exit.EXCEPTION), code, cause)
+            context.writer.exit(self._fatal.reason, code)
 
-    def note_sys_exit(self, status: object, handled: BaseException | None) -> None:
-        """Note a call of ``sys.exit``; an exception that is being handled then is the reason.
+    def note_sys_exit(self, status: object, handled: BaseException | None, caught: BaseException | None = None) -> None:
+        """Note a call of ``sys.exit``; an exception that is being handled then is the reason, or a signal whose handler runs.
 
-        It counts as the end if no step follows: somebody may catch the ``SystemExit`` and train on.
+        It counts as the end if no step follows: somebody may catch the ``SystemExit`` and train on. ``caught``: where it has
+        been caught already.
         """
         context, code = self._context, exit_status(status)
         if context is None or threading.current_thread() is not threading.main_thread():
             return
         reason = Exit.EXIT_CODE if code else Exit.FINISHED
-        known = self._sys_exit is not None and self._sys_exit_step == context.recorder.step and self._sys_exit[1] == code
+        known = self._sys_exit is not None and self._sys_exit_step == context.recorder.step and self._sys_exit.code == code
         if known and handled is None:
             return  # a spawned child's own main function, with the status that the program's has asked for
+        cause = signal_handlers.running(sys._getframe()) if caught is None else signal_handlers.raising(caught)
+        if cause is None and handled is not None:
+            cause = _cause(handled)
         if code and handled is not None and not isinstance(handled, SystemExit):
             self.record_exception(handled)
-            reason = Exit.INTERRUPTED if isinstance(handled, KeyboardInterrupt) else Exit.EXCEPTION
-        if reason in {Exit.EXIT_CODE, Exit.EXCEPTION}:
+            reason = Exit.EXCEPTION
+        self._sys_exit, self._sys_exit_step = Ending(_by_signal(cause, code, reason), code, cause), context.recorder.step
+        if self._sys_exit.reason in {Exit.EXIT_CODE, Exit.EXCEPTION}:
             context.hooks.ends_by_error.notify(handled if reason == Exit.EXCEPTION else None)
-        self._sys_exit, self._sys_exit_step = (reason, code), context.recorder.step
 
     def record_escaping(self, error: BaseException) -> None:
         """Record an exception that leaves the session's block, or a child process's main function."""
         if isinstance(error, SystemExit):
-            self.note_sys_exit(error.code, error.__context__)
+            self.note_sys_exit(error.code, error.__context__, error)
         elif not isinstance(error, GeneratorExit):
             self.record_exception(error, fatal=True)
 
-    def ended(self, noted: tuple[int, int] | None) -> tuple[int, int]:
-        """Return reason and code of the end. ``noted`` is the end that ``torchobs run`` saw, if it runs the program."""
+    def leaving(self, code: int, error: SystemExit | None) -> Ending:
+        """Return the end by a ``SystemExit``, or without one, that ``torchobs run`` sees."""
+        self.last_error = error
+        cause = _cause(error) if error is not None else None
+        return Ending(_by_signal(cause, code, Exit.EXIT_CODE if code else Exit.FINISHED), code, cause)
+
+    def ended(self, noted: Ending | None) -> Ending:
+        """Return how the rank ends. ``noted`` is the end that ``torchobs run`` saw, if it runs the program."""
         if self._fatal is not None:
             return self._fatal
         # the step pending at sys.exit is counted only now
         recent = self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1
         exit_called = self._sys_exit if recent else None
-        if noted is not None and (exit_called is None or exit_called[1] != noted[1]):
+        if noted is not None and (exit_called is None or exit_called.code != noted.code):
             return noted
-        return exit_called or (Exit.FINISHED, 0)
+        return exit_called or Ending(Exit.FINISHED, 0)
