@@ -50,7 +50,8 @@ def end_of(train: Callable[[Model, torch.optim.Optimizer, int], object], directo
     """Train until it ends by itself; return what is said of it."""
     torch.manual_seed(0)
     # gradients of the steps in question are not measured, as in a fast training
-    with suppress(BaseException), torchobs.init(flight_dir=directory, log_level="CRITICAL", grad_interval=100, **settings):
+    settings = {"log_level": "CRITICAL", **settings}
+    with suppress(BaseException), torchobs.init(flight_dir=directory, grad_interval=100, **settings):
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         loss = None  # of the last step, as loops have it
@@ -198,3 +199,72 @@ def test_other_ends_are_not_blamed_on_a_value(
 ) -> None:
     """Infinities are ordinary in masks, maxima and scaled gradients."""
     assert end_of(train, tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN) == []
+
+
+def last_gradient(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """The last backward pass gives NaN, whatever becomes of it; the loss is finite, and nobody holds it."""
+    model.alike = number == AT
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    if number == AT:
+        raise SystemExit
+    optimizer.step()
+
+
+def last_step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """The same, and the optimizer still steps."""
+    model.alike = number == AT
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+    if number == AT:
+        raise KeyError(number)
+
+
+@pytest.mark.parametrize("train", [last_gradient, last_step])
+def test_a_gradient_of_the_last_backward_is_of_its_step(
+    train: Callable[[Model, torch.optim.Optimizer, int], object], tmp_path: Path
+) -> None:
+    """Though it was not measured, and its record perhaps never written: when the training ends it is still there."""
+    observed = end_of(train, tmp_path)
+    (told,) = observed.events(catalog.EVENT_NONFINITE_GRADIENT)
+    assert (told.step, told.attributes["kinds"], told.attributes["layers"]) == (AT, ["nan"], ["inner"])
+    assert "nonfinite_gradient" in observed.kinds()
+
+
+def last_loss(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """The loss of the last backward pass is NaN, and no step ends after it."""
+    model.offset = 0.0 if number == AT else 1.0
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    if number == AT:
+        raise KeyboardInterrupt
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("train", "told"), [(last_loss, "nonfinite loss"), (last_gradient, "nonfinite gradient")])
+def test_the_log_has_a_line_of_a_step_that_does_not_end(
+    train: Callable[[Model, torch.optim.Optimizer, int], object], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One, for whoever reads the job's log alone."""
+    end_of(train, tmp_path, log_level="WARNING")
+    assert [one.getMessage() for one in caplog.records if "nonfinite" in one.getMessage()] == [f"torchobs: {told} in step {AT}"]
+
+
+def skipping(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A script that leaves such steps out itself."""
+    model.alike = number == AT
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    if all(one.grad is None or bool(torch.isfinite(one.grad).all()) for one in model.parameters()):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("train", [skipping, overflowing, bug])
+def test_no_gradient_is_told_that_the_end_does_not_leave(
+    train: Callable[[Model, torch.optim.Optimizer, int], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of an earlier step are gone, those of a scaled loss overflow as they should."""
+    observed = end_of(train, tmp_path, log_level="WARNING")
+    assert not observed.events(catalog.EVENT_NONFINITE_GRADIENT)
+    assert not [one for one in caplog.records if "nonfinite" in one.getMessage()]

@@ -32,5 +32,10 @@ def origins(report: RankReport) -> Iterator[Finding]:
             text = f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
             yield Finding(ERROR, "nonfinite_origin", text)
             continue
+        if fact.text("origin") == "optimizer":
+            why = text_format.clean(fact.text("note"), 120)
+            text = f"The NaN or infinity{step} was made by the optimizer ({operator}), of finite gradients, in {name}: {why}."
+            yield Finding(ERROR, "nonfinite_origin", text)
+            continue
         text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
         yield Finding(ERROR, "nonfinite_origin", text)

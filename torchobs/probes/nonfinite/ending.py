@@ -71,12 +71,20 @@ def refused_by_torch(error: BaseException | None) -> list[Any]:
 
 def bad_parameters(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters that are not finite."""
-    return [each for each in parameters if is_idle(each.device) and condition(each) is Condition.BAD]
+    idle = _idle_devices(each.device for each in parameters)
+    return [each for each in parameters if each.device in idle and condition(each) is Condition.BAD]
 
 
 def bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters whose gradients, which no optimizer has used yet, are not finite."""
-    return bad_gradients(each for each in parameters if each.grad is not None and is_idle(each.grad.device))
+    with_gradient = [each for each in parameters if each.grad is not None]
+    idle = _idle_devices(each.grad.device for each in with_gradient)
+    return bad_gradients(each for each in with_gradient if each.grad.device in idle)
+
+
+def _idle_devices(devices: Iterable[Any]) -> set[Any]:
+    """Return those that are idle, each of which is waited for once."""
+    return {device for device in set(devices) if is_idle(device)}
 
 
 def is_idle(device: Any) -> bool:

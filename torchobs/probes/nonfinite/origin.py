@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-OriginKind = Literal["input", "parameter", "operator", "backward", "rank", "unknown"]
+OriginKind = Literal["input", "parameter", "operator", "backward", "optimizer", "rank", "unknown"]
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
@@ -34,7 +34,8 @@ class NonfiniteOrigin(Result):
 
     kind: OriginKind
     """``input``: the batch held it; ``parameter``: so did a weight, before the step; ``operator``: the forward pass made it;
-    ``backward``: a derivative did, of a finite loss; ``rank``: averaged gradients brought it from another rank; ``unknown``"""
+    ``backward``: a derivative did, of a finite loss; ``optimizer``: its step did, of finite gradients; ``rank``: averaged
+    gradients brought it from another rank; ``unknown``"""
     operator: str
     """The operator that made it, or was given it"""
     module: str
@@ -67,8 +68,12 @@ class NonfiniteOrigin(Result):
             return f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
         if self.kind == "parameter":
             return f"The parameter {self.parameter} held values that are not finite before the step."
-        if self.kind == "rank":
-            return f"The averaged gradients brought them from {self.note}; this rank's own loss was finite."
+        if self.kind in {"optimizer", "rank"}:
+            step = (
+                f"The step of the optimizer ({self.operator}) made them of finite gradients in {self.parameter}: {self.note}."
+            )
+            averaged = f"The averaged gradients brought them from {self.note}; this rank's own loss was finite."
+            return step if self.kind == "optimizer" else averaged
         if self.kind == "operator":
             return f"The operator {self.operator} in {where} made them of finite inputs{at}."
         if self.kind == "backward":
@@ -84,6 +89,11 @@ class NonfiniteOrigin(Result):
 def from_rank(rank: int, step: int) -> NonfiniteOrigin:
     """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
     return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
+
+
+def from_optimizer(optimizer: str, name: str, note: str, step: int) -> NonfiniteOrigin:
+    """Return the origin of parameters that the optimizer's own arithmetic has spoiled; ``name``: of the first one."""
+    return NonfiniteOrigin("optimizer", optimizer, "", "", "", name, (), (), None, step, note)
 
 
 def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:

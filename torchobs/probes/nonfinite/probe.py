@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.nonfinite import ending, rank_notices
+from torchobs.probes.nonfinite import ending, last_step, rank_notices
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
 from torchobs.probes.nonfinite.errors import NonFiniteError
 from torchobs.probes.nonfinite.gradients import bad_gradients
-from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, from_rank, of_parameters, user_frames
+from torchobs.probes.nonfinite.origin import (
+    GraphTracer,
+    NonfiniteOrigin,
+    from_optimizer,
+    from_rank,
+    of_parameters,
+    user_frames,
+)
 from torchobs.probes.nonfinite.values import Condition, condition
+from torchobs.probes.nonfinite.zero_eps import divided_by_zero
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -39,7 +47,11 @@ TRACE_EVERY_S, TRACES_AT_ONCE = 60.0, 3
 SAME_EVERY_S = 600.0
 """An origin is reported again after this time"""
 WATCHED_BACKWARDS = 3
+OPEN_S = 0.3
+"""After this time without its end a step is told of by itself: three rounds of the sampler"""
 _MOST_KEPT = 64
+_REFUSALS = (ValueError, RuntimeError, ArithmeticError, AssertionError)
+"""Exceptions by which a script, or torch, refuses a value"""
 
 
 class NonfiniteProbe:
@@ -53,6 +65,8 @@ class NonfiniteProbe:
         self._reports = RateLimiter(SAME_EVERY_S)
         self._lost_step = -9
         """Last step with a loss or a gradient that was not finite: what follows from it is no other birth"""
+        self._last_examined = 0
+        """Step whose gradients were looked at as the training ended"""
         self._found: NonfiniteOrigin | None = None
         self._held: NonfiniteOrigin | None = None
         """An origin that the graph of the next loss may explain"""
@@ -62,6 +76,8 @@ class NonfiniteProbe:
         self._watch: BackwardWatch | None = None
         self._pending: NonFiniteError | None = None
         self._told: list[str] = []
+        self._open = ("", 0, 0.0)
+        """What was last seen that is not finite (a kind of anomaly), in which step, and when"""
         self._patches: list[Patch] = []
         self._handles: list[RemovableHandle] = []
 
@@ -74,11 +90,14 @@ class NonfiniteProbe:
             self._breaker, partial(context.at_backward, self._breaker.guard(self._arrived))
         )
         context.hooks.ends_by_error.register(self._breaker, self._ending)
+        context.hooks.ends.register(self._breaker, self._last_gradients)
         if "nonfinite" in context.settings.raise_on:
             self._install_raising()
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._open = *self._open[:2], 0.0
+        self._breaker.guard(self._warn_of_open_step)()
         self._breaker.guard(self._release)()
         if self._handles:
             remove_hooks(self._handles)
@@ -89,17 +108,27 @@ class NonfiniteProbe:
 
     def sample(self) -> None:
         """Log what was found; what was held back, once the training is two steps on."""
+        self._warn_of_open_step()
         held = self._held  # the training thread may take it at any time
         if held is not None and self._context.recorder.step > (held.step or 0):
             self._release()
         while self._told:
             _log.info("%s", self._told.pop(0))  # no warning: standard error is the script's own
 
+    def _warn_of_open_step(self) -> None:
+        """Log a value that is not finite in a step that does not end; of one that has, the fold has its record."""
+        what, step, seen_s = self._open
+        if what and monotonic() - seen_s >= OPEN_S:
+            self._open = "", 0, 0.0
+            if step > self._context.recorder.ended:
+                self._context.warn_limited(f"anomaly {what}", f"{what.replace('_', ' ')} in step {step}", own="loss" in what)
+
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
         """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they do not run any more."""
-        step = self._context.recorder.step + 1
+        step = self._context.recorder.ended + 1
+        self._open = "nonfinite_loss", step, monotonic()
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
         self._found = self._found if follows else None
@@ -112,7 +141,7 @@ class NonfiniteProbe:
             )
             if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
                 other = rank_notices.another(step - 1)
-                origin = from_rank(other, step - 1) if other is not None else origin
+                origin = from_rank(other, step - 1) if other is not None else self._by_optimizer(step - 1) or origin
             if held is not None:
                 follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
                 self._report(origin if origin is not None and origin.kind not in follows_from else held)
@@ -122,6 +151,15 @@ class NonfiniteProbe:
             else:
                 self._report(origin)
         self._expect_error(f"The loss is not finite in step {step}.")
+
+    def _by_optimizer(self, step: int) -> NonfiniteOrigin | None:
+        """Return the origin if an optimizer's own arithmetic has spoiled the parameters in that step."""
+        models, parameters = self._known()
+        bad = ending.bad_parameters(parameters)
+        found = divided_by_zero(self._context.recorder.optimizers(), bad[0]) if bad else None
+        if found is None:
+            return None
+        return from_optimizer(found.optimizer, of_parameters(bad, models, step).parameter, found.note, step)
 
     def _release(self) -> None:
         """Report an origin that was held back."""
@@ -133,9 +171,10 @@ class NonfiniteProbe:
 
         ``keys``: ids of their parameters before clipping, which makes all of them NaN; empty if unknown.
         """
-        step = self._context.recorder.step + 1
+        step = self._context.recorder.ended + 1
         if step == self._lost_step or skips_by_itself(optimizer):
             return
+        self._open = "nonfinite_gradient", step, monotonic()
         follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -166,7 +205,11 @@ class NonfiniteProbe:
 
     def _ending(self, error: BaseException | None) -> None:
         """Trace what is not finite as the training ends; before a backward pass or a measurement has seen it."""
-        step, frames = self._context.recorder.step + 1, ending.frames_of(error)
+        if isinstance(error, _REFUSALS):
+            self._open = "", 0, 0.0  # the script's own words stand in the log already
+        if not isinstance(error, KeyboardInterrupt):
+            self._last_gradients(logged=not isinstance(error, _REFUSALS))
+        step, frames = self._context.recorder.ended + 1, ending.frames_of(error)
         if step - self._lost_step <= 1 and self._found is not None:
             return
         parameters, losses = self._known()[1], ending.bad_losses(frames)
@@ -184,6 +227,19 @@ class NonfiniteProbe:
         elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
             spoiled = {id(each) for each in ending.bad_gradients_left(parameters)}
             self._report(self._inferred(spoiled, frames, step) if spoiled else None)
+
+    def _last_gradients(self, *, logged: bool = True) -> None:
+        """Tell of gradients that are not finite and that the end leaves unmeasured: the weights are what they made of them."""
+        context = self._context
+        step = last_step.step_of_gradients(context.recorder)
+        if step - self._lost_step <= 1 or step == self._last_examined or self._scaling.losses:
+            return  # known already, or what overflows of a scaled loss
+        self._last_examined = step
+        attributes = last_step.faults(self._known()[1], self._known()[0])
+        if attributes:
+            context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
+            if logged:
+                context.warn_limited("anomaly nonfinite_gradient", f"nonfinite gradient in step {step}")
 
     def _arrived(self) -> None:
         """Watch after a loss of a device, as seldom as traces are made: each look at such a loss waits for the device."""
@@ -219,14 +275,14 @@ class NonfiniteProbe:
             if not losses[0].is_cpu:
                 self._loss(losses)
             return
-        step, frames = self._context.recorder.step + 1, user_frames(sys._getframe())
+        step, frames = self._context.recorder.ended + 1, user_frames(sys._getframe())
         tracer = GraphTracer(losses, frames, step, *self._known())
         tracer.release()
         self._watch = BackwardWatch(tracer.nodes, partial(self._seen, tracer), self._breaker)
 
     def _seen(self, tracer: GraphTracer, node: Any) -> None:
         self._armed = 0
-        self._lost_step = self._context.recorder.step + 1
+        self._lost_step = self._context.recorder.ended + 1
         self._report(tracer.seen(node))
 
     def _known(self) -> tuple[list[Any], list[Any]]:
