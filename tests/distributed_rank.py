@@ -80,7 +80,9 @@ def main(way: str, order: str) -> None:
         said["watched"] = _collectives_of(_train(model, optimizer, steps))
     sys.stdout.write(json.dumps(said) + "\n")
     torchobs.shutdown()
-    dist.barrier()  # all is let go of: torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work
+    # torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work, for which it wants Python's lock
+    dist.barrier()
+    time.sleep(1)
     dist.destroy_process_group()
 
 

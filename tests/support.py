@@ -24,9 +24,10 @@ NEEDS_CHECKOUT = "needs the source checkout"
 NEEDS_PROGRAM = "needs a program that Debian does not package"
 NEEDS_COMPILER = "needs a C++ compiler, and Python's headers for what is compiled for Python"
 NEEDS_KUBERNETES = "needs a Kubernetes cluster"
+NEEDS_CONTAINERS = "needs podman and podman-compose, and the right to run containers"
 UNAVOIDABLE = (
     *(NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEEDS_PROGRAM, NEEDS_COMPILER),
-    NEEDS_KUBERNETES,
+    *(NEEDS_KUBERNETES, NEEDS_CONTAINERS),
 )
 """Beginnings of the only reasons for which a test may be skipped in CI (`tests/skips.py`)."""
 

@@ -213,7 +213,9 @@ STALL_PHASE = Attribute("phase", "what the rank does while a rank of its run han
 GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
 ORIGIN = Attribute(
-    "origin", "where a value that is not finite was born", ("input", "parameter", "operator", "backward", "rank", "unknown")
+    "origin",
+    "where a value that is not finite was born",
+    ("input", "parameter", "operator", "backward", "optimizer", "rank", "unknown"),
 )
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
@@ -241,6 +243,7 @@ COLLECTIVE_OPERATIONS = (
     "none", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "send", "recv", "coalesced", "other",
 )  # fmt: skip
+COLLECTIVE_TIMEOUTS = ("collective", "monitored_barrier", "rendezvous")
 PROCESS_GROUP = Attribute("group", "process group: default, or its description and name in torch, the first eight")
 PROCESS_GROUP_BACKEND = Attribute("backend", "the backend whose recorder counts it", ("gloo", "nccl", "other"))
 COLLECTIVE_OPERATION = Attribute("operation", "what waits longest; none: nothing does", COLLECTIVE_OPERATIONS)
@@ -979,7 +982,8 @@ OTLP_UNREAD = _counter("torchobs.exporter.otlp.unread", "By").described(
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
 EVENT_RUN_START = _info("torchobs.run.start", "torchobs.init() has finished.")
-EVENT_RUN_END = _info("torchobs.run.end", "The rank finished normally.", EXIT_REASON)
+EXIT_SIGNAL = Attribute("signal", "the signal whose handler raised it or led to it, if one did")
+EVENT_RUN_END = _info("torchobs.run.end", "The rank ended, by itself or by a signal that it handled.", EXIT_REASON, EXIT_SIGNAL)
 EVENT_TRAINER = _info(
     "torchobs.trainer",
     "A framework's trainer started. Its other attributes are its settings with a number or a single word as value.",
@@ -1000,6 +1004,10 @@ EVENT_EXCEPTION = _error(
     Attribute("cause.origin", "origin of the first exception of the chain"),
     Attribute("cause.reraised", "reraised of the first exception of the chain"),
     Attribute("thread", "the thread's name, if it is not the main one"),
+    EXIT_SIGNAL,
+    Attribute("timeout", "of an operation of torch.distributed that timed out: which", COLLECTIVE_TIMEOUTS),
+    Attribute("timeout_s", "after how many seconds, if torch says so"),
+    Attribute("absent_ranks", "the ranks that did not come, if torch says so"),
 )
 EVENT_DISTRIBUTED = _info(
     "torchobs.distributed",
@@ -1008,6 +1016,12 @@ EVENT_DISTRIBUTED = _info(
     Attribute("world_size", "its ranks"),
     Attribute("parallelism", "what was recognised"),
     Attribute("mesh", "dimensions of the device mesh"),
+)
+EVENT_NO_COLLECTIVES = _info(
+    "torchobs.collectives.absent",
+    "This rank has called no collective for so many steps, or calls some again.",
+    Attribute("steps", "how many; 0: it calls some again"),
+    Attribute("world_size", "ranks of the default process group"),
 )
 EVENT_COLLECTIVES_UNKNOWN = _info(
     "torchobs.collectives.unknown",
@@ -1104,12 +1118,30 @@ EVENT_SCHEDULER_MISUSED = _warning(
     SCHEDULER_MISUSE_KIND,
     Attribute("scheduler", "its class"),
 )
+LOOP_MISTAKES = (
+    "gradients_kept", "evaluation_mode", "loss_broadcast", "optimizer_remade", "no_gradients", "never_stepped", "softmax_twice",
+    "sigmoid_twice", "softmax_over_batch", "losses_kept",
+)  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
     "The training loop lacks a call: gradients are never set to zero, or the model is trained in evaluation mode after it was "
-    "trained in training mode; or its loss compares every prediction of a batch with every target.",
-    Attribute("kind", "which", ("gradients_kept", "evaluation_mode", "loss_broadcast")),
+    "trained in training mode; or its loss compares every prediction of a batch with every target; or its optimizer is made "
+    "anew for each step, never steps, or gets no gradients at all; or its loss takes softmax or sigmoid twice, or softmax over "
+    "the batch; or losses are kept with their graphs.",
+    Attribute("kind", "which", LOOP_MISTAKES),
     Attribute("shape", "of the predictions in such a loss"),
+    Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients"),
+    Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
+    Attribute("parameters_affected", "how many"),
+    Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
+)
+EVENT_NO_GRADIENT = _info(
+    "torchobs.loop.no_gradient",
+    "Some parameters of an optimizer, to be trained, have not had a gradient in any step: they are unused, or cut off from the "
+    "loss.",
+    Attribute("parameters", "which, the first eight"),
+    Attribute("parameters_affected", "how many"),
+    Attribute("optimizer", "its class"),
 )
 EVENT_LEFT_OUT_PARAMETERS = _info(
     "torchobs.loop.left_out",
@@ -1197,12 +1229,13 @@ EVENT_NONFINITE_GRADIENT = _warning(
     Attribute("layers_affected", "in how many"),
     Attribute("elements", "how many elements, where they were counted"),
     Attribute("kinds", "nan, inf or both"),
+    Attribute("measured", "false for what the end of the training left, and no measurement saw"),
 )
 EVENT_NONFINITE_ORIGIN = _error(
     "torchobs.nonfinite.origin",
     "Where a NaN or an infinity was born: at its first occurrence, and for the same place at most once in ten minutes.",
     ORIGIN,
-    Attribute("operator", "torch's operator that made it, or was the first to be given it"),
+    Attribute("operator", "torch's operator that made it, or was the first to be given it; for an optimizer its class"),
     Attribute("module", "path of the module that called the operator; absent outside of any"),
     Attribute("parameter", "the parameter's name, or that of the variable with the batch"),
     Attribute("location", "file:line of the user's code, if known"),
@@ -1239,6 +1272,11 @@ EVENT_REPLICA_WEIGHTS = _info(
     "torchobs.replica.weights",
     "Of a DistributedDataParallel model, in steps that are powers of two: what is the same on all ranks whose weights are.",
     Attribute("values", "the norm of some weights, and eight sums of them with random signs"),
+)
+EVENT_REPLICA_BATCHES = _info(
+    "torchobs.replica.batches",
+    "Of a DistributedDataParallel model: what is the same on all ranks whose batches of a data loader are.",
+    Attribute("values", "of each of the first eight batches of an iteration"),
 )
 EVENT_ACTIVATIONS = _info(
     "torchobs.activations",
@@ -1401,16 +1439,18 @@ EVENT_DEBUG_VALIDATION = _info(
 )
 EVENT_STACKS = _info(
     "torchobs.stacks",
-    "The stacks of all threads were written, on request or because the GIL was held for seconds.",
-    Attribute("cause", "why", ("asked", "stuck")),
+    "The stacks of all threads were written, on request, because the GIL was held for seconds, or early in a stall.",
+    Attribute("cause", "why", ("asked", "stuck", "stalled")),
     EVIDENCE,
     Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run"),
+    Attribute("quiet_s", "for one that stood still: seconds without a sign of a step"),
+    Attribute("phase", "for one that stood still: the phase in which it did"),
 )
 LACK = Attribute("detail", "the system's error message, or the space needed")
 EVENT_STACKS_FAILED = _warning(
     "torchobs.stacks_failed",
     "Stacks could not be written, or not completely.",
-    Attribute("cause", "why they were to be written", ("asked", "stuck")),
+    Attribute("cause", "why they were to be written", ("asked", "stuck", "stalled")),
     Attribute("reason", "why they were not written", ("no_room", "not_permitted", "error")),
     LACK,
     EVIDENCE,

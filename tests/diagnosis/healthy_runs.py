@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.diagnosis.healthy_loops import LOOPS
 from tests.diagnosis.observing import Look, Observed, observe
 from tests.diagnosis.random_trainings import Setup, Training, build, setups
 
@@ -392,7 +393,7 @@ HEALTHY: dict[str, Run] = {
     "checkpoints": checkpoints, "back to a checkpoint": resumed, "two optimizers": several_optimizers,
     "moving average": averaged, "a profiler": profiled, "anomaly mode": anomaly_mode, "experts": experts,
     "low-rank adapters": adapters, "two shapes, compiled": shapes, "margin loss": triplets, "folds": folds,
-    "branches that begin at zero": zeroed_branches, "variational autoencoder": autoencoder,
+    "branches that begin at zero": zeroed_branches, "variational autoencoder": autoencoder, **LOOPS,
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def context(home: Path, client: str | None = "client") -> ssl.SSLContext:
 
 def page(exporter: Service, trust: ssl.SSLContext) -> bytes:
     """The metrics."""
-    connection = http.client.HTTPSConnection(exporter.address, timeout=10, context=trust)
+    connection = http.client.HTTPSConnection(exporter.address, timeout=60, context=trust)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().read()

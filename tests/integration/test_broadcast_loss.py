@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
-from tests.diagnosis.observing import Look, Observed, observe
+from tests.diagnosis.observing import Observed
+from tests.loss_trainings import SAMPLES, observe_loss
 from torchobs import catalog
 
-N = 16
+N = SAMPLES
 
 
 def run(loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs: int = 1) -> Observed:
     """Train with a loss of predictions [N, outputs] and targets [N]."""
-
-    def train(look: Look) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, outputs)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(12):
-            x = torch.randn(N, 4)
-            loss = loss_of(model(x), x.sum(1))
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            look.stepped()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own losses
-        return observe(train)
+    return observe_loss(lambda made, x: loss_of(made, x.sum(1)), outputs)
 
 
 WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -119,7 +119,7 @@ def test_other_requests_are_refused(exporter: Service, method: str, path: str, s
 def test_a_body_nobody_asked_for_hurts_nobody(exporter: Service) -> None:
     """10 MB of headers are refused, and the next scrape is served."""
     with socket.create_connection(("127.0.0.1", int(exporter.address.split(":")[1]))) as raw:
-        raw.settimeout(10)
+        raw.settimeout(60)
         raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
         with pytest.raises(OSError):  # noqa: PT011, PT012  # reset, or a broken pipe
             for _ in range(1000):
@@ -243,7 +243,7 @@ def test_the_fleet_tells_when_the_duty_is_done(writer: FlightWriter, exporter: S
     fleet = exporter.fleets[-1]
     assert (fleet.ranks, fleet.unscraped_final) == (1, 1)
     assert fleet.last_scrape_age_s is not None
-    assert 0 <= fleet.last_scrape_age_s < 10
+    assert 0 <= fleet.last_scrape_age_s < 60
     exporter.get(**SCRAPE)
     wait_until(lambda: exporter.fleets[-1].unscraped_final == 0)
 

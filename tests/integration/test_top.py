@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, live_rank, train
@@ -36,7 +37,7 @@ PROGRAM = (sys.executable, "-m", "torchobs", "top")
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """A program in a terminal of its own, and a process group of this session: in an orphaned one no Ctrl-Z stops it."""
 
     def __init__(self, *arguments: str, **environ: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -44,7 +45,8 @@ class Terminal:
         self.before = termios.tcgetattr(theirs)
         self._theirs = theirs
         self.process = subprocess.Popen(
-            [*PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            [*PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+            preexec_fn=os.setpgrp,  # noqa: PLW1509  # Python 3.10 has no `process_group`
             env={**clean_environment(), "TERM": "xterm", "PYTHONPATH": str(ROOT), **environ},
         )  # fmt: skip
         self.said = ""
@@ -76,7 +78,7 @@ class Terminal:
     def close(self) -> None:
         """End it all."""
         self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         os.close(self._ours)
         os.close(self._theirs)
 
@@ -113,11 +115,11 @@ def test_it_shows_a_living_rank_and_leaves_on_q(flight_dir: Path, terminal: Call
     writer = live_rank(flight_dir)
     train(writer, range(1, 50))
     shown = terminal("--dir", str(flight_dir), "--interval", "0.2")
-    wait_until(lambda: any(" 49 " in line for look in shown.frames() for line in look), timeout_s=30)
+    wait_until(lambda: any(" 49 " in line for look in shown.frames() for line in look), timeout_s=60)
     train(writer, [50])
     wait_until(lambda: any(" 50 " in line for line in shown.frames()[-1]))
     shown.type("q")
-    assert shown.process.wait(timeout=10) == 0
+    assert shown.process.wait(timeout=60) == 0
     writer.close()
     assert shown.read().startswith("\x1b[?1049h\x1b[?25l")
     assert shown.said.endswith("\x1b[?25h\x1b[?1049l")
@@ -128,7 +130,7 @@ def test_it_follows_the_window_s_size(flight_dir: Path, terminal: Callable[..., 
     """At once, without waiting for the next look; no line is wider and no look is higher than the window."""
     files = ranks(flight_dir, 1)
     shown = terminal("--dir", str(flight_dir), "--interval", "60")
-    wait_until(shown.frames, timeout_s=30)
+    wait_until(shown.frames, timeout_s=60)
     shown.resize(10, 44)
     shown.process.send_signal(signal.SIGWINCH)
     wait_until(lambda: shown.read().count("\x1b[J") >= 2)  # the end of a look
@@ -144,9 +146,9 @@ def test_it_follows_the_window_s_size(flight_dir: Path, terminal: Callable[..., 
 def test_a_signal_gives_the_terminal_back(flight_dir: Path, terminal: Callable[..., Terminal], number: signal.Signals) -> None:
     """Ctrl-C, a closed connection, a kill: the screen and the modes are as before, the status tells."""
     shown = terminal("--dir", str(flight_dir))
-    wait_until(shown.frames, timeout_s=30)
+    wait_until(shown.frames, timeout_s=60)
     shown.process.send_signal(number)
-    assert shown.process.wait(timeout=10) == 128 + number
+    assert shown.process.wait(timeout=60) == 128 + number
     assert shown.read().endswith("\x1b[?25h\x1b[?1049l")
     assert shown.is_as_before()
 
@@ -154,35 +156,36 @@ def test_a_signal_gives_the_terminal_back(flight_dir: Path, terminal: Callable[.
 def test_suspending_lends_the_terminal_to_the_shell(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
     """Ctrl-Z: the screen is left before the program stops, and taken again when it goes on."""
     shown = terminal("--dir", str(flight_dir), "--interval", "0.2")
-    wait_until(shown.frames, timeout_s=30)
+    wait_until(shown.frames, timeout_s=60)
     shown.process.send_signal(signal.SIGTSTP)
     wait_until(lambda: "\x1b[?1049l" in shown.read())
-    time.sleep(0.2)  # what continues a process takes back a stop that is still to come
+    process = psutil.Process(shown.process.pid)  # what continues a process takes back a stop that is still to come
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
     shown.process.send_signal(signal.SIGCONT)  # here there is no shell that would send it
     wait_until(lambda: shown.read().count("\x1b[?1049h") == 2)
     assert shown.said.index("\x1b[?1049l") < shown.said.rindex("\x1b[?1049h")
     shown.type("q")
-    assert shown.process.wait(timeout=10) == 0
+    assert shown.process.wait(timeout=60) == 0
     assert shown.is_as_before()
 
 
 def test_no_colour_where_none_is_wanted(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
     """NO_COLOR, and a terminal that says it is dumb."""
     shown = terminal("--dir", str(flight_dir), NO_COLOR="1")
-    wait_until(shown.frames, timeout_s=30)
+    wait_until(shown.frames, timeout_s=60)
     assert not re.search(r"\x1b\[[1-9][0-9]*m", shown.read())
 
 
 def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
     """Plain text for scripts and mails; exit status 1 when there is nothing."""
     argv, environ = [*PROGRAM, "--dir", str(flight_dir)], {**clean_environment(), "COLUMNS": "100"}
-    empty = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, env=environ)
+    empty = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert (empty.returncode, empty.stderr) == (1, "")
     assert "torchobs run train.py" in empty.stdout
     writer = live_rank(flight_dir)
     train(writer, range(1, 30))
     writer.memory.word(HEADER_SIZE // 8 + Live.HEARTBEAT_NS, time.monotonic_ns() + 60 * S)  # alive, however slow the start is
-    shown = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, env=environ)
+    shown = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
     writer.close()
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "\x1b" not in shown.stdout
@@ -319,7 +322,7 @@ def test_it_starts_fast() -> None:
         "import sys, torchobs.cli.top; "
         "print(sorted({'torch', 'numpy', 'click', 'asyncio', 'uvicorn', 'prometheus_client', 'psutil'} & sys.modules.keys()))"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "[]\n"
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LACKING: dict[str, set[str]] = {
     "torch._C._ImperativeEngine": set(),
     "torch._C._distributed_c10d._dump_fr_trace_json": set(),
+    "torch._C._distributed_c10d.ProcessGroup._get_sequence_number_for_group": set(),
     "torch._dynamo.callback.callback_handler": {"compile"},
     "torch._dynamo.trace_rules.add": {"dynamo"},
     "torch._dynamo.utils.CompilationMetrics": {"compile"},
@@ -74,6 +75,7 @@ NEEDED_BY_TORCH = frozenset(
             "_compiled_call_impl",
             "_forward_cls",
             "_input_metadata",
+            "_saved_dim",
         ),  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }

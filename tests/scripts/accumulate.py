@@ -1,6 +1,7 @@
 """Two ranks that accumulate gradients under `no_sync`: run by torchrun. Nothing here knows of torchobs."""
 
 import contextlib
+import time
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,9 @@ def main() -> None:
             optimizer.zero_grad()
             steps += 1
     report("accumulate", steps, loss.item(), model, rank=dist.get_rank())
-    dist.barrier()  # all is let go of: torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work
+    # torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work, for which it wants Python's lock
+    dist.barrier()
+    time.sleep(1)
     dist.destroy_process_group()
 
 

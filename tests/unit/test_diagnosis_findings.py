@@ -37,6 +37,15 @@ def test_a_run_without_a_step_is_told_what_is_seen() -> None:
     assert only.text.endswith(f", without a step: {hint}")
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_an_optimizer_that_never_stepped_is_told_unless_it_did_later(count: int) -> None:
+    """The event is from before the first step, which may have come after hundreds of micro-batches."""
+    event = fact(catalog.EVENT_LOOP_MISTAKE, 1.0, kind="never_stepped", optimizer="SGD", backward_passes=1_234)
+    found = told(facts(steps(count), state="finished", reason="finished", events=[event]))
+    said = "There were 1,234 backward passes or more, and no step of the optimizer (SGD): optimizer.step() is missing."
+    assert found.get("never_stepped") == (None if count else said)
+
+
 def test_a_step_that_took_very_long_is_told_though_the_run_went_on() -> None:
     """A stopped process, a file system that came back: the long step of a run that finished; an evaluation is none."""
     stood = step(150, duration_s=160.1, phase_s={**PHASES, "forward": 160.0})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchobs.diagnosis import text_format
@@ -131,6 +131,7 @@ def test_a_range_of_magnitudes_is_drawn_by_logarithms() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.floats())), st.integers(1, 50))
+@example([0.0, 2.2e-309], 2)
 def test_no_values_break_a_sparkline(values: list[float | None], room: int) -> None:
     """Infinities, subnormals and sums that overflow."""
     assert len(text_format.sparkline(values, room)) == min(room, len(values))

@@ -92,6 +92,20 @@ def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
         assert taken == list(range(200 // pause * pause))
 
 
+def test_a_tail_knows_what_was_overwritten() -> None:
+    """In bytes, of the call before which it happened: from the first event on, and not the room that a lap's end leaves."""
+    size = 64 * 1024
+    ring, tail = Ring(size), event_ring.Tail(size, SEED)
+    missed, given = [], 0
+    for count in (1000, 10, 0, 2000):
+        for number in range(count):
+            ring.ring.append({"n": number, "text": "x" * 100})
+        given += len(tail.take(ring.head, Reading(ring.content())))
+        missed.append(tail.missed)
+    assert [bool(one) for one in missed] == [True, False, False, True]
+    assert abs(sum(missed) - (3010 - given) * ring.head / 3010) < size / 16
+
+
 def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
     """Where stores are reordered, the head can be there before the frame: it is given with the next one."""
     ring, tail = Ring(), event_ring.Tail(1024, SEED)

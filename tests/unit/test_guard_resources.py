@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.test_cgroup import GIB, plant, v2_group
 from torchobs import catalog, guard
+from torchobs.guard import resource_usage
 from torchobs.guard.resource_usage import LEAST_CPU_S, ResourceGuard
 from torchobs.rules import alerts_resources
 from torchobs.rules.rule_file import Alert
@@ -54,10 +55,11 @@ def test_without_a_container_it_is_the_machine() -> None:
     assert usages["memory"].limit <= machine.total
 
 
-def test_a_first_look_measures_the_processor() -> None:
+def test_a_first_look_measures_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: the first look takes the time that a figure needs, and the next at once repeats it."""
     watched = guard.resources()
     cpu = by_name(watched.check())["cpu"]
+    monkeypatch.setattr(resource_usage, "LEAST_CPU_S", 3600.0)  # at once, however slow the machine is
     assert cpu.limit == len(os.sched_getaffinity(0)) or cpu.where == "container"
     assert by_name(watched.check())["cpu"] == cpu
 
@@ -107,10 +109,11 @@ def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:
 def test_it_watches_in_a_thread_that_ends() -> None:
     """Promise: the callback comes while the training goes on, and no thread is left behind."""
     called = threading.Event()
-    threads = threading.active_count()
-    with guard.resources(disk=0, on_exceed=lambda _: called.set(), interval_s=0.01):
+    with guard.resources(disk=0, on_exceed=lambda _: called.set(), interval_s=0.01) as watched:
         assert called.wait(30)
-    assert threading.active_count() == threads
+        assert watched._thread is not None
+        assert watched._thread.is_alive()
+    assert not watched._thread.is_alive()
 
 
 def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:

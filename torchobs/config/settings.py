@@ -167,7 +167,8 @@ OPTIONS = (
     ),
     Option(
         "watchdog", kinds.BOOLEAN, "Whether the stacks of a rank that holds the GIL for seconds are written to a file, "
-        "by a timer and a real-time signal.", "true", ("TORCHOBS_WATCHDOG",),
+        "by a timer and a real-time signal, and those of one whose step takes much longer than usual.",
+        "true", ("TORCHOBS_WATCHDOG",),
     ),
     Option(
         "run_details", kinds.BOOLEAN, "Whether the command line, the git commit, versions, device names and the seed of the "

@@ -7,13 +7,15 @@ from dataclasses import replace
 from statistics import median
 
 from torchobs import catalog
-from torchobs.detect.disagreement import drifted
-from torchobs.diagnosis import health, text_format
+from torchobs.detect.disagreement import drifted, same_batches
+from torchobs.diagnosis import collective_timeout, health, text_format
+from torchobs.diagnosis.exchange import no_exchange
 from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport, Step
-from torchobs.diagnosis.stall import stall
+from torchobs.diagnosis.stall import Stall, stall
 from torchobs.diagnosis.status import RankStatus, compared, started_here
+from torchobs.ranks import state
 
 RECENT = 200
 _MOST_NAMED = 8
@@ -27,15 +29,19 @@ _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "Di
 
 
 def compare(ranks: Sequence[RankReport]) -> list[Finding]:
-    """Return the findings on ranks together; none for a single rank."""
+    """Return the findings on ranks together; of a single rank only that it exchanges nothing with those of other machines."""
+    apart = list(no_exchange(ranks))
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
-        return []
-    together = stalled_together(ranks)
+        return apart
+    together, timed_out = stalled_together(ranks), list(collective_timeout.finding(ranks))
+    waited_for = [one for one in health.waited_for(together) if not timed_out or one.kind != "waited_for"]
     return [
-        *_first_to_fail(ranks),
-        *health.waited_for(together),
+        *(timed_out or _first_to_fail(ranks)),
+        *waited_for,
         *health.disagreeing(together),
         *_drifted(ranks),
+        *apart,
+        *_same_batches(ranks),
         *_missing(ranks),
         *_out_of_step(ranks),
         *health.slowest(compared(ranks), detailed=True),
@@ -44,12 +50,7 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
 
 def _drifted(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
-    weights = {
-        report.rank: {fact.step: values for fact in report.events_named(catalog.EVENT_REPLICA_WEIGHTS)
-                      if fact.step is not None and (values := _numbers(fact.attributes.get("values")))}
-        for report in ranks
-    }  # fmt: skip
-    found = drifted(weights)
+    found = drifted(_replica_values(ranks, catalog.EVENT_REPLICA_WEIGHTS))
     if found is None:
         return
     since, alike, odd = found
@@ -59,6 +60,19 @@ def _drifted(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     named = f"{'ranks' if len(odd) > 1 else 'rank'} {names}"
     text = f"Ranks do not train one model: in step {since:,} the weights of {named} are {same}"
     yield Finding(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.{_rates(ranks, since)}")
+
+
+def _same_batches(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    """Yield that all ranks are given the same data."""
+    batches = _replica_values(ranks, catalog.EVENT_REPLICA_BATCHES)
+    losses = {report.rank: {step.step: step.loss for step in report.steps if step.loss is not None} for report in ranks}
+    since = same_batches(batches, losses)
+    if since is not None:
+        text = f"All ranks train on the same data: from step {since:,} on their batches were the same, and their losses are"
+        how = "give the data loader a DistributedSampler, and call its set_epoch() in each epoch"
+        yield Finding(
+            WARNING, "same_batches", f"{text} equal to the last bit. Each rank repeats the work of the others: {how}."
+        )
 
 
 def _rates(ranks: Sequence[RankReport], since: int) -> str:
@@ -74,6 +88,18 @@ def _rates(ranks: Sequence[RankReport], since: int) -> str:
     return f" Their learning rates differed in step {differ[0]:,}: {told}."
 
 
+def _replica_values(ranks: Sequence[RankReport], event: catalog.Event) -> dict[str, dict[int, tuple[float, ...]]]:
+    """Return by rank and step the values that such events hold."""
+    return {
+        report.rank: {
+            fact.step: values
+            for fact in report.events_named(event)
+            if fact.step is not None and (values := _numbers(fact.attributes.get("values")))
+        }
+        for report in ranks
+    }
+
+
 def _numbers(values: object) -> tuple[float, ...]:
     """Return the numbers of a list that is one; a file may hold anything."""
     if not isinstance(values, list) or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in values):
@@ -85,18 +111,22 @@ def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
     """Return the status of the ranks at the end; ranks that hung and were killed together are hung still.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
-    last phases tell where they were.
+    last phases tell where they were. It need not have been so long that the exporter would call them hung.
     """
     statuses = compared(ranks)
     found = [stall(report) for report in ranks]
-    if any(report.up or report.state == "finished" for report in ranks) or not any(one and one.hung for one in found):
+    if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, found)):
         return statuses
     if max(report.last_s for report in ranks) - min(report.last_s for report in ranks) > _KILLED_WITHIN_S:
         return statuses
     return [
-        replace(status, state="hung" if one and one.hung else "alive", phase=report.phase)
+        replace(status, state="hung" if _stood_still(one) else "alive", phase=report.phase)
         for status, one, report in zip(statuses, found, ranks, strict=True)
     ]
+
+
+def _stood_still(found: Stall | None) -> bool:
+    return found is not None and (found.hung or (found.long and found.phase not in state.PATIENT_PHASES))
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:

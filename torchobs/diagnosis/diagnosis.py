@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from torchobs.diagnosis import hang
+from torchobs.diagnosis import collective_timeout, hang
 from torchobs.diagnosis.compare import compare, first_failed, stalled_together
 from torchobs.diagnosis.exit_cause import ending, launcher_ending
 from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health
@@ -46,7 +46,7 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
     first, _ = first_failed(ranks)
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
-    waited_for = hang.blamed(stalled_together(ranks))
+    waited_for = collective_timeout.blamed(ranks) or hang.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)
     principal = ranks.index(named or first or next(stuck, ranks[0]))
     return RunDiagnosis(health(run_status(ranks)), together, [diagnose(report) for report in ranks], principal)

@@ -44,6 +44,19 @@ _PAST = {
     "loss_spike": ("loss spike", "loss spikes"),
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
 }
+_MISTAKES = {
+    "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
+    "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",
+    "loss_broadcast": "The loss compares every prediction with every target.",
+    "optimizer_remade": "The optimizer is made anew for each step.",
+    "no_gradients": "No gradient comes to the parameters of an optimizer.",
+    "never_stepped": "The optimizer never steps.",
+    "softmax_twice": "The loss takes the softmax of probabilities.",
+    "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
+    "softmax_over_batch": "The softmax in the loss is taken over the samples.",
+    "losses_kept": "Losses are kept with their graphs.",
+}
+"""What ``loop_mistakes`` says at more length"""
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
@@ -123,6 +136,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from _anomalies(ranks)
     yield from _lost(ranks)
     yield from _past(ranks)
+    yield from _mistakes(ranks)
     yield from _unmoved(ranks)
     yield from failed_saves(ranks)
     yield from _given_up(ranks)
@@ -223,6 +237,14 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     yield Finding(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
 
 
+def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield mistakes of the training loop, also of an ended run. A first step may come after hundreds of micro-batches."""
+    stepped = any(rank.steps for rank in ranks)
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.mistakes):
+        if not (kind == "never_stepped" and stepped):
+            yield Finding(WARNING, kind, _MISTAKES[kind])
+
+
 def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield stuck layers, also of an ended run, for its result suffers."""
     layers = max((rank.unmoved_layers for rank in ranks), default=0)
@@ -297,4 +319,4 @@ def _where(affected: Sequence[RankStatus], ranks: Sequence[RankStatus]) -> str:
 
 
 def _ranks(ranks: Sequence[RankStatus]) -> str:
-    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {text_format.joined([rank.rank for rank in ranks], _MOST_NAMED)}"
+    return text_format.capital(text_format.ranks([rank.rank for rank in ranks], _MOST_NAMED))

@@ -12,6 +12,8 @@ from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.activations import activations
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
+from torchobs.diagnosis.learning_rate import learning_rate
+from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.nonfinite_origins import origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
@@ -51,6 +53,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
         yield _nonfinite_loss(report, lost)
     elif not _all_fine(report):
         yield from _spikes(report)
+    yield from learning_rate(report)
     yield from origins(report)
     yield from _layers(report)
     yield from _vanished(report)
@@ -58,7 +61,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     yield from _unmoved(report)
     yield from _scaler(report)
     yield from _scheduler(report)
-    yield from _loop(report)
+    yield from loop_mistakes(report)
     yield from activations(report)
     for fact in report.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
@@ -210,7 +213,8 @@ def _spikes(report: RankReport) -> Iterator[Finding]:
         note = _rate_note(report.steps, _index(report.steps, first.step))
         known = "" if note == told_of_rate else note
         told_of_rate = note
-        severity = WARNING if count >= LEAST_NOTABLE[kind] else INFO
+        # single ones are ordinary, unless the learning rate explains them
+        severity = WARNING if note or count >= LEAST_NOTABLE[kind] else INFO
         yield Finding(
             severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{_layer(first)}{known}"
         )
@@ -266,7 +270,9 @@ def _layers(report: RankReport) -> Iterator[Finding]:
     steps = int(report.value(catalog.GRAD_NONFINITE_STEPS) or 0)
     word = " first" if _measured(report.steps, first.step) else ""
     text = f"Gradients were {_kinds(first)}{word}{step}{where}; in {text_format.plural(steps, 'measured step')} in all."
-    if not word:
+    if first.attributes.get("measured") is False:
+        text = f"Gradients were {_kinds(first)}{step}, the last that it began{where}."
+    elif not word:
         text += " The steps before it were not measured."
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
     yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
@@ -357,24 +363,3 @@ def _scheduler(report: RankReport) -> Iterator[Finding]:
     for fact in report.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
         text = how.get(fact.text("kind"), "was used wrongly")
         yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")
-
-
-def _loop(report: RankReport) -> Iterator[Finding]:
-    """Yield calls that the training loop lacks."""
-    how = {
-        "gradients_kept": "Gradients were never set to zero (optimizer.zero_grad()): each step used the sum of all before it.",
-        "evaluation_mode": "From step {} or earlier on it trained in evaluation mode, without dropout, and batch normalisation "
-        "as it was: model.train() was not called again.",
-        "loss_broadcast": "The loss compares every prediction with every target: of shapes [N, 1] and [N] torch makes [N, N]. "
-        "One of them lacks a squeeze or unsqueeze.",
-    }
-    for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
-        text = how.get(fact.text("kind"))
-        if text is not None:
-            yield Finding(WARNING, fact.text("kind"), text.format(f"{fact.step or 0:,}"))
-    for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
-        count, names = fact.count("parameters_affected"), [text_format.clean(name, 80) for name in fact.texts("parameters")[:3]]
-        more = f" and {count - len(names):,} more" if count > len(names) else ""
-        what = f"{text_format.plural(count, 'parameter')} ({', '.join(names)}{more})"
-        text = f"{what} got gradients but {'is' if count == 1 else 'are'} in no optimizer: nothing was learned there."
-        yield Finding(INFO, "left_out", text)

@@ -9,10 +9,10 @@ from statistics import fmean, median
 
 from torchobs import catalog
 from torchobs.detect import slow_steps
+from torchobs.detect.stall import LEAST_S
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
-from torchobs.diagnosis.stall import LEAST_S
 from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
 

@@ -159,6 +159,16 @@ def joined(items: Sequence[object], most: int | None = None) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
+def ranks(names: Sequence[str], most: int) -> str:
+    """Return ``rank 3``, ``ranks 0 and 1``, of more than ``most`` ranks ``ranks 0, 1 and 6 more``."""
+    return f"{'rank' if len(names) == 1 else 'ranks'} {joined(names, most)}"
+
+
+def capital(text: str) -> str:
+    """Return the text as the beginning of a sentence."""
+    return f"{text[:1].upper()}{text[1:]}"
+
+
 def sparkline(values: Iterable[float | None], room: int, *, ascii_only: bool = False) -> str:
     """Return values, oldest first, as bars in at most ``room`` columns, each the maximum of its group, so that spikes show.
 
@@ -175,6 +185,7 @@ def sparkline(values: Iterable[float | None], room: int, *, ascii_only: bool = F
         finite = [log(value) for value in finite]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(bars) - 1) / (high - low) if isfinite(high - low) and high - low > 0 else 0.0
+    scale = scale if isfinite(scale) else 0.0  # of a difference that is subnormal
     return "".join(_bar(value, low, scale, bars) for value in groups)
 
 

@@ -55,7 +55,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         PhaseProbe.name: PhaseProbe,
         DeviceTimeProbe.name: DeviceTimeProbe,
         DataProbe.name: DataProbe,
-        LoaderProbe.name: LoaderProbe,
+        LoaderProbe.name: partial(LoaderProbe, replicas),
         EpochProbe.name: partial(EpochProbe, epochs),
         CheckpointProbe.name: CheckpointProbe,
         LossProbe.name: LossProbe,

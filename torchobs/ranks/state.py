@@ -8,11 +8,10 @@ without an exit record (SIGKILL, the OOM killer, os._exit).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.detect import stall
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution
 
@@ -33,13 +32,6 @@ LEAST_HANG_S = 60.0
 
 HANG_FACTOR = 20.0
 """Factor on the 99th percentile of step times, which the power-of-two buckets overestimate by up to 2."""
-
-LONG_FACTOR = 2.0
-"""Factor on the second longest step: if one in hundreds takes minutes (the first minibatch after a rollout), the 99th
-percentile does not show it; and a single one, behind a cold cache, is no measure of the next."""
-
-_FEW_STEPS = 100
-"""Below it the 99th percentile is the longest step"""
 
 FIRST_STEP_S = 1800.0
 """Timeout before the first step: the default timeout of a gloo process group in torch.distributed. Also how long a rank may
@@ -154,18 +146,13 @@ def last_memory(view: View) -> MemoryUse:
 def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:
     """Return how long a rank may be without a step: 20 times its step time's 99th percentile, at least 60 s.
 
-    And at least twice the second longest step. Of fewer than 100 steps the percentile would be the longest, which is often the
-    first one (lazy imports, cold caches): it is left out of the percentile, and allowed twice, as long steps are.
+    And at least twice the second longest step (``detect.stall``).
     ``durations``: histogram of step times, in seconds, over ``bounds``; evaluation and checkpoints are not in it.
     """
-    total = sum(durations.counts) if durations else 0
-    if not durations or not total:
+    if not durations or not sum(durations.counts):
         return FIRST_STEP_S
-    below, most_s = list(accumulate(durations.counts)), durations.greatest or bounds[-1]
-    few = 1 < total < _FEW_STEPS
-    ranks = min(0.99 * total, total - 1) if few else 0.99 * total, total if few else total - 1
-    usual_s, long_s = ([*bounds, most_s][bisect_left(below, rank)] for rank in ranks)
-    return max(LEAST_HANG_S, HANG_FACTOR * usual_s, LONG_FACTOR * long_s)
+    usual_s, long_s = stall.usual_and_long_s(durations.counts, bounds, durations.greatest or bounds[-1])
+    return max(LEAST_HANG_S, HANG_FACTOR * usual_s, stall.LONG_FACTOR * long_s)
 
 
 def _gone(seen: Observation) -> bool:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _FRAME = struct.Struct("<QII")
 MAX_PAYLOAD = 16 * 1024
+_LONGEST = MAX_PAYLOAD + ALIGN
+"""bytes of a frame, at most: the room that is left at the end of a lap, where none fits, is smaller"""
 _MAX_PENDING = 1024
 _MAX_CHECKED = 8
 _MAX_DEPTH = 32
@@ -133,10 +135,12 @@ def fields_of(payload: bytes) -> dict[str, Any] | None:
 class Tail:
     """Incremental reader of a ring: returns each frame once, and reads only what was written since the last call."""
 
-    __slots__ = ("_head", "_next", "_seed", "_size")
+    __slots__ = ("_head", "_next", "_seed", "_size", "missed")
 
     def __init__(self, size: int, seed: int) -> None:
         self._size, self._seed = size, seed
+        self.missed = 0
+        """bytes before the frames of the last call that were overwritten before it"""
         self._head = self._next = 0
 
     def take(self, head: int, read: Callable[[int, int], bytes]) -> list[bytes]:
@@ -144,11 +148,14 @@ class Tail:
 
         ``head``: the end of the newest frame as the writer published it; ``read(at, length)`` reads the ring.
         """
+        self.missed = 0
         if head == self._head or self._size > _MAX_RING:
             return []
         self._head = head
         found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
         if found:  # not the head: with reordered stores it can be visible before its frame
+            gap = found[0][0] - self._next
+            self.missed = gap if gap > _LONGEST else 0  # or else it is the room that is left at the end of a lap
             position, payload = found[-1]
             self._next = position + _aligned(len(payload))
         return [payload for _, payload in found]

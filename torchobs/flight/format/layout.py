@@ -121,7 +121,7 @@ class Exit:
     EXIT_CODE = 3
     INTERRUPTED = 4
     TERMINATED = 5
-    """never written: the mark of a SIGTERM says it"""
+    """by a handler of the script's for SIGTERM; without one it is never written, and the mark of a SIGTERM says it"""
 
 
 EXIT_SET = 1 << 63

@@ -24,7 +24,8 @@ class OptimizerCycle:
     """The learned cycle, optimizers by id, and its progress. For the training thread; ``forget`` for any."""
 
     __slots__ = (
-        "_deferred", "_occasional", "_run_from", "expected", "in_one_pass", "is_nested", "pending", "seen", "within_backward",
+        "_deferred", "_firsts", "_occasional", "_replaced", "_run_from", "expected", "in_one_pass", "is_nested", "pending",
+        "seen", "within_backward",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -43,11 +44,16 @@ class OptimizerCycle:
         self._occasional: set[int] = set()
         self._deferred: set[int] = set()
         self._run_from = 0
+        self._firsts: dict[int, int] = {}
+        """id of the first parameter of each living optimizer"""
+        self._replaced: set[int] = set()
+        """The same of those that have stepped in the current cycle and were deleted since"""
 
     def begin(self) -> int:
         """Begin the next cycle; return the id of its only optimizer if that steps once, else 0."""
         self.seen.clear()
         self._deferred.clear()
+        self._replaced.clear()
         self.pending.clear()
         expected = self.expected
         if len(expected) > 1 and self.within_backward and not self.is_nested and sum(expected.values()) == len(expected):
@@ -119,9 +125,19 @@ class OptimizerCycle:
         """Return True if some optimizers are deferred, and this one is neither among them nor in the cycle."""
         return bool(self._deferred) and key not in self.expected and key not in self._deferred
 
+    def note_first(self, key: int, optimizer: Any) -> None:
+        """Note the first parameter of an optimizer."""
+        self._firsts[key] = id(_first_parameter(optimizer))
+
+    def replaces(self, optimizer: Any) -> bool:
+        """Return True if it goes on for one that has stepped in this cycle and was deleted: it is made anew for each step."""
+        return bool(self._replaced) and id(_first_parameter(optimizer)) in self._replaced
+
     def forget(self, key: int) -> None:
         """Remove an optimizer that was deleted."""
-        self.seen.pop(key, None)
+        first = self._firsts.pop(key, None)
+        if self.seen.pop(key, None) and first is not None:
+            self._replaced.add(first)
         self.expected.pop(key, None)
         self.pending.discard(key)
         self._occasional.discard(key)
@@ -130,6 +146,10 @@ class OptimizerCycle:
 
 def first_gradient(optimizer: Any) -> tuple[int, int, int] | None:
     """Return the ids of the first parameter and of its gradient, and the gradient's version; ``None`` without a gradient."""
-    parameter = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    parameter = _first_parameter(optimizer)
     gradient = getattr(parameter, "grad", None)
     return None if gradient is None else (id(parameter), id(gradient), gradient._version)
+
+
+def _first_parameter(optimizer: Any) -> Any:
+    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)

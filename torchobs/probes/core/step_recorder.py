@@ -150,7 +150,7 @@ class StepRecorder(OpenStep):
                 values.leave_norm_out()  # measured for a manual step; it is measured again for this one
         self.likely_end, self._manual = None, False
         cycle.catch_up()
-        if key in cycle.seen and self.alive(key) is optimizer:
+        if (key in cycle.seen and self.alive(key) is optimizer) or cycle.replaces(optimizer):
             self._settle_repeat(gets_gradients=evaluates or self._has_new_gradient(optimizer))
         elif self._provisional is not None:
             if cycle.begins_another(key):
@@ -220,6 +220,7 @@ class StepRecorder(OpenStep):
         in_one_pass = within_backward and not self._merged_backward
         if self.alive(key) is not optimizer:
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
+            cycle.note_first(key, optimizer)
         self._close(now_ns)
         if cycle.are_complete():
             cycle.note_occasional(self.step)

@@ -49,7 +49,7 @@ def _leaves(part: Any, name: str, depth: int) -> Iterator[_Leaf]:
     elif hasattr(part, "dim") and hasattr(part, "dtype"):
         yield _Leaf(name, _shape(part), _kind(str(part.dtype)))
     elif depth:
-        for key, item in _items(part):
+        for key, item in items(part):
             yield from _leaves(item, key or name, depth - 1)
 
 
@@ -59,7 +59,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(int(length) for length in tensor.shape)
 
 
-def _items(part: Any) -> Iterator[tuple[str, Any]]:
+def items(part: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a container with their names, "" in a sequence."""
     if isinstance(part, Mapping):
         yield from ((str(key), item) for key, item in islice(part.items(), MOST_TENSORS))

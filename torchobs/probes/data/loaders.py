@@ -24,6 +24,8 @@ from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.batch_sizes import batch_sizes
 from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.pinned_memory_hint import PinningHint
+from torchobs.probes.data.replica_batches import ReplicaBatches
+from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -49,7 +51,8 @@ class LoaderProbe:
 
     name = "loaders"
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Replicas | None = None) -> None:
+        self._replicas = replicas or Replicas()
         self._patches: list[Patch] = []
         self._import: MetaPathFinder | None = None
         self._pools: list[_Pool] = []
@@ -68,7 +71,7 @@ class LoaderProbe:
         for metric in (catalog.DATA_WORKER_START_TIME, catalog.DATA_WORKERS_DIED):
             context.count(metric, 0)
         self._pinning, self._infers = PinningHint(context), context.settings.infer_throughput
-        self._batches = BatchWatch(self._breaker, self._look)
+        self._batches, self._replica_batches = BatchWatch(self._breaker, self._look), ReplicaBatches(context, self._replicas)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
         self._import = after_import(STATEFUL, lambda: self._watch(sys.modules[STATEFUL].StatefulDataLoader))
@@ -109,7 +112,8 @@ class LoaderProbe:
 
     def _begun(self, loader: Any, iterator: Any, begun_ns: int) -> None:
         if self._batches is not None:
-            self._batches.begun(iterator, now=self._infers and not self._context.recorder.given.all)
+            infers = self._infers and not self._context.recorder.given.all
+            self._batches.begun(iterator, now=infers or self._replica_batches.wants())
         workers = getattr(iterator, "_workers", None)
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
@@ -135,8 +139,10 @@ class LoaderProbe:
             self._batches.arm_latest()
 
     def _look(self, iterator: Any, batch: Any) -> None:
-        """Check a batch for pageable memory, and infer its sizes. In the thread that fetches it."""
+        """Check a batch for pageable memory, note what tells it apart, and infer its sizes. In the thread that fetches it."""
         self._pinning.look(batch)
+        if self._replica_batches.look(iterator, batch) and self._batches is not None:
+            self._batches.arm(iterator)
         if self._infers and not self._context.recorder.given.all:
             # the id that the data probe records for fetches
             self._context.recorder.learn_sizes(id(getattr(iterator, "_index_sampler", None)), *batch_sizes(batch))

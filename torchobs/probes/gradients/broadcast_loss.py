@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.probes.gradients.kept_graphs import KeptGraphs
+from torchobs.probes.gradients.loss_forms import LossForms
 from torchobs.probes.nonfinite.graph import kept_tensors, operator_of
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class BroadcastLoss:
         import torch  # torch is optional until training begins
 
         self._context, self._breaker, self._plain = context, breaker, torch.Tensor
+        self._forms, self._kept = LossForms(context), KeptGraphs(context)  # which look at the same backward passes
         self._looks = self._seen = 0
         self._found: tuple[list[int], int] | None = None
         context.hooks.takes_loss.register(breaker, self._look)
@@ -52,6 +55,8 @@ class BroadcastLoss:
         if function is None:
             return
         self._looks += 1
+        self._forms.look(function)
+        self._kept.look(function)
         found = next(_broadcast(function), None)
         if found is not None:
             shape, verdict = found
@@ -74,6 +79,8 @@ class BroadcastLoss:
 
     def sample(self) -> None:
         """Tell what was found. In the sampler thread."""
+        self._forms.sample()
+        self._kept.sample()
         found, self._found = self._found, None
         if found is None:
             return

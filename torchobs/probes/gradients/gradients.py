@@ -22,9 +22,11 @@ from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.left_out import LeftOutParameters
 from torchobs.probes.gradients.loop_mistakes import LoopMistakes
 from torchobs.probes.gradients.measurement import PendingNorms, measure, scaled
+from torchobs.probes.gradients.no_gradients import NoGradients
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.publish import GradientPublisher
 from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
+from torchobs.probes.gradients.unreached import UnreachedParameters
 from torchobs.probes.gradients.updates import UpdateWatch
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from torchobs.probes.precision.loss_scale import LossScaling
 
 _RECOUNT_EVERY = 64
+_WITHOUT_EVERY = 8
+"""Steps between two looks for parameters without gradients at optimizers that have some"""
 _NOTED_STEPS = 8
 """How many steps to leave alone where clipping has computed the norm, and nothing is left to measure"""
 _ROUNDING = 2.0**-8
@@ -67,6 +71,9 @@ class GradientProbe:
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
+        self._without = NoGradients(context), UnreachedParameters(context)
+        self._without_last = -_WITHOUT_EVERY
+        hooks.first_step.register(breaker, self._first_step)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
@@ -105,14 +112,16 @@ class GradientProbe:
         """Publish all that is known so far, and look for missing names."""
         self._publisher.show(self._pace, self._clip, now=True)
         self._updates.show()
-        self._look_at_loop()
+        self._look_at_loop(last=True)
 
-    def _look_at_loop(self) -> None:
+    def _look_at_loop(self, *, last: bool = False) -> None:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
         self._weights.sample()
         self._broadcast.sample()
         self._left_out.sample(modules)
+        for each in self._without:
+            each.sample(self._publisher.layers.names, last=last)
 
     def level_changed(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -129,19 +138,23 @@ class GradientProbe:
             self._clip.forget()
             return
         context, pace, begun_ns = self._context, self._pace, monotonic_ns()
+        step = context.recorder.step
         clipping = self._clip.take(optimizer, self._grads_of)
         pace.spend_later(self._devices.take_ns())
-        due = pace.is_due(context.recorder.step)
+        due = pace.is_due(step)
         if clipping is not None:
             self._use_clipping_norm(clipping, optimizer, due=due)
-        elif due and self._clip.has_noted(context.recorder.step):
+        elif due and self._clip.has_noted(step):
             pace.rest(_NOTED_STEPS)
         elif due:
             self._measure(optimizer, begun_ns, within=False)
         if due:
             begun_ns = monotonic_ns()
-            self._mistakes.before_step(optimizer, _last_with_gradient(optimizer))
+            sample = _last_with_gradient(optimizer)
+            self._mistakes.before_step(optimizer, sample)
             self._left_out.before_step()
+            if sample is None or not 0 < step - self._without_last < _WITHOUT_EVERY:
+                self._look_for_gradients(optimizer, sample, step)
             pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
@@ -154,11 +167,24 @@ class GradientProbe:
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
             self._measure(optimizer, begun_ns, within=True)
             begun_ns = monotonic_ns()
-            self._mistakes.look_at_modes(optimizer, _last_with_gradient(optimizer))
+            sample = _last_with_gradient(optimizer)
+            self._mistakes.look_at_modes(optimizer, sample)
             self._left_out.before_step()
+            self._look_for_gradients(optimizer, sample, self._context.recorder.step)
             self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
+
+    def _first_step(self, optimizer: torch.optim.Optimizer, ended: bool) -> None:  # noqa: FBT001  # a listener
+        del optimizer, ended
+        self._without_last = -_WITHOUT_EVERY
+
+    def _look_for_gradients(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
+        """Look for parameters without gradients, now and then where there are some."""
+        for each in self._without:
+            each.before_step(optimizer, sample)
+        if step - self._without_last >= _WITHOUT_EVERY:
+            self._without_last = step
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""

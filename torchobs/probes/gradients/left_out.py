@@ -8,13 +8,13 @@ them (copies of master weights).
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.gradients.parameter_names import clean
+from torchobs.probes.optimizer.living import living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -113,11 +113,8 @@ class LeftOutParameters:
 
     def _tell(self, found: list[_Candidate]) -> None:
         """Tell what no optimizer has that exists; the search for them holds the GIL for some 100 ms, once."""
-        import torch  # torch is optional until training begins
-
         self._context.yield_gil()
-        every = [one for one in gc.get_objects() if torch.optim.Optimizer in type(one).__mro__]
-        has = {id(each) for each in _parameters_of(every)}
+        has = {id(each) for each in _parameters_of(living_optimizers())}
         names = [one.name for one in found if id(one.parameter()) not in has]
         self._told, self._found = bool(names), False
         trained = len(set(map(id, _parameters_of(self._context.recorder.optimizers()))))

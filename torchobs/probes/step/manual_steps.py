@@ -125,6 +125,11 @@ class ManualSteps:
         self.active, self._last, self._parameter = True, None, None
         return True
 
+    def passes_before_first_step(self) -> tuple[int, torch.Tensor | None]:
+        """Return the number of backward passes without any step, and the parameter that is watched. From any thread."""
+        none_yet = self._step == self._context.recorder.ended == 0
+        return (self._more, self._watched()) if none_yet else (0, None)
+
     def _count_more(self, recorder: StepRecorder) -> None:
         if self._step != recorder.ended:
             self._step, self._more = recorder.ended, 0

@@ -30,6 +30,7 @@ from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
+from torchobs.probes.step.never_stepped import NeverStepped
 from torchobs.probes.step.other_threads import OtherThreads
 from torchobs.support.error_guard import call
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
@@ -62,8 +63,9 @@ class StepProbe:
         self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
         """Nesting depth of running steps, and the id of the outermost optimizer"""
-        self._given = self._untraced = False
-        """Whether the step was given a closure; whether its pre hook has found that no graph is being made"""
+        self._given = self._untraced = self._first = False
+        """Whether the step was given a closure; whether its pre hook has found that no graph is being made; whether it is its
+        optimizer's first one"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of the optimizer's closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -80,6 +82,7 @@ class StepProbe:
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
         self._manual_steps = ManualSteps(context, self._scaling)
+        self.observe = NeverStepped(context, self._manual_steps).observe
         self._backward = BackwardWatch(context, breaker, self._manual_steps)
         self._backward.install()
         self._graphs.install()
@@ -249,7 +252,15 @@ class StepProbe:
         hook, step = self._before_step, recorder.step
         if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
             hook.notify(optimizer, evaluates)
-        return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
+        self._first = fresh and not closure
+        return self._goes_on(optimizer, args, kwargs) if self._first or (evaluates and self._given) else None
+
+    def _goes_on(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do what few steps need: the first one of an optimizer, or one with a closure."""
+        if not self._first:
+            return self._watched(optimizer, args, kwargs)
+        self._context.hooks.first_step.notify(optimizer, False)  # noqa: FBT003  # a listener
+        return None
 
     def _is_inside(self, ident: int) -> bool:
         """Return True if that thread is within a step that is left out."""
@@ -304,6 +315,9 @@ class StepProbe:
         training, recorder = self._training, self._recorder
         metered = recorder.metered
         self._depth = 0
+        if self._first:
+            self._first = False
+            self._context.hooks.first_step.notify(optimizer, True)  # noqa: FBT003  # a listener
         if self._given:
             self._closure_ends(optimizer)
         recorder.optimizer_ends(optimizer, now_ns, within_backward=bool(training.backwards))

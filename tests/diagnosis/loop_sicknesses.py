@@ -1,0 +1,165 @@
+"""Mistakes of a training loop, planted in random trainings."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.diagnosis.observing import Look, Observed, observe
+from tests.diagnosis.planting import Verdict, notes, train
+from tests.diagnosis.random_trainings import OPTIMIZERS, Loss, Setup, Training, build
+from torchobs import catalog
+
+
+def remade(setup: Setup, chance: random.Random) -> Verdict:
+    """All optimizers are made anew for each step, from the first one on or from a later one."""
+    training, since = build(setup), chance.choice((1, chance.randrange(2, 60)))
+
+    def before(number: int) -> None:
+        if number >= since:
+            training.optimizers = {
+                name: OPTIMIZERS[setup.optimizer](training.models[name].parameters(), one.param_groups[0]["lr"])
+                for name, one in training.optimizers.items()
+            }
+
+    observed = train(training, since + 40, before)
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE, since, kind="optimizer_remade")
+    kind = {"sgd": "SGD"}.get(setup.optimizer, "AdamW")
+    right = bool(told) and told[0].text("optimizer") == kind and f"({kind})" in observed.text("optimizer_remade")
+    return Verdict(bool(told), right, (told[0].step or 0) - since if told else None, notes(observed))
+
+
+def _item(loss: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(loss.item(), requires_grad=True)
+
+
+CUTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (_item, lambda loss: loss.detach().requires_grad_())
+
+
+def _cut_off(training: Training, cut: Callable[[torch.Tensor], torch.Tensor], *, without_grad: bool) -> None:
+    loss: Loss = training.losses[training.main]
+
+    def compute(x: Any) -> torch.Tensor:
+        with torch.set_grad_enabled(not without_grad):
+            made = loss(x)
+        return cut(made)
+
+    training.losses[training.main] = compute
+
+
+def _built(setup: Setup, steps: int, plant: Callable[[Training], object]) -> tuple[Training, Observed]:
+    """Train what is built, and made sick, in the session: models that were there before are known after a second only."""
+    made = list[Training]()
+
+    def run(look: Look) -> None:
+        made.append(build(setup))
+        plant(made[0])
+        for _ in range(steps):
+            made[0].step()
+            look.stepped()
+
+    observed = observe(run)
+    return made[0], observed
+
+
+def detached(setup: Setup, chance: random.Random) -> Verdict:
+    """The loss is cut off from the model, from the first step on."""
+    cut, without_grad = chance.choice(CUTS), chance.random() < 0.3
+    training, observed = _built(setup, 120, lambda made: _cut_off(made, cut, without_grad=without_grad))
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="no_gradients")
+    names = {name for name, _ in training.models[training.main].named_parameters()}
+    named = [name.removeprefix("Critic.") for name in told[0].texts("parameters")] if told else []
+    right = bool(named) and names.issuperset(named) and told[0].count("parameters_affected") == len(names)
+    return Verdict("no_gradients" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+
+
+def other_model(setup: Setup, chance: random.Random) -> Verdict:
+    """The optimizer was made before the model was copied, and has the parameters of the first one."""
+    del chance
+    kept = list[torch.nn.Module]()
+
+    def plant(training: Training) -> None:
+        kept.append(copy.deepcopy(training.models[training.main]))
+        rate = training.optimizers[training.main].param_groups[0]["lr"]
+        training.optimizers[training.main] = OPTIMIZERS[setup.optimizer](kept[0].parameters(), rate)
+
+    training, observed = _built(setup, 120, plant)
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="no_gradients")
+    count = sum(1 for _ in training.models[training.main].parameters())
+    right = bool(told) and told[0].count("parameters_affected") == count
+    return Verdict("no_gradients" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+
+
+def part_detached(setup: Setup, chance: random.Random) -> Verdict:
+    """What comes into one of the blocks is detached, from the first step on."""
+    places = list[int]()
+
+    def plant(training: Training) -> None:
+        places.append(chance.randrange(len(training.body)))
+        training.body[places[0]].register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+
+    training, observed = _built(setup, 120, plant)
+    told, model = observed.events(catalog.EVENT_NO_GRADIENT), training.models[training.main]
+    before = tuple(f"blocks.{index}." for index in range(places[0]))
+    names = [name for name, _ in model.named_parameters() if name.startswith(("stem.", *before))]
+    named = [name.removeprefix("Critic.") for name in told[0].texts("parameters")] if told else []
+    right = bool(told) and named == names[:8] and told[0].count("parameters_affected") == len(names)
+    return Verdict(bool(told), right, told[0].step if told else None, f"before {places}: {named} {notes(observed)}")
+
+
+def given_to_none(setup: Setup, chance: random.Random) -> Verdict:
+    """The optimizer has the parameters of the head alone, and the others have gradients."""
+    del chance
+
+    def plant(training: Training) -> None:
+        rate, model = training.optimizers[training.main].param_groups[0]["lr"], training.models[training.main]
+        training.optimizers[training.main] = OPTIMIZERS[setup.optimizer](model.head.parameters(), rate)  # type: ignore[union-attr]
+
+    training, observed = _built(setup, 400, plant)
+    told, model = observed.events(catalog.EVENT_LEFT_OUT_PARAMETERS), training.models[training.main]
+    names = [name for name, _ in model.named_parameters() if not name.startswith("head.")]
+    right = bool(told) and set(names).issuperset(name.removeprefix("Critic.") for name in told[0].texts("parameters"))
+    right = right and told[0].count("parameters_affected") == len(names)
+    return Verdict(bool(observed.text("left_out")), right, told[0].step if told else None, notes(observed))
+
+
+def probabilities(setup: Setup, chance: random.Random) -> Verdict:
+    """The model ends with a softmax, and its loss takes another one; of images also one over the batch."""
+    over_batch = setup.training == "cnn" and chance.random() < 0.5
+    kind = "softmax_over_batch" if over_batch else "softmax_twice"
+
+    def plant(training: Training) -> None:
+        head: Any = training.models[training.main].head
+        head.append(torch.nn.Softmax(0 if over_batch else -1))
+
+    _, observed = _built(setup, 30, plant)
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE)
+    kinds = [fact.text("kind") for fact in told]
+    return Verdict(kind in observed.kinds(), kinds == [kind], told[0].step if told else None, notes(observed))
+
+
+def keeping(setup: Setup, chance: random.Random) -> Verdict:
+    """Every loss is kept with its graph: in a list, or in a sum."""
+    kept, total = list[torch.Tensor](), list[torch.Tensor]()
+    in_list = chance.random() < 0.5
+
+    def plant(training: Training) -> None:
+        loss: Loss = training.losses[training.main]
+
+        def compute(x: Any) -> torch.Tensor:
+            made = loss(x)
+            if in_list:
+                kept.append(made)
+            else:
+                total[:] = [total[0] + made if total else made]
+            return made
+
+        training.losses[training.main] = compute
+
+    _, observed = _built(setup, 200, plant)
+    told = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="losses_kept")
+    return Verdict("losses_kept" in observed.kinds(), None, told[0].step if told else None, notes(observed))

@@ -1,0 +1,73 @@
+"""Findings on the training loop: calls that it lacks, parameters that it leaves out. Pure functions of a rank's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.health import INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import Fact, RankReport
+
+_NAMED = 3
+_HOW = {
+    "gradients_kept": "Gradients were never set to zero (optimizer.zero_grad()): each step used the sum of all before it.",
+    "evaluation_mode": "From step {step} or earlier on it trained in evaluation mode, without dropout, and batch normalisation "
+    "as it was: model.train() was not called again.",
+    "loss_broadcast": "The loss compares every prediction with every target: of shapes [N, 1] and [N] torch makes [N, N]. "
+    "One of them lacks a squeeze or unsqueeze.",
+    "optimizer_remade": "A new optimizer ({optimizer}) was made for each step, and what it keeps from step to step (moments, "
+    "number of steps) was lost each time. It has to be made once, before the loop.",
+    "never_stepped": "There were {passes} backward passes or more, and no step of the optimizer ({optimizer}): "
+    "optimizer.step() is missing.",
+    "no_gradients": "No gradient ever came to the parameters of the optimizer ({optimizer}; {parameters}): nothing was learned "
+    "there. Either the loss is cut off from the model (detach, item, no_grad, a new tensor of its value), or backward() is not "
+    "called, or the optimizer was made before the model was copied or replaced, and has the old one's parameters.",
+    "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
+    "with each step. Keep loss.item() or loss.detach().",
+    "softmax_twice": "The loss was given probabilities of shape {shape}, and takes their softmax again: cross_entropy expects "
+    "logits. Leave the softmax out, or take nll_loss of its logarithm (log_softmax).",
+    "sigmoid_twice": "The loss was given probabilities of shape {shape}, and takes their sigmoid again: "
+    "binary_cross_entropy_with_logits expects logits. Leave the sigmoid out.",
+    "softmax_over_batch": "The softmax in the loss was taken over the samples (dim=0 of shape {shape}), not over the classes "
+    "(dim=1): what a sample is given depends on the others.",
+}
+
+
+def loop_mistakes(report: RankReport) -> Iterator[Finding]:
+    """Yield what is wrong with the loop."""
+    for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
+        text = _HOW.get(fact.text("kind"))
+        if text is not None and not (fact.text("kind") == "never_stepped" and report.last_step):
+            said = text.format(
+                step=f"{fact.step or 0:,}",
+                optimizer=text_format.clean(fact.text("optimizer"), 80),
+                parameters=_parameters(fact),
+                passes=f"{fact.count('backward_passes'):,}",
+                shape=_shape(fact),
+            )
+            yield Finding(WARNING, fact.text("kind"), said)
+    for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
+        count = fact.count("parameters_affected")
+        text = (
+            f"{_parameters(fact)} got gradients but {'is' if count == 1 else 'are'} in no optimizer: nothing was learned there."
+        )
+        yield Finding(INFO, "left_out", text)
+    for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
+        text = f"{_parameters(fact)} of the optimizer never had a gradient until step {fact.step or 0:,}"
+        yield Finding(INFO, "no_gradient", f"{text}: unused, or cut off from the loss (detach, no_grad).")
+
+
+def _shape(fact: Fact) -> str:
+    given = fact.attributes.get("shape")
+    return str([one for one in given[:8] if isinstance(one, int)]) if isinstance(given, list) else "unknown"
+
+
+def _parameters(fact: Fact) -> str:
+    """Return the number of parameters that an event is about, and the names of the first."""
+    count, names = (
+        fact.count("parameters_affected"),
+        [text_format.clean(each, 80) for each in fact.texts("parameters")[:_NAMED]],
+    )
+    more = f" and {count - len(names):,} more" if count > len(names) else ""
+    return text_format.plural(count, "parameter") + (f" ({', '.join(names)}{more})" if names else "")

@@ -1,0 +1,142 @@
+"""Detect an optimizer that steps, and of whose parameters none ever gets a gradient: nothing is learned.
+
+The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward`` is not called,
+or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Left alone
+are an optimizer that changes its parameters without gradients, one that begins to step while its parameters are frozen and
+others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.gradients.parameter_names import ParameterNames
+
+APART = LASTING_STEPS // LASTING_SAMPLES
+"""Steps without a gradient; as many as between two looks for parameters that are in no optimizer"""
+NAMED = 8
+_MOST_OPTIMIZERS = 16
+_CHOSEN, _LOOKED_AT = 3, 16
+"""Parameters of an optimizer that must stay as they are, and their elements that are compared"""
+
+
+class _Optimizer:
+    """An optimizer that has had no gradient so far."""
+
+    __slots__ = ("before", "done", "looks", "optimizer", "since")
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = ref(optimizer)
+        self.done = False
+        """Whether it has had a gradient, or that it has none is known"""
+        self.looks = self.since = 0
+        self.before: list[tuple[int, Any]] = []
+
+
+class _Found(NamedTuple):
+    kind: str
+    step: int
+    parameters: list[ref[Any]]
+    frozen: bool
+    """Whether none of them requires a gradient"""
+
+
+class NoGradients:
+    """A part of the gradient probe; the training thread looks, the sampler thread names and tells. Told once."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        import torch  # torch is optional until training begins
+
+        self._context, self._torch = context, torch
+        self._plain = {torch.Tensor, torch.nn.Parameter}
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._others_train = self._told = False
+        self._found: list[_Found] = []
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Any, sample: Any) -> None:
+        """Look at an optimizer that is about to take a measured step. ``sample``: a parameter of it with a gradient."""
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            if known is None and len(self._optimizers) >= _MOST_OPTIMIZERS:
+                return
+            known = self._optimizers[id(optimizer)] = _Optimizer(optimizer)
+        if sample is not None:
+            known.done = self._others_train = True
+        elif not known.done:
+            self._look(known, optimizer, self._context.recorder.step)
+
+    def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
+        known.looks += 1
+        if known.looks == 1:
+            known.since, known.before = step, self._chosen(optimizer)
+        if known.looks <= LASTING_SAMPLES or step - known.since < APART:
+            return
+        known.done, before, now = True, known.before, self._chosen(optimizer)
+        known.before = []
+        if [version for version, _ in now] != [version for version, _ in before]:
+            return
+        owned = parameters_of(optimizer)
+        trained = [one for one in owned if one.requires_grad]
+        kind = type(optimizer).__name__
+        if not owned:
+            return
+        note = partial(self._note, _Found(kind, step + 1, [ref(one) for one in trained or owned], frozen=not trained))
+        with self._torch.no_grad():
+            pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
+            differ = [(old != new).any().float() for old, new in pairs]
+            if not differ:
+                note(0.0)
+            elif len({one.device for one in differ}) == 1:
+                self._context.device.take(self._torch.stack(differ).sum(), note)
+
+    def _note(self, found: _Found, differ: float) -> None:
+        if not differ:
+            self._found.append(found)
+
+    def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
+        """Return versions of some parameters, and copies of some of their elements."""
+        owned = parameters_of(optimizer)
+        chosen = [owned[len(owned) * index // _CHOSEN] for index in range(_CHOSEN)] if owned else []
+        with self._torch.no_grad():
+            return [(one._version, self._elements(one)) for one in chosen]
+
+    def _elements(self, one: Any) -> Any:
+        plain = type(one) in self._plain and one.layout is self._torch.strided and not one.is_meta
+        return one.detach().reshape(-1)[:_LOOKED_AT].clone() if plain else None
+
+    # -- in the sampler thread ---------------------------------------------------------------------------------------------
+
+    def sample(self, names: ParameterNames, *, last: bool) -> None:
+        """Name and tell what was found. ``last``: do not wait for names."""
+        if not self._found or self._told:
+            return
+        found = self._found[0]
+        parameters = [one for each in found.parameters if (one := each()) is not None]
+        if not names.look_for(parameters, now=last):
+            return
+        self._found.pop(0)
+        named = [name for one in parameters if (name := names.get(one)) is not None]
+        if self._others_train and (found.frozen or not named):
+            return
+        count = len(found.parameters)  # of which none may be left when the rank ends
+        if not named and count == 1:
+            return
+        self._told = True
+        told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
+        self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": "no_gradients", **told}, found.step)
+        text = f"no gradient comes to the parameters of the optimizer ({found.kind}): nothing is learned"
+        self._context.warn_limited("loop no_gradients", text)
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return all parameters of an optimizer that have elements: of a sharded one a rank may have none."""
+    return [one for group in optimizer.param_groups for one in group["params"] if one.numel()]
