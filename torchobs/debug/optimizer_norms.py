@@ -10,6 +10,7 @@ from torchobs.debug.gradients import scale_in_use
 from torchobs.probes.core.hook_removal import remove_hooks, remove_later
 from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.support.after_fork import renew_in_child
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ _wanted = 0
 def watch_steps(note: Callable[[Any], None]) -> None:
     """Call ``note`` with the norm of the gradients, a tensor, before each optimizer step, until :func:`unwatch_steps`."""
     global _handles, _wanted  # noqa: PLW0603  # the hook is one for the process
-    torch: Any = sys.modules.get("torch")
+    torch: Any = imported("torch")
     with _lock:
         _wanted += 1
         if _handles or torch is None:

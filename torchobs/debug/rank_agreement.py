@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from zlib import crc32
 
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
+from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
 _CHUNK = 1 << 20
@@ -146,7 +146,7 @@ def _norm(torch: Any, x: Any) -> Any:
 
 def _generators(torch: Any) -> dict[str, int]:
     states = {"torch": crc32(torch.get_rng_state().numpy().tobytes()), "python": crc32(repr(random.getstate()).encode())}
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     if numpy is not None:
         _, keys, *rest = numpy.random.get_state()
         states["numpy"] = crc32(keys.tobytes() + repr(rest).encode())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
 
@@ -56,7 +57,7 @@ def _process() -> psutil.Process:
 
 
 def _devices() -> tuple[int | None, int]:
-    torch: Any = sys.modules.get("torch")
+    torch: Any = imported("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None, 0
     devices = range(torch.cuda.device_count())
@@ -65,7 +66,7 @@ def _devices() -> tuple[int | None, int]:
 
 def synchronize() -> None:
     """Wait for the CUDA device, if this process uses one."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = imported("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

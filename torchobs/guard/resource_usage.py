@@ -19,6 +19,7 @@ from torchobs.probes.memory.allocators import used_devices
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class ResourceGuard:
             yield cpu
         if "memory" in self._thresholds:
             yield _memory(self._root)
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if "gpu_memory" in self._thresholds and torch is not None:
             for device in used_devices(torch):
                 yield "gpu_memory", device.device, device.reserved, device.limit or 0

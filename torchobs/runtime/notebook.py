@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from html import escape
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.flight.metrics.totals import Word
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -22,7 +22,7 @@ _STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radiu
 
 def in_notebook() -> bool:
     """Return True in a Jupyter kernel, whose shell has a ``kernel``; IPython in a terminal has none."""
-    ipython = sys.modules.get("IPython")
+    ipython = imported("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from torchobs.support.import_hooks import imported
 
 
 def rank_and_size() -> tuple[int, int] | None:
     """Return rank and world size of the default process group, if it is initialized."""
-    distributed = sys.modules.get("torch.distributed")
+    distributed = imported("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.get_rank(), distributed.get_world_size()

@@ -20,6 +20,7 @@ from torchobs.config.settings import Settings
 from torchobs.identity.git import checkout
 from torchobs.identity.redaction import redacted, redacted_value
 from torchobs.support.error_guard import call
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,7 @@ class RunDetails:
     def sample(self) -> None:
         """Add what is known by now. In the sampler thread, every ten seconds and at the end."""
         self._reader.join(_GIT_WAIT_S)  # a run of a second is at its end
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is not None:
             self._found["torch"] = _torch(torch)
         self._write()

@@ -48,7 +48,7 @@ from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, lau
 from torchobs.support import graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
-from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.log_level import set_level
 from torchobs.support.rank_log import OWN, name_rank, remove_rank
 
@@ -357,7 +357,7 @@ def _is_worker() -> bool:
     """Return True in a child that is importing its main module and in a DataLoader worker: neither is a rank."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return True
-    data = sys.modules.get("torch.utils.data")
+    data = imported("torch.utils.data")
     return data is not None and getattr(data, "get_worker_info", lambda: None)() is not None
 
 
@@ -368,9 +368,9 @@ def _versions() -> dict[str, str | int]:
         "script": os.path.basename(sys.argv[0])[:128] if sys.argv else "",  # noqa: PTH119  # argv[0] is no path for sure
         "pid": os.getpid(),
     }
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     with contextlib.suppress(AttributeError):
-        found["torch_version"] = str(torch.__version__)  # type: ignore[union-attr]  # None has no version: suppressed
+        found["torch_version"] = str(torch.__version__)  # None has no version: suppressed
     return found
 
 

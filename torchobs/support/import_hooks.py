@@ -1,4 +1,4 @@
-"""Runs a callback once a module has been imported: at once if it is there, else right after its import.
+"""Modules that the program may import, and nothing of ours before it: looked up, and a callback right after the import.
 
 ``init()`` may come before ``import torch`` (under ``torchobs run`` it does), and ``torch._dynamo`` takes a second to import, so
 nothing of ours may be the first to import it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,11 +58,19 @@ class _Finder(MetaPathFinder):
         self._callback()
 
 
+def imported(name: str) -> Any:
+    """Return a module that the program has imported, ``None`` if it has not, or is at it.
+
+    ``sys.modules`` has a module from the beginning of its import on: another thread sees it there without most of its names,
+    for minutes where ``import torch`` reads from a slow file system.
+    """
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
 def after_import(name: str, callback: Callable[[], None]) -> MetaPathFinder | None:
     """Call ``callback`` once ``name`` is imported; return a handle for :func:`cancel` if that is still to come."""
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    if module is not None and not getattr(spec, "_initializing", False):
+    if imported(name) is not None:
         callback()
         return None
     finder = _Finder(name, callback)

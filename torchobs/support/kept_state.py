@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +22,7 @@ def random_states_kept() -> Iterator[None]:
     python, host = random.getstate(), torch.get_rng_state()
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     devices = torch.cuda.get_rng_state_all() if on_gpu else []
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = imported("numpy")
     legacy = numpy.random.get_state() if numpy is not None else None
     try:
         yield

@@ -16,6 +16,7 @@ from torch import distributed
 
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number, is_whole
+from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
 ACCELERATORS = ("cuda", "xpu", "mps")
@@ -155,7 +156,7 @@ def seed(value: int, *, deterministic: bool | None = None) -> Seeded:
         raise ValueError(f"a seed is a whole number from 0 to {MOST_SEED}, not {value!r}")
     random.seed(value)
     torch.manual_seed(value)
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = imported("numpy")
     if numpy is not None:
         numpy.random.seed(value)
     if deterministic is not None:

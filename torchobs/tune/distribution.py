@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchobs.support.import_hooks import imported
 from torchobs.tune.choices import outermost, repeated_blocks
 from torchobs.tune.plan import model_device
 
@@ -49,7 +49,7 @@ def distribute(model: nn.Module, *, ddp: str | bool, fsdp: Wrapped, dtype: torch
 
 def is_sharded(model: nn.Module) -> bool:
     """Return True if ``fully_shard`` was given the model."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long, and who has not imported it has sharded nothing
+    fsdp = imported("torch.distributed.fsdp")  # its import takes long, and who has not imported it has sharded nothing
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
@@ -145,7 +145,7 @@ def _shard_of(value: Any, like: Any) -> Any:
 
 
 def _dtensor(value: Any) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")
+    tensors = imported("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 

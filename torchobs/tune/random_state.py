@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
     """Return the state of Python, torch on CPU and CUDA, NumPy where it is imported, and of a loader's own generators."""
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torchobs import catalog
 from torchobs.detect.disagreement import LOOKED_BATCHES
 from torchobs.probes.data.batch_sizes import MOST_DEPTH, items
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,7 @@ class ReplicaBatches:
 
 def _in_one_group() -> bool:
     """Return True if there are several ranks, and no process group of some of them."""
-    distributed = sys.modules.get("torch.distributed")
+    distributed = imported("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False
     size = distributed.get_world_size()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
+
+from torchobs.support.import_hooks import imported
 
 
 class Used(NamedTuple):
@@ -17,7 +18,7 @@ class Used(NamedTuple):
 
 def used() -> list[Used] | None:
     """Return torch's devices; ``None`` before CUDA is initialized, or where torch has no UUIDs (before 2.5, ROCm)."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or torch.version.cuda is None or not torch.cuda.is_initialized():
         return None
     found = []

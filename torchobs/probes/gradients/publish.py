@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from math import isnan
 from time import monotonic
@@ -13,6 +12,7 @@ from torchobs.detect.blown_layer import blown_layer
 from torchobs.probes.gradients.faded import FadedOptimizers
 from torchobs.probes.gradients.layers import WIDER, Layers
 from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
+from torchobs.support.import_hooks import imported
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class GradientPublisher:
     def _ranks(self, parts: list[Measurement]) -> int:
         """Return over how many ranks the squares of norms add up to the whole."""
         if self.layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
-            distributed = sys.modules.get("torch.distributed")
+            distributed = imported("torch.distributed")
             return int(distributed.get_world_size()) if distributed is not None and distributed.is_initialized() else 1
         return max(part.ranks for part in parts)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.support.import_hooks import imported
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -90,10 +92,10 @@ def groups() -> list[Any]:
 
 def of_frameworks() -> dict[str, Place]:
     """Return this rank's place on each axis by Megatron's or DeepSpeed's parallel state."""
-    megatron = sys.modules.get("megatron.core.parallel_state")
+    megatron = imported("megatron.core.parallel_state")
     if megatron is not None and megatron.model_parallel_is_initialized():
         return _asked(megatron)
-    deepspeed = sys.modules.get("deepspeed.utils.groups")
+    deepspeed = imported("deepspeed.utils.groups")
     return _asked(getattr(deepspeed, "mpu", None))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torchobs.probes.lifecycle.coordinates import (
     of_process_groups,
     root_dimensions,
 )
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -99,8 +99,8 @@ def _distributed_parameters(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 def _fully_sharded() -> Iterator[tuple[str, Any]]:
     """Yield kind and mesh of every module that ``fully_shard`` was applied to."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    if states is None or "torch.distributed.fsdp" not in sys.modules:
+    states = imported("torch.distributed._composable_state")
+    if states is None or imported("torch.distributed.fsdp") is None:
         return
     for module in states._module_state_mapping.keyrefs():  # a copy: the training thread may be adding to it
         state = states._module_state_mapping.get(module())
