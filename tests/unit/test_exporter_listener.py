@@ -48,8 +48,8 @@ def test_a_retired_server_accepts_nobody_and_answers_who_was_there() -> None:
         writer.write(HEAD[:10])
         await writer.drain()
         await asyncio.sleep(0.05)
-        retire(server)
-        retire(server)
+        await retire(server)
+        await retire(server)
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address)
         writer.write(HEAD[10:])
@@ -61,6 +61,27 @@ def test_a_retired_server_accepts_nobody_and_answers_who_was_there() -> None:
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert answer.endswith(b"page")
     assert not is_left
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_whoever_comes_while_a_server_is_retired_is_answered(turns: int) -> None:
+    """At each turn of the loop between the kernel's queue and the transport: asyncio drops what it has accepted by half."""
+
+    async def answer() -> bytes:
+        bound = socket.create_server(("127.0.0.1", 0))
+        first, kept = await serve_on(bound, APP, Connections()), bound.dup()
+        with socket.create_connection(bound.getsockname()) as client:
+            client.setblocking(False)  # noqa: FBT003  # as socket has it
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await retire(first)
+            second = await serve_on(kept, APP, Connections())
+            client.sendall(HEAD)
+            found = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
+        await second.shutdown()
+        return found
+
+    assert asyncio.run(answer()).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_where_no_descriptor_is_left_is_told_once_and_room_is_made(caplog: pytest.LogCaptureFixture) -> None:

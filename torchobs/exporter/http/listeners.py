@@ -126,7 +126,7 @@ class Listeners:
         self._listeners = [listener for listener in self._listeners if listener not in old]
         for listener in old:
             await self._serve(listener.bound.dup(), listener.address)
-            retire(listener.server)
+            await retire(listener.server)
             listener.bound.close()
 
     async def _reopen_unnamed(self) -> None:

@@ -152,8 +152,13 @@ def _handler(connections: Connections) -> Callable[[asyncio.AbstractEventLoop, d
     return handle
 
 
-def retire(server: uvicorn.Server) -> None:
+async def retire(server: uvicorn.Server) -> None:
     """Stop accepting, and close idle connections. Requests that have begun, and first requests, are still answered."""
+    loop = asyncio.get_running_loop()
+    for bound in (bound for listening in server.servers for bound in listening.sockets):
+        loop.remove_reader(bound)
+    # asyncio makes the transport of an accepted connection a turn of the loop later, and fails if its server is closed by then
+    await asyncio.sleep(0)
     for listening in server.servers:
         listening.close()
     for connection in list(server.server_state.connections):
