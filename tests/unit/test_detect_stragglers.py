@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchobs.detect.stragglers import compare, without_asides
+from torchobs.detect.stragglers import Spent, compare, slowness, without_asides
 
 FAST = (0.01, 0.15, 0.69, 0.10, 0.05)
 """data, forward, backward with 0.39 s of waiting in it, optimizer, other: one second"""
@@ -69,3 +69,11 @@ def test_what_was_waited_for_an_evaluation_is_taken_out_where_it_was_waited() ->
     assert without_asides({"0": FAST, "1": waiting}, {"0": 0.2, "1": 0.0})["1"] == pytest.approx((0.01, 0.15, 0.69, 0.10, 0.35))
     assert without_asides({"0": FAST, "1": LATE}, {"0": 0.0, "1": 0.0}) == {"0": FAST, "1": LATE}
     assert without_asides({"0": FAST}, {"0": 0.0}) == {"0": FAST}
+
+
+@pytest.mark.parametrize(("steps", "is_slow"), [(39, False), (200, True)])
+def test_a_fraction_of_a_second_makes_no_rank_slow(steps: int, is_slow: bool) -> None:  # noqa: FBT001  # parametrized
+    """One forward pass of a quarter of a second, as a first one is, in 39 steps; and the same mean over more of them."""
+    usual, late = (0.0, 0.002, 0.006, 0.001, 0.0), (0.0, 0.0085, 0.006, 0.001, 0.0)
+    found = slowness({"0": Spent(steps, late, 0.0), "1": Spent(steps, usual, 0.0)})
+    assert found["0"].is_slow is is_slow

@@ -27,6 +27,8 @@ SLOW = 1.2
 """Factor from which a rank is called slow. A fifth longer than its peers costs the run a sixth of its speed."""
 LEAST_EXCESS_S = 0.005
 """Least excess per step: Python threads switch every 5 ms, which may not count against a rank with steps of 1 ms."""
+LEAST_LOST_S = 1.0
+"""Least excess of all steps compared: a first step, or a processor that others wanted, takes tenths of a second once"""
 
 
 class Spent(NamedTuple):
@@ -53,18 +55,22 @@ class Slowness(NamedTuple):
     """The median of its peers there"""
     excess_s: Sequence[float] = ()
     """Seconds per step above the median of its peers, in each phase"""
+    steps: float = inf
+    """Number of its steps compared"""
 
     @property
     def is_slow(self) -> bool:
         """Whether that is a finding."""
-        return self.factor >= SLOW and self.own_s - self.others_s >= LEAST_EXCESS_S
+        excess_s = self.own_s - self.others_s
+        return self.factor >= SLOW and excess_s >= LEAST_EXCESS_S and excess_s * self.steps >= LEAST_LOST_S
 
 
 def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
     """Return the slowness of each rank with enough steps; all views and metrics use this function."""
     enough = {rank: own for rank, own in spent.items() if own.steps >= LEAST_STEPS}
     times = {rank: own.phases_s for rank, own in enough.items()}
-    return compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
+    found = compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
+    return {rank: one._replace(steps=enough[rank].steps) for rank, one in found.items()}
 
 
 def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
