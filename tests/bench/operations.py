@@ -48,7 +48,8 @@ CEILINGS = {
     "gpt": Counts(Operations(70, 1145), Operations(650, 6850)),
 }
 """Most that steps may execute at level basic: what plain ones do with Python 3.11 and torch 2.13, and two percent more than
-measuring ones do, which is not the same to the instruction in each run. Whoever makes a step do more raises them, and says why."""
+measuring ones do, which is not the same to the instruction in each run. Whoever makes a step do more raises them, and says
+why."""
 NATIVE_CEILINGS = {
     "mlp": Counts(Operations(9, 56), Operations(171, 2230)),
     "gpt": Counts(Operations(15, 108), Operations(617, 6150)),

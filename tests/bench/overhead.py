@@ -64,8 +64,8 @@ COUNTED_STEPS = {"mlp": 30, "gpt": 6}
 """Whose operations are counted, and over how many steps of each kind."""
 SHARES = {"gpt": 0.01, "cnn": 0.01}
 """Most that all our code may take of a step, norms included, where a step is long enough for that to be ours to decide: the
-budget of docs/overhead.md. Half of it on a quiet machine, of which the norms are given half (``TORCHOBS_OVERHEAD_BUDGET``); where
-others want the processor our code runs from cold memory, which makes a long step no longer, and what is ours twice as long."""
+budget of docs/overhead.md. Half of it on a quiet machine, of which the norms are given half (``TORCHOBS_OVERHEAD_BUDGET``);
+where others want the processor our code runs from cold memory, and takes twice as long while a long step does not."""
 
 
 def run(training: Iterator[None], steps: int, after: Callable[[], None] | None = None) -> float:

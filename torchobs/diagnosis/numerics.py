@@ -14,6 +14,7 @@ from torchobs.diagnosis.activations import activations
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
 from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.loop_mistakes import loop_mistakes
+from torchobs.diagnosis.no_progress import no_progress
 from torchobs.diagnosis.nonfinite_origins import origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
@@ -54,6 +55,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     elif not _all_fine(report):
         yield from _spikes(report)
     yield from learning_rate(report)
+    yield from no_progress(report)
     yield from origins(report)
     yield from _layers(report)
     yield from _vanished(report)
