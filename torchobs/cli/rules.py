@@ -36,7 +36,7 @@ my.yml, in which everything may be left out:
   grafana_url: https://grafana.example.org        for the alerts' links to the dashboards
   runbooks: https://wiki.example.org/runbooks     where your copy of the runbooks is
 
-thresholds and their defaults; shares are from 0 to 1, times in seconds:
+thresholds and their defaults; shares are between 0 and 1 (not per cent), times in seconds:
 {thresholds}"""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 RUNBOOKS = f"https://github.com/torchobs/torchobs/blob/v{__version__}/docs/runbooks"
 """Pages of the version that the rules are of: those of another may be about other rules."""
 SEVERITIES = ("page", "ticket")
+RATIOS = ("slower", "straggler")
+"""Thresholds that compare with what is usual, which is 1"""
+COUNTED = ("restarts", "recompiles", "skipped", "checkpoint_cadences")
+"""Thresholds that are numbers of something; the others are shares, or times, whose names end with `_s`."""
 
 
 class ValuesError(ValueError):
@@ -22,7 +27,7 @@ class ValuesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Limits of the alerts. Shares are between 0 and 1, times in seconds."""
+    """Limits of the alerts. Shares are between 0 and 1, ratios above 1, times in seconds."""
 
     cpu: float = 0.9
     """Share of the processors, or of the container's quota, in use"""
@@ -91,8 +96,7 @@ def load(path: Path) -> Values:
     thresholds = given.get("thresholds") or {}
     _check(thresholds, {one.name for one in fields(Thresholds)}, "thresholds")
     for name, value in thresholds.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValuesError(f"thresholds: {name} is {value!r}, not a number above 0")
+        _check_threshold(name, value)
     severities = given.get("severities") or {}
     _check(severities, None, "severities")
     for name, severity in severities.items():
@@ -105,9 +109,25 @@ def load(path: Path) -> Values:
         replace(DEFAULT.thresholds, **thresholds),
         {str(name): severity for name, severity in severities.items()},
         tuple(map(str, disabled)),
-        str(given.get("grafana_url") or "").rstrip("/"),
-        str(given.get("runbooks") or RUNBOOKS).rstrip("/"),
+        _url(given, "grafana_url", ""),
+        _url(given, "runbooks", RUNBOOKS),
     )
+
+
+def _check_threshold(name: str, value: Any) -> None:
+    """Raise for a value with which the alert would fire always or never, such as a share of 90."""
+    least, most = 1.0 if name in RATIOS else 0.0, math.inf if name in (*RATIOS, *COUNTED) or name.endswith("_s") else 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < most:
+        wanted = f"a number above {least:g}" if most == math.inf else f"a share between {least:g} and {most:g}"
+        raise ValuesError(f"thresholds: {name} is {value!r}, not {wanted}")
+
+
+def _url(given: Mapping[str, Any], name: str, default: str) -> str:
+    """Return a URL without the slash at its end. Raises for what a browser would not open."""
+    value = given.get(name) or default
+    if value and not (isinstance(value, str) and value.startswith(("http://", "https://"))):
+        raise ValuesError(f"{name}: a URL that begins with http:// or https:// is expected, not {value!r}")
+    return str(value).rstrip("/")
 
 
 def _check(given: Any, known: set[str] | None, where: str) -> None:
