@@ -33,7 +33,7 @@ def resources(values: Values = DEFAULT) -> Group:
         (
             recent(catalog.HW_ERRORS, _GPU_ERRORS),
             recent(catalog.DATA_WORKERS_DIED, born_later=True),
-            *(_scaler(values), _gpu_fault(), _gpu_throttled(values), _nvlink(), _worker()),
+            *(_scaler(values), _gpu_fault(), _gpu_throttled(values), _worker()),
         ),
     )
 
@@ -278,25 +278,6 @@ def _gpu_throttled(values: Values) -> Alert:
         summary="has a GPU that is too hot.",
         description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",
         culprits=Culprits(f"rate({here}[{WINDOW}])", f"GPU {{{{ $l.hw_id }}}}, {SHARE}", "Observed by"),
-    )
-
-
-def _nvlink() -> Alert:
-    def lost(*matchers: str) -> str:
-        links = select(catalog.GPU_NVLINK_LINKS, *matchers)
-        return f"max_over_time({links}[1d]) - {links}"
-
-    return Alert(
-        alert="TorchobsNvlinkDown",
-        expr=f"""
-            max {BY_RUN} (
-                {lost()} > 0
-            )
-        """,
-        severity="ticket",
-        summary="has lost NVLinks.",
-        description=f"A GPU has {amount('link', 'links')} fewer than it had within a day: collectives take another way.",
-        culprits=Culprits(f"{lost(THIS_RUN)} > 0", f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
     )
 
 

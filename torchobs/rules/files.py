@@ -7,6 +7,7 @@ from torchobs.rules import (
     alerts,
     alerts_checkpoints,
     alerts_exporter,
+    alerts_links,
     alerts_ranks,
     alerts_resources,
     alerts_speed,
@@ -57,6 +58,7 @@ def alert_groups(chosen: Values = DEFAULT) -> list[Group]:
         alerts_checkpoints.checkpoints(chosen),
         alerts_resources.memory(chosen),
         alerts_resources.resources(chosen),
+        alerts_links.links(),
         alerts_exporter.itself(),
     ]
 
