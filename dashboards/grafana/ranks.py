@@ -24,9 +24,12 @@ from dashboards.grafana.queries import (
 )
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
+from torchobs.rules import labels
 from torchobs.rules.promql import select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
     from torchobs.catalog import Metric
@@ -295,6 +298,7 @@ def collectives() -> tuple[Panel, ...]:
     group = ("backend", "group")
     called = select(catalog.COLLECTIVE_ENQUEUED, *RANKS)
     apart = f"{per_run('max', called, *group)} - {per_run('min', called, *group)}"
+    behind, last = _behind(called, *group)
     size, duration = mean(catalog.COLLECTIVE_SIZE), mean(catalog.COLLECTIVE_DURATION)
     given = f"sum by (operation) (rate({select(catalog.COLLECTIVE_INPUT, *RANKS)}[$__rate_interval]))"
     return (
@@ -309,13 +313,15 @@ def collectives() -> tuple[Panel, ...]:
         ),
         panels.rows(
             "Ranks in a collective",
-            "Where no step ends: how long each rank has waited in a collective, how large its input is, and the number of the "
-            "last that it has called and that has come back. Waiting for 0 s: it did not come, or waits for nothing. Good: "
-            "nothing to see. Empty: as long as steps end, and without torch's flight recorder.",
+            f"Where no step ends, the {LISTED} that are furthest behind: how many collectives another rank of its group has "
+            "called and it has not, how long it has waited in one, how large its input is, and the number of the last that "
+            "has come back. Waiting for 0 s: it did not come, or waits for nothing. Good: nothing to see. Empty: without "
+            "torch's flight recorder.",
             (
-                Column("waits for", per_rank(select(catalog.COLLECTIVE_PENDING_AGE, *RANKS), *group, "operation"), "s"),
-                Column("input", per_rank(select(catalog.COLLECTIVE_PENDING_SIZE, *RANKS), *group, "operation"), "bytes"),
-                Column("last done", per_rank(select(catalog.COLLECTIVE_COMPLETED, *RANKS), *group)),
+                Column("behind", behind),
+                Column("waits for", last(catalog.COLLECTIVE_PENDING_AGE, "operation"), "s"),
+                Column("input", last(catalog.COLLECTIVE_PENDING_SIZE, "operation"), "bytes"),
+                Column("last done", last(catalog.COLLECTIVE_COMPLETED)),
             ),
             labels={"rank": "rank", "instance": "exporter", **{name: name for name in (*group, "operation")}},
             width=12,
@@ -345,6 +351,18 @@ def collectives() -> tuple[Panel, ...]:
             width=6,
         ),
     )
+
+
+def _behind(called: str, *group: str) -> tuple[str, Callable[..., str]]:
+    """Return how many collectives the ranks lack that are furthest behind, and what gives a metric of these ranks alone."""
+    of_group, of_rank = (f"on ({', '.join((*of, *group))})" for of in (labels.RUN, labels.RANK))
+    most, own = per_run("max", called, *group), per_rank(called, *group)
+    behind = worst(f"{most} - {of_group} group_right () {own}", LISTED)
+
+    def last(metric: Metric, *more: str) -> str:
+        return f"{per_rank(select(metric, *RANKS), *group, *more)} and {of_rank} {behind}"
+
+    return behind, last
 
 
 DDP_SETTINGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "comm_hook")

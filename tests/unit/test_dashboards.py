@@ -56,6 +56,9 @@ SAMPLES = 800_000
 OWN_COUNTS = (catalog.STEPS, catalog.EPOCHS, catalog.RANK_RESTARTS)
 """Counters whose value is asked for, too: how far the run is since it was last started."""
 
+ONE_ROW_EACH = {"GPUs of the ranks", "What runs"}
+"""Tables that are a list of the ranks: one row for each, to be searched by a person."""
+
 each_dashboard = pytest.mark.parametrize("uid", DASHBOARDS)
 each_panel = pytest.mark.parametrize(
     ("uid", "panel"), PANELS, ids=[f"{uid.removeprefix('torchobs-')}: {panel['title']}" for uid, panel in PANELS]
@@ -149,6 +152,7 @@ def test_joins_name_the_labels_that_identify(uid: str, query: str) -> None:
     """A rank is unique only within a target and a run only within a cluster: whatever is joined is so by all of them."""
     run = ", ".join(RUN)
     allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID, GPU_I_ID", "", ", ".join(grafana.alerts.OF)}
+    allowed |= {f"{run}, backend, group", f"{run}, rank, instance, backend, group"}  # a process group, and a rank in it
     assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
     assert "ignoring" not in query
 
@@ -235,10 +239,13 @@ def test_panels_over_time_ask_for_a_range(uid: str, panel: dict[str, Any]) -> No
 
 @each_panel
 def test_a_thousand_ranks_are_not_a_thousand_lines(uid: str, panel: dict[str, Any]) -> None:
-    """Whoever names a rank, a GPU or a machine in a legend shows only the worst or a heat map of all."""
+    """Whoever names a rank, a GPU or a machine in a legend or a row shows only the worst or a heat map of all."""
+    listed = panel["transformations"][1]["options"]["renameByName"] if panel["type"] == "table" else {}
     for target in panel["targets"]:
         if re.search(r"\{\{(rank|hw_id|instance)\}\}", target["legendFormat"]):
             assert re.match(r"(topk|bottomk)\(", target["expr"]), uid
+        if "rank" in listed and panel["title"] not in ONE_ROW_EACH:
+            assert re.search(r"(topk|bottomk)\(|== 1", target["expr"]), uid
 
 
 @pytest.fixture(scope="module")
