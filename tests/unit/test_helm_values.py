@@ -191,6 +191,17 @@ def test_helm_test_tries_the_label_wherever_it_does_something(settings: str, *, 
         compile(script(pod), "test", "exec")
 
 
+@pytest.mark.parametrize("by_label", [False, True])
+def test_a_training_runtime_has_the_sidecar_or_the_label_for_it(*, by_label: bool) -> None:
+    """Never both: the injection leaves a pod alone that has the sidecar."""
+    given = f"trainingRuntime.enabled=true,trainingRuntime.image=training,trainingRuntime.byLabel={str(by_label).lower()}"
+    (made,) = objects(rendered("--set", given, "-s", "templates/trainingruntime.yaml"))
+    pod = made["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert pod["metadata"]["labels"] == ({"torchobs.io/inject": "true"} if by_label else {"torchobs": "sidecar"})
+    assert ("initContainers" in pod["spec"]) is not by_label
+    assert [one["image"] for one in pod["spec"]["containers"]] == ["training"]
+
+
 def script(pod: dict[str, Any]) -> str:
     """What a pod of `helm test` runs."""
     return str(pod["spec"]["containers"][0]["command"][-1])
