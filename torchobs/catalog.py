@@ -215,7 +215,7 @@ ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
 ORIGIN = Attribute(
     "origin",
     "where a value that is not finite was born",
-    ("input", "parameter", "operator", "backward", "optimizer", "rank", "unknown"),
+    ("input", "parameter", "operator", "backward", "overflow", "optimizer", "rank", "unknown"),
 )
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)

@@ -32,6 +32,9 @@ def origins(report: RankReport) -> Iterator[Finding]:
             text = f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
             yield Finding(ERROR, "nonfinite_origin", text)
             continue
+        if fact.text("origin") == "overflow":
+            yield Finding(ERROR, "nonfinite_origin", _overflow(name, text_format.clean(fact.text("note"), 80), step))
+            continue
         if fact.text("origin") == "optimizer":
             why = text_format.clean(fact.text("note"), 120)
             text = f"The NaN or infinity{step} was made by the optimizer ({operator}), of finite gradients, in {name}: {why}."
@@ -39,3 +42,11 @@ def origins(report: RankReport) -> Iterator[Finding]:
             continue
         text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
         yield Finding(ERROR, "nonfinite_origin", text)
+
+
+def _overflow(name: str, note: str, step: str) -> str:
+    """Return the sentence on gradients that did not fit into float16, with the remedy."""
+    where = f"{name} {note}" if note else name
+    cause = "the largest number there is 65,504, and no loss scaler was used"
+    remedy = "Scale the loss (torch.amp.GradScaler, with weights in float32), or train in bfloat16."
+    return f"The NaN or infinity{step} is most likely gradients that overflowed in float16, in {where}: {cause}. {remedy}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs.probes.gradients.parameter_names import roots
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-OriginKind = Literal["input", "parameter", "operator", "backward", "optimizer", "rank", "unknown"]
+OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "optimizer", "rank", "unknown"]
+FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
@@ -34,8 +35,8 @@ class NonfiniteOrigin(Result):
 
     kind: OriginKind
     """``input``: the batch held it; ``parameter``: so did a weight, before the step; ``operator``: the forward pass made it;
-    ``backward``: a derivative did, of a finite loss; ``optimizer``: its step did, of finite gradients; ``rank``: averaged
-    gradients brought it from another rank; ``unknown``"""
+    ``backward``: a derivative did, of a finite loss; ``overflow``: its gradients did not fit into float16; ``optimizer``: its
+    step did, of finite gradients; ``rank``: averaged gradients brought it from another rank; ``unknown``"""
     operator: str
     """The operator that made it, or was given it"""
     module: str
@@ -68,12 +69,15 @@ class NonfiniteOrigin(Result):
             return f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
         if self.kind == "parameter":
             return f"The parameter {self.parameter} held values that are not finite before the step."
-        if self.kind in {"optimizer", "rank"}:
-            step = (
-                f"The step of the optimizer ({self.operator}) made them of finite gradients in {self.parameter}: {self.note}."
-            )
-            averaged = f"The averaged gradients brought them from {self.note}; this rank's own loss was finite."
-            return step if self.kind == "optimizer" else averaged
+        if self.kind in {"overflow", "optimizer", "rank"}:
+            several = f" {self.note}" if self.note else ""
+            return {
+                "overflow": f"Gradients of a finite loss most likely overflowed in {FLOAT16}; they reached"
+                f" {self.parameter}{several}.",
+                "optimizer": f"The step of the optimizer ({self.operator}) made them of finite gradients in {self.parameter}:"
+                f"{several}.",
+                "rank": f"The averaged gradients brought them from{several}; this rank's own loss was finite.",
+            }[self.kind]
         if self.kind == "operator":
             return f"The operator {self.operator} in {where} made them of finite inputs{at}."
         if self.kind == "backward":
@@ -94,6 +98,12 @@ def from_rank(rank: int, step: int) -> NonfiniteOrigin:
 def from_optimizer(optimizer: str, name: str, note: str, step: int) -> NonfiniteOrigin:
     """Return the origin of parameters that the optimizer's own arithmetic has spoiled; ``name``: of the first one."""
     return NonfiniteOrigin("optimizer", optimizer, "", "", "", name, (), (), None, step, note)
+
+
+def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
+    """Return the origin for parameters that, or whose gradients, an overflow in float16 has made non-finite."""
+    first = of_parameters(bad, models, step)
+    return replace(first, kind="overflow", elements=())
 
 
 def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.nonfinite import ending, last_step, rank_notices
+from torchobs.probes.nonfinite import ending, last_step, overflow, rank_notices
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
 from torchobs.probes.nonfinite.errors import NonFiniteError
@@ -26,6 +26,7 @@ from torchobs.probes.nonfinite.origin import (
     GraphTracer,
     NonfiniteOrigin,
     from_optimizer,
+    from_overflow,
     from_rank,
     of_parameters,
     user_frames,
@@ -35,11 +36,13 @@ from torchobs.probes.nonfinite.zero_eps import divided_by_zero
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.nonfinite.graph import GraphNode
     from torchobs.probes.precision.loss_scale import LossScaling
 
 _log = logging.getLogger("torchobs")
@@ -136,12 +139,13 @@ class NonfiniteProbe:
             rank_notices.post(step)
         held, self._held = self._held, None
         if (not follows or held is not None) and self._traces.take(monotonic(), "loss"):
-            origin = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known()).forward(
-                earliest=held is not None
-            )
+            tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known())
+            origin = tracer.forward(earliest=held is not None)
             if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
                 other = rank_notices.another(step - 1)
                 origin = from_rank(other, step - 1) if other is not None else self._by_optimizer(step - 1) or origin
+            if origin is not None and origin.kind == "parameter" and held is None:
+                origin = self._by_overflow(step - 1, tracer.nodes) or origin
             if held is not None:
                 follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
                 self._report(origin if origin is not None and origin.kind not in follows_from else held)
@@ -160,6 +164,14 @@ class NonfiniteProbe:
         if found is None:
             return None
         return from_optimizer(found.optimizer, of_parameters(bad, models, step).parameter, found.note, step)
+
+    def _by_overflow(self, step: int, nodes: Sequence[GraphNode] = ()) -> NonfiniteOrigin | None:
+        """Return the origin if gradients of that step, which was not measured, have overflowed in float16."""
+        models, parameters = self._known()
+        bad = ending.bad_parameters(parameters)
+        if step < 1 or self._scaling.losses or not overflow.is_of_a_step(bad, self._context.recorder.optimizers()):
+            return None
+        return from_overflow(bad, models, step) if overflow.computes_in_float16(bad, nodes) else None
 
     def _release(self) -> None:
         """Report an origin that was held back."""
@@ -198,10 +210,19 @@ class NonfiniteProbe:
                 each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None and each.numel() == 1
             ]
             for loss in losses:
-                origin = GraphTracer([loss], frames, step, *self._known()).gradients(bad)
+                tracer = GraphTracer([loss], frames, step, *self._known())
+                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step)
                 if origin is not None:
                     return origin
-        return None
+        return self._gradients_overflow(bad, (), step)
+
+    def _gradients_overflow(self, bad: set[int], nodes: Sequence[GraphNode], step: int) -> NonfiniteOrigin | None:
+        """Return the origin if gradients of these parameters (ids) have overflowed in float16."""
+        models, parameters = self._known()
+        spoiled = [each for each in parameters if id(each) in bad]
+        if not spoiled or self._scaling.losses or not overflow.computes_in_float16(spoiled, nodes):
+            return None
+        return from_overflow(spoiled, models, step)
 
     def _ending(self, error: BaseException | None) -> None:
         """Trace what is not finite as the training ends; before a backward pass or a measurement has seen it."""
@@ -216,7 +237,7 @@ class NonfiniteProbe:
         bad = ending.bad_parameters(parameters)
         if len(bad) > 1 and not losses:  # the last step has made them so
             origin = self._inferred({id(each) for each in bad}, frames, step - 1)
-            self._report(origin or of_parameters(bad, self._known()[0], step))
+            self._report(origin or self._by_overflow(step - 1) or of_parameters(bad, self._known()[0], step))
             return
         losses = losses or ending.refused_by_torch(error)
         if losses:

@@ -1,0 +1,42 @@
+"""Tell gradients that overflowed in float16 from a weight that something else has spoiled.
+
+A float16 is at most 65504, and a gradient may be larger though the loss itself fits. A loss scaler leaves such steps out
+(Micikevicius et al. 2018, section 3.2). Without one the optimizer steps with infinity, and the next loss is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.nonfinite.values import Condition, condition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torchobs.probes.nonfinite.graph import GraphNode
+
+_SHARE_OF_STEP = 2
+"""From so many parameters on they are what a step made of its gradients, not one bad weight"""
+
+
+def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = ()) -> bool:
+    """Return True if parameters are float16, or results in the graph are, as under autocast."""
+    import torch  # torch is optional until training begins
+
+    results = (each for node in nodes for each in getattr(node.function, "_input_metadata", ()))  # private: without it, False
+    return any(each.dtype is torch.float16 for each in parameters) or any(
+        getattr(each, "dtype", None) is torch.float16 for each in results
+    )
+
+
+def is_of_a_step(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
+    """Return True if an optimizer's step made these parameters non-finite: there are several, or it has kept such gradients."""
+    return len(bad) >= _SHARE_OF_STEP or any(_keeps_bad_values(optimizer, each) for each in bad for optimizer in optimizers)
+
+
+def _keeps_bad_values(optimizer: Any, parameter: Any) -> bool:
+    import torch  # torch is optional until training begins
+
+    state = optimizer.state.get(parameter)
+    values = state.values() if isinstance(state, dict) else ()
+    return any(isinstance(each, torch.Tensor) and condition(each) is not Condition.FINITE for each in values)
