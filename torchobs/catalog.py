@@ -200,7 +200,7 @@ COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
-EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "terminated", "lost", "out_of_memory")
+EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "terminated", "crashed", "lost", "out_of_memory")
 
 ANOMALY_SEVERITY = dict.fromkeys(ANOMALY_KINDS, Severity.WARNING) | {"nonfinite_loss": Severity.ERROR}
 """Severity by kind, so no label. A non-finite gradient is only a warning, because a loss scaler may have caused it."""

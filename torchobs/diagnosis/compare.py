@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
@@ -25,6 +26,7 @@ _BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
+_ABORTED = 128 + signal.SIGABRT
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
 
@@ -158,13 +160,18 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
 
 def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankReport, str]:
     within = f"within {text_format.duration(doubt_s)}"
-    silent = [report for report in together if report.state == "lost"]
+    # an abort may be a collective's own, which a peer's end has caused
+    silent = [
+        report for report in together
+        if report.state == "lost" or (report.reason == "crashed" and report.exit_code != _ABORTED)
+    ]  # fmt: skip
     own = [report for report in together if report.reason == "exception" and not _in_collective(report)]
     if len(own) == 1:
         text = f"Rank {own[0].rank} raised in code of its own and the others ended {within} of it: it was likely first."
         return own[0], text
     if len(silent) == 1 and not own:
-        text = f"Rank {silent[0].rank} vanished, and {within} the others raised in collective operations: it was likely first."
+        ended = "crashed" if silent[0].reason == "crashed" else "vanished"
+        text = f"Rank {silent[0].rank} {ended}, and {within} the others raised in collective operations: it was likely first."
         return silent[0], text
     names = text_format.joined([report.rank for report in together], _MOST_NAMED)
     return together[0], f"Ranks {names} failed {within}: which was first cannot be told."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 from torchobs import catalog
-from torchobs.diagnosis import collective_timeout, text_format
+from torchobs.diagnosis import collective_timeout, stack_text, text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.stall import stalled
@@ -13,6 +14,13 @@ from torchobs.ranks import state
 
 _NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
 _NO_STEPS = "its steps are not in this part of the file"
+_FATAL: dict[int, tuple[str, str]] = {
+    signal.SIGSEGV: ("SIGSEGV", "a segmentation fault"),
+    signal.SIGBUS: ("SIGBUS", "memory that could not be had, as in a full /dev/shm"),
+    signal.SIGFPE: ("SIGFPE", "an arithmetic error of a processor's instruction"),
+    signal.SIGILL: ("SIGILL", "an instruction that this processor lacks"),
+    signal.SIGABRT: ("SIGABRT", "abort() or an error of C++ that nobody caught; the standard error has its message"),
+}
 _SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
 
@@ -31,6 +39,7 @@ def ending(report: RankReport) -> Iterator[Finding]:
         "exit_code": _exit_code,
         "interrupted": _interrupted,
         "terminated": _terminated,
+        "crashed": _crashed,
         "out_of_memory": _out_of_memory,
         "lost": _lost,
     }
@@ -141,6 +150,18 @@ def _left_by(report: RankReport) -> str:
         return f"; on that it raised {_raised(raised[-1], '')}"
     status = report.exit_code if _signal(report) else 0
     return f"; it left with exit status {status}" if status not in {0, 130, 143} else ""
+
+
+def _crashed(report: RankReport) -> Finding:
+    name, meaning = _FATAL.get(report.exit_code - 128, (f"signal {report.exit_code - 128}", "a fatal one"))
+    (current, main), at, also = report.crash or ((), ()), "", ""
+    if current:
+        at = f" at {stack_text.place(stack_text.without_launcher(current))}"
+    elif main:
+        at = " in a thread that ran no Python code"
+        also = f" Its main thread was at {stack_text.place(stack_text.without_launcher(main))}."
+    text = f"Rank {report.rank} crashed{at} ({name}, {meaning}), {_where(report)}{_phase(report)}.{also}"
+    return Finding(ERROR, "crashed", text)
 
 
 def _lost(report: RankReport) -> Finding:

@@ -28,6 +28,7 @@ _ENDINGS = {
     "exit_code": "failed {ago} ago with an exit status",
     "interrupted": "was interrupted {ago} ago",
     "terminated": "was told to end {ago} ago",
+    "crashed": "crashed {ago} ago",
     "out_of_memory": "was lost {ago} ago, likely out of memory",
 }
 _ANOMALIES = {

@@ -23,7 +23,7 @@ from torchobs.diagnosis.rank_report import (
     steps_of,
     values_of,
 )
-from torchobs.flight.files import artifacts
+from torchobs.flight.files import artifacts, crash
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
@@ -261,7 +261,19 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
 
 def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    return replace(report, left=tuple(own), frames=_frames(directory, own, report))
+    return replace(report, left=tuple(own), frames=_frames(directory, own, report), crash=_crash(directory, report))
+
+
+def _crash(directory: Path, report: RankReport) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return where a rank that crashed was."""
+    if report.reason == "crashed":
+        with suppress(OSError):  # it is gone by now
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return stack_text.crash_frames(crash.stacks_in(fd, lock_name(file_name(report.header))))
+            finally:
+                os.close(fd)
+    return None
 
 
 def _frames(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> tuple[str, ...]:

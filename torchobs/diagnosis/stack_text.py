@@ -25,7 +25,17 @@ def main_frames(text: str) -> tuple[str, ...]:
         return ()
     named = _MAIN.search(text)
     main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
-    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(main))[:_MOST])
+    return _frames(main)
+
+
+def crash_frames(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the frames of the thread that crashed, empty if it ran no Python code, and of the main thread."""
+    current = next((found[2] for found in _THREAD.finditer(text) if found[0].startswith("Current")), "")
+    return _frames(current), main_frames(text)
+
+
+def _frames(body: str) -> tuple[str, ...]:
+    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(body))[:_MOST])
 
 
 def place(frames: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.flight.files import lock, termination
+from torchobs.flight.files import crash, lock, termination
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.reader import reader
@@ -74,6 +74,8 @@ class RankFile:
         self._exemplars = exemplars.Exemplars(header)
         self.lock_held = False
         self._terminated_s: float | None = None
+        self._fatal: int | None = None
+        """the signal of a crash"""
         self.opened = 0
         self.state = "alive"
         self.fading = False
@@ -124,6 +126,7 @@ class RankFile:
         self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
         self._terminated_s = None if self.lock_held else termination.marked_at(directory_fd, lock_name(self.name))
+        self._fatal = None if self.lock_held else crash.signal_in(directory_fd, lock_name(self.name))
         try:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
@@ -204,7 +207,7 @@ class RankFile:
         self._exemplars = exemplars.Exemplars(self.header)
 
     def _read(self, now: Now) -> None:
-        before, self.view = self.view.live.heartbeat_ns, self._with_termination(self.file.read(final=not self.up))
+        before, self.view = self.view.live.heartbeat_ns, self._with_mark(self.file.read(final=not self.up))
         self._learned_s = self._durations.timeout_s(self.view)
         beat = self.view.live.heartbeat_ns
         if beat is not None and beat != before:
@@ -212,9 +215,11 @@ class RankFile:
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
         self._exemplars.look(self.file, self.view.live.event_head)
 
-    def _with_termination(self, view: View) -> View:
-        """Return the view, with the SIGTERM that ended the rank as its exit, unless it said something else itself."""
+    def _with_mark(self, view: View) -> View:
+        """Return the view, with the signal that ended the rank as its exit, unless it said something else itself."""
         live = view.live
+        if self._fatal is not None and live.exit_reason is None:
+            return replace(view, live=replace(live, exit_reason=Exit.CRASHED, exit_code=128 + self._fatal))
         if self._terminated_s is None or live.exit_reason is not None:
             return view
         last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)

@@ -60,6 +60,14 @@ TERMINATED_CODES = frozenset({143, -15})
 """Exit codes by which a program says that it ended itself on SIGTERM: the shell's, and multiprocessing's."""
 
 
+_FAILED = {
+    Exit.EXCEPTION: "exception",
+    Exit.INTERRUPTED: "interrupted",  # failed, as the exit status says; Ctrl-C shall not raise an alert
+    Exit.TERMINATED: "terminated",  # nor shall preemption, scancel or a launcher that ends the siblings
+    Exit.CRASHED: "crashed",
+}
+
+
 class MemoryUse(NamedTuple):
     """A rank's last known memory use: shares of its limits (0: unknown), and seconds since the last OOM kill it saw."""
 
@@ -109,14 +117,10 @@ def ending(exit_reason: int | None, exit_code: int, memory: MemoryUse | None = N
 
     ``memory``: its last known memory use; a rank lost near the limit was likely OOM-killed.
     """
-    if exit_reason == Exit.EXCEPTION:
-        return "failed", "exception"
-    if exit_reason == Exit.INTERRUPTED:
-        return "failed", "interrupted"  # as the exit status says; Ctrl-C shall not raise an alert
-    if exit_reason == Exit.TERMINATED or (exit_reason == Exit.EXIT_CODE and exit_code in TERMINATED_CODES):
-        return "failed", "terminated"  # nor shall preemption, scancel or a launcher that ends the siblings
+    if exit_reason in _FAILED:
+        return "failed", _FAILED[exit_reason]
     if exit_reason == Exit.EXIT_CODE and exit_code:
-        return "failed", "exit_code"
+        return "failed", "terminated" if exit_code in TERMINATED_CODES else "exit_code"
     if exit_reason in {Exit.FINISHED, Exit.EXIT_CODE}:
         return "finished", "finished"
     return "lost", "out_of_memory" if memory is not None and ran_out(memory) else "lost"

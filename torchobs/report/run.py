@@ -28,7 +28,7 @@ _SECTIONS = {
     "memory": {"memory_growth", "memory_leak", "out_of_memory"},
     "compile": {"recompile_storm", "graph_breaks", "compile_failure"},
     "ranks": {"first_failed", "slowest_rank", "out_of_step", "ranks_missing"},
-    "events": {"exception", "thread_exception", "lost", "hung", "probes_off"},
+    "events": {"exception", "thread_exception", "crashed", "lost", "hung", "probes_off"},
 }  # fmt: skip
 """Kinds of findings by the section that has the data behind them"""
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import stat
 import weakref
-from pathlib import Path
 from threading import get_ident
 
-from torchobs.flight.files import lock
+from torchobs.flight.files import signal_marks
+from torchobs.flight.files.signal_marks import LockFile
 
 LASTING_S = 900.0
 """A mark counts for this long. A process that survives SIGTERM (the first of a container, which has it ignored) is killed after
@@ -26,23 +25,9 @@ a grace: half a minute by default in Kubernetes and Slurm, some minutes where a 
 
 _HEADING = b"Stack (most recent call first)"
 """What ``faulthandler`` writes first"""
-_BIT = 1 << (signal.SIGTERM - 1)
 
 
-class _LockFile:
-    """What ``faulthandler`` writes to. It alone keeps this alive, until somebody registers another file for SIGTERM."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def flush(self) -> None:
-        """Nothing is buffered; ``faulthandler`` asks for it."""
-
-
-_registered: weakref.ref[_LockFile] | None = None
+_registered: weakref.ref[LockFile] | None = None
 _held_back: set[int] = set()
 """Threads of which a fork holds SIGTERM back"""
 
@@ -51,11 +36,11 @@ def mark_in(lock_fd: int) -> bool:
     """Have SIGTERM leave its mark in the lock file; return True if so. Again with another file, it replaces the first."""
     global _registered  # noqa: PLW0603  # as signal handlers are, one for the process
     if not _is_ours():
-        if _python_has_handler() or _kernel_has_handler() is not False:
+        if _python_has_handler() or signal_marks.kernel_has_handler([signal.SIGTERM]) is not False:
             return False
         # where ours was replaced, and what replaced it taken back, faulthandler still believes that its own is there
         faulthandler.unregister(signal.SIGTERM)
-    file = _LockFile(lock_fd)
+    file = LockFile(lock_fd)
     faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
     _registered = weakref.ref(file)
     return True
@@ -69,14 +54,8 @@ def unmark() -> None:
 
 def marked_at(directory_fd: int, lock_name: str) -> float | None:
     """Return the Unix time of the mark in a lock file; ``None`` without one, or without the file."""
-    try:
-        status = os.stat(lock_name, dir_fd=directory_fd, follow_symlinks=False)
-        marked = (
-            status.st_size and stat.S_ISREG(status.st_mode) and lock.content(directory_fd, lock_name, len(_HEADING)) == _HEADING
-        )
-    except OSError:
-        return None
-    return status.st_mtime if marked else None
+    content, written_s = signal_marks.read(directory_fd, lock_name, len(_HEADING))
+    return written_s if content == _HEADING else None
 
 
 def _before_fork() -> None:
@@ -107,17 +86,8 @@ def _in_use() -> bool:
 
 def _is_ours() -> bool:
     """Return True if the handler is the one in C that Python does not know of."""
-    return _in_use() and not _python_has_handler() and _kernel_has_handler() is True
+    return _in_use() and not _python_has_handler() and signal_marks.kernel_has_handler([signal.SIGTERM]) is True
 
 
 def _python_has_handler() -> bool:
     return signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-
-
-def _kernel_has_handler() -> bool | None:
-    """Return whether SIGTERM is caught or ignored; ``None`` where the kernel does not say (macOS)."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    return any(int(line.split()[1], 16) & _BIT for line in lines if line.startswith(("SigCgt:", "SigIgn:")))

@@ -122,6 +122,8 @@ class Exit:
     INTERRUPTED = 4
     TERMINATED = 5
     """by a handler of the script's for SIGTERM; without one it is never written, and the mark of a SIGTERM says it"""
+    CRASHED = 6
+    """by a fatal signal; never written, the mark of it says it"""
 
 
 EXIT_SET = 1 << 63

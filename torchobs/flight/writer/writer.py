@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from torchobs import catalog
-from torchobs.flight.files import entries, lock, termination
+from torchobs.flight.files import crash, entries, lock, termination
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
 from torchobs.flight.files.location import FlightDirectory, renew
 from torchobs.flight.format.documents import Document
@@ -58,7 +58,7 @@ class FlightWriter:
         self._created = created
         self.hidden = False
         """True while the file shall have no name; :meth:`check_name` does not restore it then"""
-        self._marks_termination = False
+        self._marks_signals = False
         self._live_at = regions[Region.LIVE].offset // 8
         self._steps_at, self._mask = regions[Region.STEPS].offset, regions[Region.STEPS].count - 1
         self._sequence = count(1)
@@ -315,20 +315,23 @@ class FlightWriter:
             renew(created.place)
         entries.remove(directory_fd, lock_name(created.name))
         self._created = relock(created) if file_is_there else self._move(created)
-        if self._marks_termination:
-            self.mark_termination()  # before the old descriptor's number can be another file's
+        if self._marks_signals:
+            self.mark_signals()  # before the old descriptor's number can be another file's
         lock.release(created.lock_fd)
         return True
 
-    def mark_termination(self) -> None:
-        """Have a SIGTERM leave its mark beside the file, if it would end the process."""
+    def mark_signals(self) -> None:
+        """Have a SIGTERM and a crash leave their marks beside the file, if they would end the process."""
         if self._created is not None:
-            self._marks_termination = termination.mark_in(self._created.lock_fd)
+            self._marks_signals = True
+            termination.mark_in(self._created.lock_fd)
+            crash.mark_in(self._created.lock_fd)
 
-    def _unmark_termination(self) -> None:
-        if self._marks_termination:
-            self._marks_termination = False
+    def _unmark_signals(self) -> None:
+        if self._marks_signals:
+            self._marks_signals = False
             termination.unmark()
+            crash.unmark()
 
     def hide(self) -> None:
         """Unlink the file and its lock, so that no exporter sees the rank for now."""
@@ -363,7 +366,7 @@ class FlightWriter:
         self.fold()
         self.publish()
         self.memory.detach()
-        self._unmark_termination()
+        self._unmark_signals()
         lock.release(created.lock_fd)
         os.close(created.place.fd)
 
