@@ -137,3 +137,31 @@ def test_ctrl_c_in_shutdown_is_the_script_s(tmp_path: Path, flight_dir: Path) ->
     status, error, report = run(tmp_path, flight_dir, f"{CLOSING}{body}{restored}train(3)\n")
     assert (status, error.strip(), report.reason) == (0, "interrupted", "finished")
     assert report.last_step == 20
+
+
+def test_an_exception_is_told_though_a_handler_interrupts_its_recording(tmp_path: Path, flight_dir: Path) -> None:
+    """As torch's for SIGCHLD does, where a worker dies while its end is told to the main process by a closed connection."""
+    script = f"""
+{SCRIPT}
+import torchobs
+from torchobs.probes.lifecycle import exits
+describe = exits.describe
+def interrupted(error):
+    exits.describe = describe
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return describe(error)
+exits.describe = interrupted
+signal.signal(signal.SIGUSR1, fail)
+torchobs.init()
+train(3)
+raise ConnectionResetError("by a worker")
+"""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
+    done = fork_server.run(
+        (sys.executable, "train.py"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (text, *_) = [finding.text for finding in diagnose(report)]
+    assert "ended by ConnectionResetError at" in text

@@ -97,13 +97,13 @@ class ExitProbe:
         """The exception, or ``SystemExit``, that ends the program, if it is known"""
         self._sys_exit: Ending | None = None
         self._sys_exit_step = 0
-        self._recorded = self._last = 0
+        self._recorded = self._followed = self._last = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context, self._breaker = context, context.breaker(self.name)
         self._last = id(getattr(sys, "last_value", None))
-        context.writer.mark_termination()
+        context.writer.mark_signals()
         watched = [(threading, "excepthook", self._watched_thread_hook), (sys, "exit", self._watched_exit)]
         if not _has_shell():
             watched.append((sys, "excepthook", self._watched_hook))
@@ -172,9 +172,11 @@ class ExitProbe:
         if context is None:
             return
         if id(error) != self._recorded:
-            self._recorded = id(error)
             attributes = describe(error) | ({"thread": thread} if thread else {}) | _signal(_cause(error))
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
+            self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
+        if id(error) != self._followed:
+            self._followed = id(error)
             shortage = call(context.breaker("oom"), host_shortage, context, root_cause(error))
             if shortage is not None:
                 context.event(catalog.EVENT_OUT_OF_MEMORY, shortage)
