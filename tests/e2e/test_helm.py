@@ -237,7 +237,7 @@ def test_prometheus_finds_sidecars_with_and_without_a_network_of_their_own() -> 
         clash = f"clashes/{privileged.name}"
         own, shared = f"claims/{privileged.name}", f"shares/{privileged.name}"
         jobs = {"scraped": scrape_config(privileged.name), **pod_monitor_jobs(privileged.name)}
-        often = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+        often = {"scrape_interval": "5s", "scrape_timeout": "5s"}
         settings = {"scrape_configs": [{**job, **often, "job_name": name} for name, job in jobs.items()]}
         with PrometheusServer(program, interval="1s", settings=settings) as prometheus:
             expected = {("scraped", own), ("scraped", shared), ("named", own), ("hostNetwork", shared)}

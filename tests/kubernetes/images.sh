@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # tests/kubernetes/images.sh PYTHON EXPORTER TRAINER: build the two images of tests/e2e/test_kubernetes.py under these names
-# and hand them to the cluster. EXPORTER is what deploy/image makes; TRAINER has torchobs' wheel, and PYTHON's own torch.
+# and hand them to the cluster. EXPORTER is what deploy/image makes; TRAINER has torchobs' wheel, PYTHON's own torch,
+# and a Prometheus if there is one on PATH.
 #
 #   TORCHOBS_TEST_BASE_IMAGE   what both are built on, with PYTHON's version; a registry's
 #                              python:3.11-slim-bookworm, say [made by base.sh, which needs no registry]
@@ -38,6 +39,8 @@ root=$(buildah mount "$container")
 "$python" -m tests.kubernetes.torch_layer "$root/opt/torch" # by itself: with a PYTHONPATH of this alone the image lacks torchobs
 buildah run "$container" python3 -c "import sys; sys.exit(sys.version_info[:2] != (${version/./,}))" ||
   { echo "$base has another Python than $python, whose torch is for $version" >&2; exit 1; }
+prometheus=$(type -P prometheus3 || type -P prometheus || true) # of tests/e2e/test_kubernetes_prometheus.py
+[ -z "$prometheus" ] || install -D "$prometheus" "$root/opt/prometheus"
 buildah config --env PYTHONPATH=/opt/site:/opt/torch "$container"
 buildah commit -q "$container" "$trainer" > /dev/null
 
