@@ -60,6 +60,7 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         job("loops", "crash", script="sick_pod.py", backoffLimit=0), f"--max-restarts={INCARNATIONS - 1}"
     ),
     "steady": lambda: job("steady", "100000"),
+    "killed": lambda: torchrun(job("killed", "100000", backoffLimit=0)),
     "fills": fills,
 }
 
@@ -79,6 +80,21 @@ def test_an_out_of_memory_kill_is_told_with_its_reason_and_pod(stage: Stage) -> 
     alert = stage.told("hoards", "TorchobsRankFailed")
     assert alert["receiver"] == "tickets"
     assert f"in pod {pod.name}: out_of_memory" in alert["annotations"]["description"]
+
+
+def test_a_killed_rank_is_lost_with_its_last_step(stage: Stage) -> None:
+    """By SIGKILL, which leaves no word of it: the launcher lives, and only its child is gone."""
+    before = stage.training("killed")
+    seen = steps(before)
+    stage.namespace.kubectl("exec", before.name, "-c", "trainer", "--", "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)")
+    pod = stage.ended("killed", "Failed")
+    assert stage.scraped("torchobs_rank_exit", pod, reason="lost") == 1
+    last = stage.scraped("torchobs_steps_total", pod)
+    assert last >= seen
+    assert abs(printed_steps(stage.namespace.logs(pod, "trainer")) - last) <= 1  # the moment may be between step and line
+    alert = stage.told("killed", "TorchobsRankFailed")
+    assert alert["receiver"] == "tickets"
+    assert f"in pod {pod.name}: lost" in alert["annotations"]["description"]
 
 
 def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
