@@ -82,12 +82,12 @@ STRICTER = (
 """The toolkit takes these, and we do not: Python cannot do them, or nothing could be served by them."""
 
 
-def certify(openssl: str, directory: Path, name: str) -> Path:
-    """Make a certificate of 127.0.0.1 that stands for itself, and its key, `<name>.pem` and `<name>.key`; return the former."""
+def certify(openssl: str, directory: Path, name: str, address: str = "127.0.0.1") -> Path:
+    """Make a certificate of an address that stands for itself, `<name>.pem`, and its key, `<name>.key`; return the former."""
     made = directory / f"{name}.pem"
     subprocess.run(
         [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", directory / f"{name}.key", "-out", made],
+         "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}", "-keyout", directory / f"{name}.key", "-out", made],
         check=True, capture_output=True,
     )  # fmt: skip
     return made
