@@ -46,6 +46,16 @@ def test_clamp_and_nan_to_num() -> None:
     assert guard.sanitize_outputs(torch.tensor([inf], dtype=torch.float16), "nan_to_num").item() == 65504.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
+def test_a_bound_that_the_type_cannot_hold_is_its_end(dtype: torch.dtype) -> None:
+    """Promise: what comes back is finite, whatever bounds were given for outputs of another type."""
+    outputs = torch.tensor([inf, -inf, nan, 1.0]).to(dtype)
+    found = guard.sanitize_outputs(outputs, "nan_to_num", low=-1e300, high=1e300, nan=1e300)
+    assert bool(found.float().isfinite().all())
+    assert found[3].item() == 1.0
+    assert found[0].item() == found[2].item() == -found[1].item()
+
+
 def test_gradients_pass_through_what_was_kept() -> None:
     """Promise: a replaced value has no gradient, the others keep theirs."""
     x = torch.tensor([1.0, inf], requires_grad=True)

@@ -90,7 +90,7 @@ def sanitize_outputs(
             they are.
         policy: ``refuse`` raises (hiding a NaN is for those who ask for it); ``clamp`` limits values to ``low`` and ``high``
             (the dtype's range by default), and raises for a NaN; ``nan_to_num`` also replaces NaN by ``nan``.
-        low: least value, in ``clamp`` and ``nan_to_num``.
+        low: least value, in ``clamp`` and ``nan_to_num``; one beyond the dtype's range is the end of that, as the others are.
         high: largest value, likewise.
         nan: what a NaN becomes.
         name: the outputs' name in messages; parts are named after their place, as ``output.logits`` or ``output[0]``.
@@ -187,10 +187,12 @@ def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float |
     if not values.numel():
         return x
     range_ = torch.finfo(values.dtype)
-    low, high, nan = limits
-    least, most = (
-        (range_.min if low is None else low, range_.max if high is None else high) if policy != "refuse" else (-inf, inf)
+    least, most, nan = (
+        max(range_.min, min(range_.max, default if each is None else each))  # torch refuses a bound that the type cannot hold
+        for each, default in zip(limits, (range_.min, range_.max, 0.0), strict=True)
     )
+    if policy == "refuse":
+        least, most = -inf, inf
     smallest, largest = (float(each) for each in torch.aminmax(values))  # NaN, if there is one: no comparison holds
     if least <= smallest and largest <= most and isfinite(smallest) and isfinite(largest):
         return x
