@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,10 @@ def distribute(model: nn.Module, *, ddp: str | bool, fsdp: Wrapped, dtype: torch
     if is_sharded(model) or not (launched if ddp == "auto" or fsdp else ddp):
         return model
     if not distributed.is_initialized():
+        if not distributed.is_torchelastic_launched() and "RANK" not in os.environ:
+            raise ValueError(
+                "ddp=True needs several processes: start the script by torchrun, or call init_process_group() first"
+            )
         distributed.init_process_group()
     if distributed.get_world_size() == 1:
         return model
