@@ -65,6 +65,14 @@ def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
     assert any(text.endswith(again.remedy) for text in found.anomalies)
 
 
+def test_what_is_compiled_anew_is_a_function_of_the_program() -> None:
+    """Or the model: the name of the function by which it is called here says nothing to anybody."""
+    for model in (nn.Linear(4, 4), Branching()):
+        functions = {row.function for row in debug.compile(model, torch.ones(6, 4)).recompiles}
+        assert type(model).__name__ in functions
+        assert "called" not in functions
+
+
 def test_what_was_compiled_stays_compiled() -> None:
     """A compiled model of the program runs without a compilation after it."""
     runs: list[Any] = []

@@ -72,6 +72,7 @@ def test_a_loop_that_ends_early() -> None:
         layer(batch)
         break
     assert loop.result.steps is None
+    assert loop.result.anomalies == ("no step was recorded: the loop ended within wait=0 and warmup=2 steps, or in the next",)
     assert not torch.autograd._profiler_enabled()
 
 

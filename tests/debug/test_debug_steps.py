@@ -58,6 +58,44 @@ def test_a_step_is_that_of_a_plain_loop(name: str) -> None:
     assert (summary.total_steps, summary.anomaly_steps, summary.anomaly_rate, summary.source) == (3, 0, 0.0, "monitored")
 
 
+def test_an_optimizer_with_a_closure_steps_as_in_a_plain_loop() -> None:
+    """LBFGS computes loss and gradients several times in a step: to the bit, and the first time is checked."""
+    torch.manual_seed(1)
+    one, other = mlp(), mlp()
+    other.load_state_dict(one.state_dict())
+    plain, watched = (torch.optim.LBFGS(model.parameters(), max_iter=4) for model in (one, other))
+    inputs, targets = batch()
+
+    def closure() -> torch.Tensor:
+        plain.zero_grad()
+        loss = functional.mse_loss(one(inputs), targets)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        loss = plain.step(closure)
+        found = debug.training_step(other, watched, functional.mse_loss, inputs, targets)
+        assert (found.loss, found.anomalies) == (loss.item(), ())
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+    with pytest.raises(TypeError, match=r"LBFGS needs a closure: give optimization_step\(\) closure="):
+        debug.optimization_step(watched)
+    assert debug.optimization_step(plain, closure=closure).optimizer == "LBFGS"
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match="a loss scaler takes no closure"):
+        debug.training_step(other, watched, functional.mse_loss, inputs, targets, scaler=scaler)
+    assert all(map(torch.equal, before.values(), other.state_dict().values()))
+
+
+def test_an_optimizer_of_another_model_is_told() -> None:
+    """The loss is sound, and so are the gradients: only nothing is ever learned."""
+    inputs, targets = batch()
+    found = debug.training_step(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1), functional.mse_loss, inputs, targets)
+    assert found.anomalies == ("the optimizer (SGD) has none of the model's parameters: make it of model.parameters()",)
+    assert found.anomaly_detected
+    assert debug.training_summary().anomaly_steps == 1
+
+
 def test_each_part_alone() -> None:
     """Forward, backward, optimizer, as a loop of one's own calls them."""
     model = mlp()
@@ -93,6 +131,7 @@ def test_a_bad_batch_is_told_as_such() -> None:
     )  # fmt: skip
     assert "the loss is nan" in found.anomalies
     assert "the norm of the parameters is nan after the step" in found.anomalies
+    assert "the total gradient norm is nan" in found.anomalies
     summary = debug.training_summary()
     assert (summary.total_steps, summary.anomaly_steps, summary.loss_anomalies, summary.gradient_explosions) == (1, 1, 1, 1)
     assert (summary.anomaly_rate, summary.loss_anomaly_rate, summary.gradient_vanishing_rate) == (1.0, 1.0, 0.0)

@@ -25,6 +25,32 @@ def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor(parts, layout=layout)
 
 
+class Int8(torch.Tensor):
+    """A quantised tensor as torchao has them: a class of its own, made of others, that knows few operators."""
+
+    whole: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, values: torch.Tensor, scale: torch.Tensor) -> Any:
+        """One of that shape."""
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        made.whole, made.scale = values, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    def dequantize(self) -> torch.Tensor:
+        return self.whole.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls.of(args[0].whole, args[0].scale)
+        return NotImplemented
+
+
 FLOATS = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
 QUANTISED = FLOATS.reshape(-1)
 ODD: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -48,6 +74,10 @@ ODD: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "quantised": (
         lambda: torch.quantize_per_tensor(QUANTISED, 0.5, 0, torch.qint8),
         {"dtype": "qint8", "mean": 0.75, "size_bytes": 4, "values": "dequantised elements"},
+    ),
+    "quantised by a class": (
+        lambda: Int8.of(torch.tensor([[2, -4], [0, 8]], dtype=torch.int8), torch.tensor(0.5)),
+        {"dtype": "float32", "mean": 0.75, "min": -2.0, "zero_count": 1, "size_bytes": 8, "values": "dequantised elements"},
     ),
     "nested": (lambda: nested(torch.strided), {"shape": (2, "*", 2), "counted": 6, "mean": 3.0, "nan_count": 1}),
     "jagged": (lambda: nested(torch.jagged), {"shape": (2, "*", 2), "numel": 6, "mean": 3.0, "nan_count": 1}),

@@ -13,6 +13,7 @@ from torchobs.debug.module_values import call, is_sequence, walk
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support import cgroup
+from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
@@ -69,8 +70,8 @@ class MemoryBreakdown(Result):
         Raises:
             ValueError: the size is below 1.
         """
-        if batch_size < 1:
-            raise ValueError(f"a batch has at least one sample, not {batch_size}")
+        if not is_whole(batch_size) or batch_size < 1:
+            raise ValueError(f"a batch has at least one sample, not {batch_size!r}")
         return self.needed(batch_size) <= self.available
 
     @property

@@ -37,6 +37,7 @@ class Recompile(Result):
     call: str
     """What was different about the call"""
     function: str
+    """The one that is compiled anew; the model's class for the whole of its call"""
     guard: str
     """Kind of the guard that failed: shape, tensor, global_state, type, value or other"""
     expression: str
@@ -87,7 +88,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
             first = list(graphs)
             for what, other, grad in () if error else _variants(batch, more_batches):
                 records, _, failed = tracer.run(other, grad=grad)
-                recompiles += _recompiles(what, records)
+                recompiles += _recompiles(what, type(model).__name__, records)
                 error = error or failed
         finally:
             tracer.close()
@@ -176,14 +177,16 @@ def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool]
     yield "no gradients (evaluation)", batch, False
 
 
-def _recompiles(what: str, records: list[Any]) -> Iterator[Recompile]:
+def _recompiles(what: str, model: str, records: list[Any]) -> Iterator[Recompile]:
     for record in records:
+        # the function that calls the model is ours: what is compiled there is the model
+        name = model if record.co_filename == __file__ else record.co_name or ""
         if record.recompile_reason:
             guard = read_guard(record.recompile_reason)
-            yield Recompile(what, record.co_name or "", guard.kind, guard.expression, REMEDIES[guard.kind])
+            yield Recompile(what, name, guard.kind, guard.expression, REMEDIES[guard.kind])
         elif record.fail_type:
             kind = read_failure(record.fail_type, record.fail_reason or "")
-            yield Recompile(what, record.co_name or "", "other", kind, REMEDIES["other"])
+            yield Recompile(what, name, "other", kind, REMEDIES["other"])
 
 
 def _breaks(graphs: list[Any]) -> tuple[GraphBreak, ...]:

@@ -12,6 +12,7 @@ from torchobs.debug.tensors import parameters_of, start_moments, total_norm
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import elements_of
 from torchobs.runtime.session import current
+from torchobs.support.arguments import is_number
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _anomalies(check: GradientCheck, weights: set[str]) -> list[tuple[str, str, 
     return anomalies
 
 
-def require_positive(threshold: float) -> None:
+def require_positive(threshold: Any) -> None:
     """Raise ``ValueError`` if a threshold of a norm is not above 0."""
-    if not threshold > 0:
-        raise ValueError(f"a threshold of a norm is above 0, not {threshold}")
+    if not is_number(threshold) or not threshold > 0:
+        raise ValueError(f"a threshold of a norm is above 0, not {threshold!r}")

@@ -117,7 +117,8 @@ def judge_step(
         told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {baseline.mean:.4g}"
     if norm > exploding or (not isfinite(norm) and _has_gradients(model)):
         if isfinite(norm) or not is_skipped:
-            told["gradient_explosion"] = f"the total gradient norm {norm:.3g} is above {exploding:g} (exploding)"
+            is_above = f"the total gradient norm {norm:.3g} is above {exploding:g} (exploding)"
+            told["gradient_explosion"] = is_above if isfinite(norm) else f"the total gradient norm is {norm}"
     elif norm < vanishing:
         told["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:g} (vanishing)"
     for kind, text in told.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchobs.debug import resources
+from torchobs.debug.findings import told
 from torchobs.debug.profile_tables import Profile, filled
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import fill
@@ -230,3 +231,6 @@ class ProfiledLoop(Generic[T]):
         finally:
             if not finished:  # the loop has ended, or left by break, return or an exception
                 self._recorder.finish(max(0, min(taken, last) - first))
+                if not self.result.steps:
+                    text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
+                    fill(self.result, anomalies=told("profile", [("not_profiled", "profile", text)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -152,24 +153,27 @@ def _backward(loss: Any, model: Any, scaler: Any) -> BackwardPass:
     return BackwardPass(value, part.time, gradients, part.host, part.device, anomalies)
 
 
-def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep:
+def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[], Any] | None = None) -> OptimizationStep:
     """Call ``optimizer.step()``, by the scaler where there is one (and its ``update()``), and measure what it changed.
 
-    A copy of the parameters is kept meanwhile. An optimizer that needs a closure is not for this function.
+    A copy of the parameters is kept meanwhile. An optimizer that needs one (LBFGS) is given the ``closure``.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or needs a closure and has none, or has one beside a scaler.
     """
     import torch
 
     require_optimizer(optimizer, "optimization_step")
+    _require_closure(optimizer, scaler, closure)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
         before = [parameter.detach().clone() for parameter in parameters]
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
     scale = scaler.get_scale() if scaler is not None else 1.0
     with _measured() as part:
-        if scaler is None:
+        if closure is not None:
+            optimizer.step(closure)
+        elif scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
@@ -198,10 +202,11 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
 
     ``zero_grad()``, the model, the loss, ``backward()`` and ``step()`` are called as in any training loop, and the weights
     afterwards are the same to the bit. The step counts in ``debug.training_summary()``. It waits for a device a few times.
+    An optimizer that computes loss and gradients several times in a step (LBFGS) does; the first time is checked.
 
     Args:
         model: the module, in train mode or not.
-        optimizer: steps without a closure.
+        optimizer: of the model's parameters; that it has none of them is an anomaly.
         loss_fn: called with the output and ``target``, or with the output alone without one; returns a tensor of one element.
         batch: as for :func:`forward_pass`.
         target: for the loss.
@@ -218,19 +223,34 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     require_optimizer(optimizer, "training_step")
     if not callable(loss_fn):
         raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
+
+    def loss_of(output: Any) -> Any:
+        return loss_fn(output) if target is None else loss_fn(output, target)
+
+    def again() -> Any:
+        optimizer.zero_grad()
+        with autocast if autocast is not None else nullcontext():
+            repeated = loss_of(call(model, batch))
+        repeated.backward()
+        return repeated
+
+    closure = _Closure(again) if needs_closure(optimizer) else None
+    _require_closure(optimizer, scaler, closure)
     begun = time.perf_counter()
     optimizer.zero_grad()
     with autocast if autocast is not None else nullcontext():
         forward = _forward(model, batch, "training_step", wanted=activations)
-        loss = loss_fn(forward.output) if target is None else loss_fn(forward.output, target)
+        loss = loss_of(forward.output)
     _require_loss(loss)
     backward = _backward(loss, model, scaler)
     norm = backward.gradients.total_norm if backward.gradients is not None else nan
-    optimization = optimization_step(optimizer, scaler=scaler)
+    if closure is not None:
+        closure.first = loss
+    optimization = optimization_step(optimizer, scaler=scaler, closure=closure)
     verdict: Verdict = judge_step(model, backward.loss, norm, "training_step", is_skipped=optimization.skipped)
     # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
     in_gradients = () if optimization.skipped and isfinite(backward.loss) else backward.anomalies
-    parts = forward.anomalies, in_gradients, verdict.anomalies, optimization.anomalies
+    parts = forward.anomalies, in_gradients, verdict.anomalies, optimization.anomalies, _strangers(model, optimizer)
     anomalies = tuple(dict.fromkeys(text for part in parts for text in part))
     verdict.count(anomalous=bool(anomalies))
     elapsed = time.perf_counter() - begun
@@ -262,6 +282,41 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return True if the optimizer computes loss and gradients itself, by a closure without which it cannot step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class _Closure:
+    """What an optimizer calls for loss and gradients: the first time they are there already."""
+
+    def __init__(self, again: Callable[[], Any]) -> None:
+        self._again = again
+        self.first: Any = None
+
+    def __call__(self) -> Any:
+        loss, self.first = self.first, None
+        return self._again() if loss is None else loss
+
+
+def _require_closure(optimizer: Any, scaler: Any, closure: Any) -> None:
+    kind = type(optimizer).__name__
+    if closure is None and needs_closure(optimizer):
+        raise TypeError(f"{kind} needs a closure: give optimization_step() closure=, or call training_step()")
+    if closure is not None and scaler is not None:
+        raise TypeError(f"a loss scaler takes no closure, which {kind} was to be given: train without one")
+
+
+def _strangers(model: Any, optimizer: Any) -> tuple[str, ...]:
+    """Return what is wrong with an optimizer of other parameters: the model never learns."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        return ()
+    text = f"the optimizer ({type(optimizer).__name__}) has none of the model's parameters: make it of model.parameters()"
+    return told("training_step", [("foreign_optimizer", type(model).__name__, text)])
 
 
 def _require_loss(loss: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug.findings import logger
 from torchobs.debug.presets import SWITCHES, Frequencies, names_of
 from torchobs.probes.core.hook_removal import remove_hooks, remove_later
+from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.result import Result
 
@@ -74,9 +75,11 @@ def enable(  # frequencies are settings
         ValueError: a name is unknown, or a frequency below 1.
         TypeError: ``model`` is no module.
     """
-    names, frequencies = names_of(switches), Frequencies(gradients_every, memory_every, performance_every, profile_every)
-    if min(gradients_every, memory_every, performance_every, profile_every) < 1:
-        raise ValueError("a switch looks every step or less often: frequencies are 1 or more")
+    names, every = names_of(switches), (gradients_every, memory_every, performance_every, profile_every)
+    if not all(map(is_whole, every)) or min(every) < 1:
+        found = ", ".join(map(repr, every))
+        raise ValueError(f"a switch looks every step or less often: frequencies are whole numbers, 1 or more, not {found}")
+    frequencies = Frequencies(*every)
     if model is not None:
         from torchobs.debug.tensors import require_module
 

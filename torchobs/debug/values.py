@@ -43,7 +43,7 @@ def values_of(x: Any) -> Values:
         return Values(local.tensor, f"{local.kind} of the local shard", local.nan)
     try:
         return _real(torch, *_dense(torch, x))
-    except NotImplementedError:
+    except (NotImplementedError, TypeError):  # by a TypeError a class of tensors says that it does not know the operator
         return Values(None, f"unreadable: torch converts no {str(x.dtype).removeprefix('torch.')} of this layout")
 
 
@@ -71,7 +71,8 @@ def _dense(torch: Any, x: Any) -> tuple[Any, str]:
         return x.values(), "stored elements"
     if x.layout is not torch.strided:
         return x.to_dense(), "elements"
-    return (x.dequantize(), "dequantised elements") if x.is_quantized else (x, "elements")
+    is_quantised = x.is_quantized or type(x).dequantize is not torch.Tensor.dequantize  # or by a class of its own: torchao's
+    return (x.dequantize(), "dequantised elements") if is_quantised else (x, "elements")
 
 
 def _real(torch: Any, dense: Any, kind: str) -> Values:
@@ -117,10 +118,17 @@ def bytes_of(x: Any) -> int:
         return 0
     if hasattr(x, "placements") and hasattr(x, "device_mesh"):
         return bytes_of(x.to_local())
+    if hasattr(type(x), "__tensor_flatten__") and not x.is_nested:  # made of others: quantised values and their scales
+        return sum(bytes_of(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return sum(int(part.numel() * part.element_size()) for part in _stored(torch, x))
+
+
+def _stored(torch: Any, x: Any) -> tuple[Any, ...]:
+    """Return the tensors that a sparse one is made of, or the tensor."""
     if x.layout is torch.sparse_coo:
-        return sum(part.numel() * part.element_size() for part in (x._indices(), x._values()))
+        return x._indices(), x._values()
     if x.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        return sum(part.numel() * part.element_size() for part in (x.crow_indices(), x.col_indices(), x.values()))
+        return x.crow_indices(), x.col_indices(), x.values()
     if x.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        return sum(part.numel() * part.element_size() for part in (x.ccol_indices(), x.row_indices(), x.values()))
-    return int(x.numel() * x.element_size())
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return (x,)
