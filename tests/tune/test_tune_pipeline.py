@@ -208,7 +208,7 @@ def test_progress_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         ({"fsdp": True, "ema_decay": 0.9}, "copies whole weights"),
         ({"fsdp": nn.Conv2d}, "no module of the classes that fsdp names .Conv2d.: fsdp=True finds"),
         ({"fsdp": "block"}, "fsdp is True, False, or module classes, not 'block'"),
-        ({"ddp": True}, "start the script by torchrun"),
+        ({"ddp": True}, "ranks are started by torchrun"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> None:

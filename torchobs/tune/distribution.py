@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,11 +37,11 @@ def distribute(model: nn.Module, *, ddp: str | bool, fsdp: Wrapped, dtype: torch
     if is_sharded(model) or not (launched if ddp == "auto" or fsdp else ddp):
         return model
     if not distributed.is_initialized():
-        if not distributed.is_torchelastic_launched() and "RANK" not in os.environ:
-            raise ValueError(
-                "ddp=True needs several processes: start the script by torchrun, or call init_process_group() first"
-            )
-        distributed.init_process_group()
+        try:
+            distributed.init_process_group()
+        except ValueError as error:  # torch's own names the variable that is missing
+            words = "ranks are started by torchrun, or call torch.distributed.init_process_group() first"
+            raise ValueError(f"ddp=True needs a process group: {words} ({error})") from error
     if distributed.get_world_size() == 1:
         return model
     if fsdp:
