@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 from torchobs.detect.stragglers import Slowness
-from torchobs.diagnosis.status import last_loss, rank_status
+from torchobs.detect.zero_rates import ZeroRate
+from torchobs.diagnosis.status import NO_REPLICAS, Replicas, last_loss, rank_status
 from torchobs.exporter import daemon
 from torchobs.exporter.ui import data as page_data
 from torchobs.exporter.ui import sse
@@ -45,6 +46,8 @@ def row(  # noqa: PLR0913  # each is what some test is about
     newest_loss: float | None = None,
     lately: dict[str, int] | None = None,
     mistakes: tuple[str, ...] = (),
+    replicas: Replicas = NO_REPLICAS,
+    rate: ZeroRate | None = None,
     values: Values | None = None,
     **given: float | None,
 ) -> Row:
@@ -67,6 +70,8 @@ def row(  # noqa: PLR0913  # each is what some test is about
         slowness=slow,
         lately=lately,
         mistakes=mistakes,
+        replicas=replicas,
+        rate=rate,
     )
     return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, None)
 

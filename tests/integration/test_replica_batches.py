@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,15 @@ import torch
 from tests.diagnosis.observing import read
 from tests.integration.test_distributed import train
 from torchobs import catalog
+from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.top import views
+from torchobs.cli.top_view import Screen, frame
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.ui.data import PageData
+from torchobs.exporter.ui.view_model import Modeller
 from torchobs.probes.data.replica_batches import number_of
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +63,16 @@ def script(*, data: str = "data", loader: str = "shuffle=True", seed: str = "0",
     return _SCRIPT.format(data=data, loader=loader, seed=seed, step=step)
 
 
+def said_live(flight_dir: Path) -> tuple[str, str]:
+    """What the live page and `torchobs top` say of the run."""
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
+        snapshot = scanner.scan()
+        (shown,) = Modeller().runs(snapshot, PageData().gather(scanner, snapshot, ()))
+        ranks, _ = views(scanner)
+    lines = frame(ranks, TerminalStyle(1000), Screen(100), "12:00:00", "")
+    return shown.health.text, "\n".join(lines)
+
+
 @pytest.mark.parametrize("loader", ["shuffle=True", "shuffle=False, num_workers=1"])
 def test_a_sampler_that_is_missing(start: Any, flight_dir: Path, loader: str) -> None:
     """All ranks read all data, in one order; the remedy is named."""
@@ -62,6 +80,7 @@ def test_a_sampler_that_is_missing(start: Any, flight_dir: Path, loader: str) ->
     observed = read(flight_dir)
     assert "same_batches" in observed.kinds()
     assert "DistributedSampler" in observed.text("same_batches")
+    assert all("DistributedSampler" in text for text in said_live(flight_dir))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +98,7 @@ def test_ranks_with_data_of_their_own(start: Any, flight_dir: Path, given: dict[
     """Nothing is said."""
     train(start, flight_dir, "-c", script(**given))
     assert read(flight_dir).said() == []
+    assert not any("same data" in text for text in said_live(flight_dir))
 
 
 def test_what_is_compared_is_written_down(start: Any, flight_dir: Path) -> None:

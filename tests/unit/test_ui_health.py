@@ -10,8 +10,9 @@ from tests.ui import Values, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.stragglers import SLOW, Slowness
+from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.status import RunStatus, alike_norms
+from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms
 from torchobs.exporter.ui.view_model import NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -45,6 +46,39 @@ def test_mistakes_of_the_loop_are_told_once_for_all_ranks() -> None:
 def test_every_mistake_has_its_sentence(kind: str) -> None:
     """Also one that is new."""
     assert run(row(0, mistakes=(kind,), steps=0)).health.level is Severity.WARNING
+
+
+def test_a_learning_rate_of_zero_is_told_once() -> None:
+    """Where no other parameter group has one."""
+    rate = ZeroRate(12_361, 40, is_begun_before=False)
+    assert run(row(rate=rate), row(1, rate=rate)).health.text.endswith(
+        "The learning rate was 0 from step 12,361 on: 40 steps changed nothing."
+    )
+    groups: Values = {catalog.LEARNING_RATE.name: {("0",): 0.0, ("1",): 1e-3}}
+    assert run(row(rate=rate, values=groups)).health.level is Severity.INFO
+
+
+def test_what_ranks_write_down_is_compared() -> None:
+    """The same data on all ranks, and weights that are not one model's."""
+    losses = {step: 1.0 / step for step in range(1, 20)}
+    same = Replicas({1: (5.0, 1.0)}, {1: tuple(map(float, range(8)))}, losses)
+    found = run(row(replicas=same), row(1, replicas=same)).health
+    assert "All ranks train on the same data: from step 1 on" in found.text
+    assert found.level is Severity.WARNING
+    other = same._replace(batches={1: tuple(map(float, range(8, 16)))})
+    assert run(row(replicas=same), row(1, replicas=other)).health.level is Severity.INFO
+    apart = other._replace(weights={1: (5.0, 1.0), 2: (5.0, -1.0)})
+    found = run(row(replicas=other._replace(weights={1: (5.0, 1.0), 2: (5.0, 1.0)})), row(1, replicas=apart)).health
+    assert "in step 2 the weights of ranks 0 and 1 are not the same (in step 1 they were)" in found.text
+    assert found.level is Severity.ERROR
+
+
+@pytest.mark.parametrize("window", [32, 256])
+def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
+    """Of a long run only its last steps are read: few zeros there are its end, if the steps before are not known."""
+    assert zero_rate([(step, 0.0) for step in range(100_001 - window, 100_001)]) == (
+        None if window < 200 else ZeroRate(100_001 - window, window, is_begun_before=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import events_of, steps_of
-from torchobs.diagnosis.status import anomalies_of, mistakes_of, recent_anomalies
+from torchobs.diagnosis.status import anomalies_of, mistakes_of, newest, recent_anomalies, replicas_of
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -97,7 +97,9 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, events: bool, logged: 
             found = scalars.curves(frame for _, frame in frames) if logged else {}
             told = events_of(frames, file.header)
             lately = recent_anomalies(anomalies_of(told), time.time())
-            return RankView(rank, steps_of(records, file.header), pace(records), found, lately, mistakes_of(told))
+            known = newest(records)
+            replicas, steps = replicas_of(told, known.losses), steps_of(records, file.header)
+            return RankView(rank, steps, pace(records), found, lately, mistakes_of(told), replicas, known.zero_rate)
     except READ_ERRORS:
         return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 

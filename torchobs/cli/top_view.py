@@ -14,11 +14,21 @@ from torchobs.cli.table import Column, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.detect import stragglers
 from torchobs.detect.stragglers import Slowness
+from torchobs.detect.zero_rates import ZeroRate
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.rank_report import Step, by_attributes, values_of
 from torchobs.diagnosis.scalars import Point
-from torchobs.diagnosis.status import RankStatus, RunStatus, alike_norms, last_known, last_loss, rank_status
+from torchobs.diagnosis.status import (
+    NO_REPLICAS,
+    RankStatus,
+    Replicas,
+    RunStatus,
+    alike_norms,
+    last_known,
+    last_loss,
+    rank_status,
+)
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
 from torchobs.flight.reader.decode import Distribution, Value
@@ -54,6 +64,8 @@ class RankView:
     """recent anomalies by kind"""
     mistakes: tuple[str, ...] = ()
     """of the training loop"""
+    replicas: Replicas = NO_REPLICAS
+    zero_rate: ZeroRate | None = None
 
     @cached_property
     def values(self) -> Mapping[tuple[str, ...], Value]:
@@ -144,6 +156,8 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
         slowness=slow.get(rank.incarnation),
         lately=one.lately,
         mistakes=one.mistakes,
+        replicas=one.replicas,
+        rate=one.zero_rate,
         alike=alike_norms(
             {step.step: step.grad_norm for step in one.steps if step.grad_norm is not None},
             distributed=[key[1:] for key in one.values if key[0] == catalog.DISTRIBUTED_INFO.name],

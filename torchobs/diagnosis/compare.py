@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from torchobs import catalog
-from torchobs.detect.disagreement import drifted, same_batches
+from torchobs.detect.disagreement import drifted
 from torchobs.diagnosis import collective_timeout, health, text_format
 from torchobs.diagnosis.exchange import no_exchange
 from torchobs.diagnosis.exit_cause import main_exceptions
@@ -20,8 +20,6 @@ from torchobs.ranks import state
 
 RECENT = 200
 _MOST_NAMED = 8
-_LARGEST = 1e150
-"""Its square is finite"""
 _BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _KILLED_WITHIN_S = 40.0
@@ -41,40 +39,20 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
         *(timed_out or _first_to_fail(ranks)),
         *waited_for,
         *health.disagreeing(together),
-        *_drifted(ranks),
+        *_drifted(ranks, together),
         *apart,
-        *_same_batches(ranks),
+        *health.batches_alike(together),
         *_missing(ranks),
         *_out_of_step(ranks),
         *health.slowest(compared(ranks), detailed=True),
     ]
 
 
-def _drifted(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
-    found = drifted(_replica_values(ranks, catalog.EVENT_REPLICA_WEIGHTS))
-    if found is None:
-        return
-    since, alike, odd = found
-    names = text_format.joined(odd, _MOST_NAMED)
-    same = "not the same" if len(odd) == len(ranks) else "not those of the others"
-    before = f" (in step {alike:,} they were)" if alike else ""
-    named = f"{'ranks' if len(odd) > 1 else 'rank'} {names}"
-    text = f"Ranks do not train one model: in step {since:,} the weights of {named} are {same}"
-    yield Finding(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.{_rates(ranks, since)}")
-
-
-def _same_batches(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Yield that all ranks are given the same data."""
-    batches = _replica_values(ranks, catalog.EVENT_REPLICA_BATCHES)
-    losses = {report.rank: {step.step: step.loss for step in report.steps if step.loss is not None} for report in ranks}
-    since = same_batches(batches, losses)
-    if since is not None:
-        text = f"All ranks train on the same data: from step {since:,} on their batches were the same, and their losses are"
-        how = "give the data loader a DistributedSampler, and call its set_epoch() in each epoch"
-        yield Finding(
-            WARNING, "same_batches", f"{text} equal to the last bit. Each rank repeats the work of the others: {how}."
-        )
+def _drifted(ranks: Sequence[RankReport], together: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield the ranks whose weights differ, with their learning rates."""
+    found = drifted({rank.rank: rank.replicas.weights for rank in together})
+    for finding in health.weights_apart(together) if found else ():
+        yield finding._replace(text=f"{finding.text}{_rates(ranks, found[0] if found else 0)}")
 
 
 def _rates(ranks: Sequence[RankReport], since: int) -> str:
@@ -88,25 +66,6 @@ def _rates(ranks: Sequence[RankReport], since: int) -> str:
         [f"{text_format.number(own[differ[0]])} on rank {rank}" for rank, own in rates.items()], _MOST_NAMED
     )
     return f" Their learning rates differed in step {differ[0]:,}: {told}."
-
-
-def _replica_values(ranks: Sequence[RankReport], event: catalog.Event) -> dict[str, dict[int, tuple[float, ...]]]:
-    """Return by rank and step the values that such events hold."""
-    return {
-        report.rank: {
-            fact.step: values
-            for fact in report.events_named(event)
-            if fact.step is not None and (values := _numbers(fact.attributes.get("values")))
-        }
-        for report in ranks
-    }
-
-
-def _numbers(values: object) -> tuple[float, ...]:
-    """Return the numbers of a list that is one; a file may hold anything."""
-    if not isinstance(values, list) or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in values):
-        return ()
-    return tuple(map(float, values))
 
 
 def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
-from torchobs.detect.disagreement import differing
+from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
+from torchobs.detect.zero_rates import ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
@@ -134,10 +135,13 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
         text = f"{text_format.plural(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
         yield Finding(WARNING, "ranks_missing", text)
     yield from disagreeing(ranks)
+    yield from weights_apart(ranks)
+    yield from batches_alike(ranks)
     yield from _anomalies(ranks)
     yield from _lost(ranks)
     yield from _past(ranks)
     yield from _mistakes(ranks)
+    yield from [zero_learning_rate(rank.zero_rate) for rank in ranks if rank.zero_rate is not None][:1]
     yield from _unmoved(ranks)
     yield from failed_saves(ranks)
     yield from _given_up(ranks)
@@ -203,6 +207,41 @@ def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     text, end = "Ranks do not agree: DDP averages the gradient, and", "They do not train one model."
     gist = f"{text} its norm is not the same on {_ranks([rank for rank in ranks if rank.rank in odd]).lower()}. {end}"
     yield Finding(ERROR, "ranks_disagree", f"{text} {where}. {end}", gist)
+
+
+def weights_apart(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
+    found = drifted({rank.rank: rank.replicas.weights for rank in ranks})
+    if found is None:
+        return
+    since, alike, odd = found
+    same = "not the same" if len(odd) == len(ranks) else "not those of the others"
+    before = f" (in step {alike:,} they were)" if alike else ""
+    named = f"{'ranks' if len(odd) > 1 else 'rank'} {text_format.joined(odd, 2 * _MOST_NAMED)}"
+    text = f"Ranks do not train one model: in step {since:,} the weights of {named} are {same}"
+    yield Finding(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.")
+
+
+def batches_alike(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield that all ranks are given the same data."""
+    since = same_batches(
+        {rank.rank: rank.replicas.batches for rank in ranks}, {rank.rank: rank.replicas.losses for rank in ranks}
+    )
+    if since is not None:
+        text = f"All ranks train on the same data: from step {since:,} on their batches were the same, and their losses are"
+        how = "give the data loader a DistributedSampler, and call its set_epoch() in each epoch"
+        yield Finding(
+            WARNING, "same_batches", f"{text} equal to the last bit. Each rank repeats the work of the others: {how}."
+        )
+
+
+def zero_learning_rate(found: ZeroRate) -> Finding:
+    """Return that the learning rate of all parameter groups is zero since some step."""
+    or_before = " or before" if found.is_begun_before else ""
+    since = "in all steps" if found.first == 1 else f"from step {found.first:,}{or_before} on"
+    gist = f"The learning rate was 0 {since}"
+    text = f"{gist}: {text_format.plural(found.steps, 'step')} changed nothing."
+    return Finding(WARNING, "zero_learning_rate", text, f"{gist}.")
 
 
 def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import inf
 
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_SCALE, WARM_UP
+from torchobs.detect.zero_rates import OTHER_GROUPS, zero_rate
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.health import WARNING, Finding
-from torchobs.diagnosis.rank_report import RankReport, Step, model_begins
+from torchobs.diagnosis.health import WARNING, Finding, zero_learning_rate
+from torchobs.diagnosis.rank_report import RankReport, model_begins
 
 _LEFT, _NEAR = 10.0, 2.0
 """Factors on the first loss, which is that of an untrained model: above the one, within the first steps, a loss has left its
@@ -17,10 +18,6 @@ start; below the other it has come back. A policy gradient's loss is as long as 
 back with each short one."""
 _LEAST_AFTER = 50
 """Steps after that without a return"""
-_LEAST_ZEROS, _ZEROS_SHARE = 20, 0.05
-"""Steps, and their share of all, with a rate of zero at the end: a schedule may end there, and its last steps are few"""
-_OTHER_GROUPS = 7
-"""Most parameter groups of which the rate is recorded, besides the first (``catalog.GROUP``): there may be more"""
 
 
 def learning_rate(report: RankReport) -> Iterator[Finding]:
@@ -50,28 +47,7 @@ def _too_high(report: RankReport) -> Iterator[Finding]:
 
 def _zero(report: RankReport) -> Iterator[Finding]:
     """Yield that the learning rate of all parameter groups is zero since some step."""
-    begins = _zero_since(report.steps)
-    if begins is None:
-        return
-    count = report.steps[-1].step - report.steps[begins].step + 1
+    found = zero_rate([(step.step, step.learning_rate) for step in report.steps])
     others = {group: rate for group, rate in report.by_attribute(catalog.LEARNING_RATE).items() if group != "0"}
-    if len(others) >= _OTHER_GROUPS or any(rate > 0 for rate in others.values()):
-        return
-    if count < _LEAST_ZEROS or (begins and count < _ZEROS_SHARE * report.last_step):
-        return
-    first = report.steps[begins].step
-    or_before = " or before" if begins == 0 and first > 1 else ""
-    since = "in all steps" if first == 1 else f"from step {first:,}{or_before} on"
-    text = f"The learning rate was 0 {since}: {text_format.plural(count, 'step')} changed nothing."
-    yield Finding(WARNING, "zero_learning_rate", text)
-
-
-def _zero_since(steps: Sequence[Step]) -> int | None:
-    """Return the index of the first of the last steps whose learning rate is zero; ``None`` if the last one's is not."""
-    found = None
-    for index in range(len(steps) - 1, -1, -1):
-        rate = steps[index].learning_rate
-        if rate:
-            break
-        found = index if rate is not None else found
-    return found
+    if found is not None and len(others) < OTHER_GROUPS and not any(rate > 0 for rate in others.values()):
+        yield zero_learning_rate(found)

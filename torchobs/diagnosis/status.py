@@ -16,10 +16,14 @@ from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
 from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.stragglers import Slowness
+from torchobs.detect.zero_rates import OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes
-from torchobs.flight.format.step_record import StepFlag, StepRecord
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.ranks.collectives import group_progress
 
+LAST_LOSSES = 64
+_LARGEST = 1e150
+"""Its square is finite"""
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 
@@ -38,9 +42,25 @@ class Newest(NamedTuple):
     grad_norm: float | None = None
     norms: Mapping[int, float] = MappingProxyType({})
     """All gradient norms among them, by step"""
+    losses: Mapping[int, float] = MappingProxyType({})
+    """The last losses among them, by step"""
+    zero_rate: ZeroRate | None = None
+    """Of the first parameter group"""
 
 
 NOTHING_NEW = Newest()
+
+
+class Replicas(NamedTuple):
+    """What the ranks of DistributedDataParallel have written down, by step, to be compared."""
+
+    weights: Mapping[int, tuple[float, ...]] = MappingProxyType({})
+    batches: Mapping[int, tuple[float, ...]] = MappingProxyType({})
+    losses: Mapping[int, float] = MappingProxyType({})
+    """Of the last steps, where there are batches"""
+
+
+NO_REPLICAS = Replicas()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +112,9 @@ class RankStatus:
     """probes that failed"""
     alike_norms: Mapping[int, float] = field(default_factory=dict)
     """gradient norms of the last steps, if they have to be the same on all ranks"""
+    replicas: Replicas = NO_REPLICAS
+    zero_rate: ZeroRate | None = None
+    """since when all learning rates are zero"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +135,24 @@ class RunStatus:
 def newest(records: Iterable[StepRecord]) -> Newest:
     """Return the values of the latest steps; devices may deliver them out of order."""
     loss = norm = (0, -1, 0.0)
-    norms: dict[int, float] = {}
+    norms, losses = dict[int, float](), dict[int, float]()
+    rates: list[tuple[int, float | None]] = []
     for record in records:
+        if record.kind == RecordKind.STEP:
+            rates.append((record.step, record.learning_rate if record.flags & StepFlag.LEARNING_RATE else None))
         if record.flags & StepFlag.LOSS:
             loss = max(loss, (record.step, record.seq, record.loss), key=lambda found: found[:2])
+            losses[record.step] = record.loss
         if record.flags & StepFlag.GRAD_NORM:
             norm = max(norm, (record.step, record.seq, record.grad_norm), key=lambda found: found[:2])
             norms[record.step] = record.grad_norm
     found_loss, found_norm = (found[2] if found[1] >= 0 else None for found in (loss, norm))
-    return Newest(found_loss, found_norm, norms)
+    return Newest(found_loss, found_norm, norms, last_losses(losses), zero_rate(rates))
+
+
+def last_losses(losses: Mapping[int, float]) -> dict[int, float]:
+    """Return those of the last steps, of which enough are kept to compare ranks by them."""
+    return dict(sorted(losses.items())[-LAST_LOSSES:])
 
 
 def alike_norms(
@@ -188,6 +220,8 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     mistakes: Iterable[str] = (),
     steps: int | None = None,
     alike: Mapping[int, float] | None = None,
+    replicas: Replicas = NO_REPLICAS,
+    rate: ZeroRate | None = None,
     collectives: Mapping[str, GroupProgress] | None = None,
 ) -> RankStatus:
     """Return a rank's status; ``get`` looks up its values.
@@ -219,8 +253,16 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         slowness=slowness,
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
         alike_norms=alike or {},
+        replicas=replicas,
+        zero_rate=None if rate is None or _others_are_above_zero(get) else rate,
         collectives=collectives or {},
     )
+
+
+def _others_are_above_zero(get: Get) -> bool:
+    """Return True if the learning rate of another parameter group may be."""
+    others = [get(catalog.LEARNING_RATE, str(group)) for group in range(1, OTHER_GROUPS + 1)]
+    return others[-1] is not None or any(others)
 
 
 def recent_anomalies(anomalies: Iterable[tuple[float, str, int]], now_s: float) -> Mapping[str, int]:
@@ -246,6 +288,27 @@ def mistakes_of(events: Iterable[Fact]) -> tuple[str, ...]:
     """Return the kinds of the loop's mistakes among the events, each once."""
     found = (event.text("kind") for event in events if event.name == catalog.EVENT_LOOP_MISTAKE.name)
     return tuple(dict.fromkeys(kind for kind in found if kind in catalog.LOOP_MISTAKES))
+
+
+def replicas_of(events: Iterable[Fact], losses: Mapping[int, float]) -> Replicas:
+    """Return what a rank has written down to be compared with others; ``losses``: by step."""
+    found: dict[str, dict[int, tuple[float, ...]]] = {
+        catalog.EVENT_REPLICA_WEIGHTS.name: {},
+        catalog.EVENT_REPLICA_BATCHES.name: {},
+    }
+    for event in events:
+        if event.name in found and event.step is not None and (values := replica_values(event.attributes)):
+            found[event.name][event.step] = values
+    weights, batches = found.values()
+    return Replicas(weights, batches, last_losses(losses) if batches else {})
+
+
+def replica_values(attributes: Mapping[str, object]) -> tuple[float, ...]:
+    """Return the numbers of such an event; none if they are none, for a file may hold anything."""
+    values = attributes.get("values")
+    if not isinstance(values, list) or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in values):
+        return ()
+    return tuple(map(float, values))
 
 
 def run_status(ranks: Sequence[RankReport]) -> RunStatus:
@@ -287,6 +350,8 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
         lately=recent_anomalies(anomalies_of(report.events), last_s),
         mistakes=mistakes_of(report.events),
+        replicas=replicas_of(report.events, {step.step: step.loss for step in report.steps if step.loss is not None}),
+        rate=zero_rate([(step.step, step.learning_rate) for step in report.steps]),
         steps=int(report.value(catalog.STEPS) or report.last_step),
         alike=alike_norms(
             {one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},

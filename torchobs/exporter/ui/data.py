@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.diagnosis import scalars
-from torchobs.diagnosis.status import NOTHING_NEW, Newest, newest
+from torchobs.diagnosis.status import NOTHING_NEW, Newest, Replicas, newest
 from torchobs.exporter.ui import events
 from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -61,6 +61,11 @@ class RankDetails(NamedTuple):
     """the scalars that the script logs"""
     curves: Curves = Curves()
     """empty if the rank is not focused"""
+
+    @property
+    def replicas(self) -> Replicas:
+        """What the rank has written down to be compared with others."""
+        return Replicas(self.events.weights, self.events.batches, self.newest.losses)
 
 
 Details = Mapping[str, RankDetails]

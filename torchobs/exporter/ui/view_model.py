@@ -226,6 +226,8 @@ class Modeller:
             loss=last_loss(readings.get, details.newest.loss),
             slowness=rank.standing.slowness if rank.standing else None,
             mistakes=details.events.mistakes,
+            replicas=details.replicas,
+            rate=details.newest.zero_rate,
             lately=recent_anomalies(((one.at_s, one.anomaly, one.number) for one in details.events.newest), time.time()),
             alike=alike_norms(
                 details.newest.norms,

@@ -1,0 +1,42 @@
+"""Detect a learning rate that is zero since some step: the training goes on, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LEAST_ZEROS, ZEROS_SHARE = 20, 0.05
+"""Steps, and their share of all, with a rate of zero at the end: a schedule may end there, and its last steps are few"""
+ENOUGH = 200
+"""Steps that suffice, where the ones before them are not known"""
+OTHER_GROUPS = 7
+"""Most parameter groups of which the rate is recorded, besides the first (``catalog.GROUP``): there may be more"""
+
+
+class ZeroRate(NamedTuple):
+    """Steps in a row, up to the last one, with a rate of zero."""
+
+    first: int
+    steps: int
+    is_begun_before: bool
+    """Whether the steps before the first one are not known"""
+
+
+def zero_rate(rates: Sequence[tuple[int, float | None]]) -> ZeroRate | None:
+    """Return since when the rate is zero; ``None`` if the last one's is not, or for too short a time.
+
+    ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is not known.
+    """
+    begins = None
+    for index in range(len(rates) - 1, -1, -1):
+        rate = rates[index][1]
+        if rate:
+            break
+        begins = index if rate is not None else begins
+    if begins is None:
+        return None
+    first, last = rates[begins][0], rates[-1][0]
+    count, is_begun_before = last - first + 1, begins == 0 and first > 1
+    if count < LEAST_ZEROS or count < min(ZEROS_SHARE * last, ENOUGH if is_begun_before else last):
+        return None
+    return ZeroRate(first, count, is_begun_before)
