@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import os
 import pickle
@@ -71,9 +72,9 @@ def zipped(path: Path, *names: str, content: bytes = b"x") -> None:
             archive.writestr(name, content)
 
 
-def tarred(path: Path, name: str, kind: bytes = tarfile.REGTYPE) -> None:
+def tarred(path: Path, name: str, kind: bytes = tarfile.REGTYPE, mode: str = "w") -> None:
     """A tar file with one entry."""
-    with tarfile.open(path, "w") as archive:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         entry = tarfile.TarInfo(name)
         entry.type, entry.linkname = kind, "../../etc/passwd" if kind == tarfile.SYMTYPE else ""
         archive.addfile(entry, io.BytesIO())
@@ -106,6 +107,13 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "bomb.zip": ("dangerous", lambda path: zipped(path, "zeros", content=bytes(80 << 20))),
     "out.tar": ("dangerous", lambda path: tarred(path, "../evil.py")),
     "link.tar": ("dangerous", lambda path: tarred(path, "link", tarfile.SYMTYPE)),
+    "weights.tar.gz": ("unreadable", lambda path: tarred(path, "model/weights.bin", mode="w:gz")),
+    "model.nemo": ("dangerous", lambda path: tarred(path, "../evil.py", mode="w:gz")),
+    "link.tar.bz2": ("dangerous", lambda path: tarred(path, "link", tarfile.SYMTYPE, mode="w:bz2")),
+    "long-name.tar.gz": ("dangerous", lambda path: tarred(path, "a" * (2 << 20), mode="w:gz")),
+    "bomb.pkl.gz": ("dangerous", lambda path: path.write_bytes(gzip.compress(bytes(80 << 20)))),
+    "attack.pkl.gz": ("unreadable", lambda path: path.write_bytes(gzip.compress(pickle.dumps(Attack())))),
+    "cut.tar.gz": ("unreadable", lambda path: path.write_bytes(gzip.compress(bytes(range(256)) * 9)[:60])),
     "cut.pt": ("unreadable", lambda path: cut(partial(torch.save, checkpoint()), path, 300)),
     "cut.safetensors": ("unreadable", lambda path: cut(partial(save_file, {"a": torch.ones(300)}), path, 200)),
     "empty.pt": ("unreadable", lambda path: path.write_bytes(b"")),

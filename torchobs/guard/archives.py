@@ -68,19 +68,24 @@ def _is_where_it_says(archive: zipfile.ZipFile) -> bool:
 
 
 def tar_problems(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with an uncompressed or compressed tar file, by its headers; nothing is unpacked."""
-    problems, size, packed = [], 0, max(Path(path).stat().st_size, 1)
-    with tarfile.open(path, "r:") as archive:  # a compressed one is not opened: its first header may fill the memory
-        for number, entry in enumerate(archive):
-            size += entry.size
-            if _leads_out(entry.name) or ((entry.issym() or entry.islnk()) and _leads_out(entry.linkname)):
-                problems.append(f"{entry.name!r} leads out of the archive")
-            if entry.isdev():
-                problems.append(f"{entry.name!r} is a device")
-            if number > MOST_ENTRIES:
-                return [*problems, f"more than {MOST_ENTRIES:,} entries"]
-            if size > LEAST_BOMB and size > MOST_RATIO * packed:
-                return [*problems, f"{packed:,} bytes would become more than {size:,}"]
+    """Return what is wrong with an uncompressed tar file, by its headers; nothing is unpacked."""
+    with tarfile.open(path, "r:") as archive:
+        return entry_problems(archive, max(Path(path).stat().st_size, 1))
+
+
+def entry_problems(archive: tarfile.TarFile, packed: int) -> list[str]:
+    """Return what is wrong with the entries of a tar file of that many bytes."""
+    problems, size = [], 0
+    for number, entry in enumerate(archive):
+        size += entry.size
+        if _leads_out(entry.name) or ((entry.issym() or entry.islnk()) and _leads_out(entry.linkname)):
+            problems.append(f"{entry.name!r} leads out of the archive")
+        if entry.isdev():
+            problems.append(f"{entry.name!r} is a device")
+        if number > MOST_ENTRIES:
+            return [*problems, f"more than {MOST_ENTRIES:,} entries"]
+        if size > LEAST_BOMB and size > MOST_RATIO * packed:
+            return [*problems, f"{packed:,} bytes would become more than {size:,}"]
     return problems
 
 

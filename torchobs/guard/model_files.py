@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchobs.guard import archives, pickles
+from torchobs.guard import archives, compressed, pickles
 from torchobs.guard.file_findings import found_wrong, text_of
 from torchobs.guard.severity import Severity
 from torchobs.support.result import Result
@@ -49,7 +49,7 @@ class FileScan(Result):
     path: str
     verdict: Verdict
     kind: str
-    """``safetensors``, ``zip``, ``pickle``, ``npy``, ``tar`` or ``other``"""
+    """``safetensors``, ``zip``, ``pickle``, ``npy``, ``tar``, ``compressed`` or ``other``"""
     reasons: tuple[str, ...]
     imports: tuple[str, ...]
     """names that its pickles ask for and that torch's restricted loader does not allow"""
@@ -203,17 +203,17 @@ def _contents(name: str, file: IO[bytes]) -> tuple[str, list[_Found]]:
 
 def _kind(name: str, head: bytes) -> str:
     """Return what torch, NumPy and safetensors would take a file for: by its beginning."""
-    if head.startswith(_MAGIC_ZIP):
-        return "zip"
-    if head.startswith(_MAGIC_NPY):
-        return "npy"
-    if _is_safetensors(name, head):
-        return "safetensors"
-    if head[_TAR_AT : _TAR_AT + len(_MAGIC_TAR)] == _MAGIC_TAR:
-        return "tar"
-    if head.startswith(_MAGIC_PICKLE) or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".joblib")):
-        return "pickle"  # those of protocol 0 and 1 begin with anything
-    return "other"
+    begins = {
+        "zip": head.startswith(_MAGIC_ZIP),
+        "npy": head.startswith(_MAGIC_NPY),
+        "safetensors": _is_safetensors(name, head),
+        "compressed": compressed.is_compressed(head),
+        "tar": head[_TAR_AT : _TAR_AT + len(_MAGIC_TAR)] == _MAGIC_TAR,
+        # those of protocol 0 and 1 begin with anything
+        "pickle": head.startswith(_MAGIC_PICKLE)
+        or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".joblib")),
+    }
+    return next((kind for kind, is_it in begins.items() if is_it), "other")
 
 
 def _is_safetensors(name: str, head: bytes) -> bool:
@@ -227,6 +227,14 @@ def _read_tar(name: str) -> list[_Found]:
     if problems:
         return [("dangerous", tuple(problems), ())]
     return [("unreadable", ("a tar file is not looked into: unpack it, and scan what is in it",), ())]
+
+
+def _read_compressed(name: str) -> list[_Found]:
+    problems, is_tar = compressed.compressed_problems(name)
+    if problems:
+        return [("dangerous", tuple(problems), ())]
+    what = "unpack it, and scan what is in it" if is_tar else "decompress it, and scan what it was"
+    return [("unreadable", (f"a compressed {'tar ' * is_tar}file is not looked into: {what}",), ())]
 
 
 def _read_bare(name: str) -> list[_Found]:
@@ -279,6 +287,7 @@ _READERS: dict[str, Callable[[str], list[_Found]]] = {
     "npy": _read_npy,
     "safetensors": _read_safetensors,
     "tar": _read_tar,
+    "compressed": _read_compressed,
     "pickle": _read_bare,
     "other": _read_other,
 }
