@@ -46,6 +46,23 @@ def test_an_optimizer_that_never_stepped_is_told_unless_it_did_later(count: int)
     assert found.get("never_stepped") == (None if count else said)
 
 
+@pytest.mark.parametrize(
+    ("operator", "said"),
+    [
+        ("log", "born in log in blocks.3 (train.py:9)."),
+        ("compiled_function", "torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."),
+    ],
+)
+def test_a_region_of_which_no_operator_is_known_is_told_as_that(operator: str, said: str) -> None:
+    """With the call that names it."""
+    event = fact(
+        catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="operator", operator=operator, module="blocks.3", location="train.py:9"
+    )
+    found = told(facts(steps(3), events=[event]))
+    assert found["nonfinite_origin"].endswith(said)
+    assert ("born in a compiled region in blocks.3 (train.py:9)" in found["nonfinite_origin"]) == (operator != "log")
+
+
 def test_a_step_that_took_very_long_is_told_though_the_run_went_on() -> None:
     """A stopped process, a file system that came back: the long step of a run that finished; an evaluation is none."""
     stood = step(150, duration_s=160.1, phase_s={**PHASES, "forward": 160.0})

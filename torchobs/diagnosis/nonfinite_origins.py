@@ -9,13 +9,18 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, Finding
 from torchobs.diagnosis.rank_report import RankReport
 
+_INSIDE = "Its operators keep nothing by name: torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."
+_REGIONS = {"compiled_function": "a compiled region", "checkpoint_function": "a checkpointed region"}
+"""Nodes of the graph that stand for many operators (``probes.nonfinite.operators.OPAQUE``)"""
+
 
 def origins(report: RankReport) -> Iterator[Finding]:
     """Yield where values that are not finite were born."""
     for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
         operator, module = text_format.clean(fact.text("operator"), 80), text_format.clean(fact.text("module"), 120)
         name, line = text_format.clean(fact.text("parameter"), 120), text_format.clean(fact.text("location"), 200)
-        where = f"{operator} in {module}" if module else f"{operator}, outside of any module"
+        made_by = _REGIONS.get(operator, operator)
+        where = f"{made_by} in {module}" if module else f"{made_by}, outside of any module"
         sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
         told = {
             "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
@@ -41,6 +46,8 @@ def origins(report: RankReport) -> Iterator[Finding]:
             yield Finding(ERROR, "nonfinite_origin", text)
             continue
         text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
+        if operator in _REGIONS and fact.text("origin") == "operator":
+            text += f" {_INSIDE}"
         yield Finding(ERROR, "nonfinite_origin", text)
 
 
