@@ -12,13 +12,17 @@ from torchobs.rules import files
 from torchobs.rules.values import DEFAULT, RUNBOOKS
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+PLACES = {
+    files.ALERTMANAGER: f"alertmanager/{files.ALERTMANAGER}",
+    files.GRAFANA: "grafana/provisioning/alerting/torchobs.yaml",
+}
+"""Where a file of rules is that is not for Prometheus"""
 
 
 def rendered(runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Return every file by its path under `deploy/`; ``runbooks``: URL of the folder that alerts link to."""
     rules = files.rendered(replace(DEFAULT, runbooks=runbooks))
-    folders = {name: "alertmanager" if name == files.ALERTMANAGER else "prometheus" for name in rules}
-    return {**_dashboards(runbooks), **{f"{folders[name]}/{name}": text for name, text in rules.items()}}
+    return {**_dashboards(runbooks), **{PLACES.get(name, f"prometheus/{name}"): text for name, text in rules.items()}}
 
 
 def _dashboards(runbooks: str) -> dict[str, str]:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Write alerts and recording rules for Prometheus, and a configuration of Alertmanager. `export` writes them as shipped, `render`
 with thresholds and severities of your own. Into DIR go rules/, which Prometheus loads; rules-native/, to load instead of the
-file of that name where histograms are stored as native ones; and alertmanager.yml. Files of other names are left alone."""
+file of that name where histograms are stored as native ones; alertmanager.yml; prometheus-operator.yml, the same rules as
+objects for the Prometheus operator; and grafana-alerting.yml, the alerts for Grafana to evaluate. Files of other names are left
+alone."""
 
 _EXAMPLES = """\
 examples:

@@ -13,10 +13,11 @@ RUN = (
 )
 """How a summary begins"""
 
-_MATCHERS = (
+MATCHERS = (
     '{{ $run := printf "cluster=%q, namespace=%q, job_name=%q, run_id=%q"'
     " $labels.cluster $labels.namespace $labels.job_name $labels.run_id }}"
 )
+"""How every query of a text begins"""
 THIS_RUN = "%[1]s"
 """In a query for culprits, the matchers of the alert's run"""
 NUMBER = '{{ printf "%.3g" $v }}'
@@ -58,7 +59,7 @@ class Culprits:
         text = f"{who if self.named else ''}{self.show}"
         escaped = query.replace('"', '\\"')
         return (
-            f'{_MATCHERS}{{{{ with query (printf "{escaped}" $run) }}}} {self.about}: '
+            f'{MATCHERS}{{{{ with query (printf "{escaped}" $run) }}}} {self.about}: '
             f'{{{{ range $i, $s := sortByLabel "rank" . }}}}'
             f"{{{{ $l := $s.Labels }}}}{{{{ $v := $s.Value }}}}{{{{ if $i }}}}; {{{{ end }}}}{text}{{{{ end }}}}.{{{{ end }}}}"
         )
@@ -74,7 +75,7 @@ def first(query: str, show: str) -> str:
     """Return what ``show`` says of the value ``$v`` and the labels ``$l`` of a query's one series; nothing without one."""
     escaped = query.replace('"', '\\"')
     return (
-        f'{_MATCHERS}{{{{ range query (printf "{escaped}" $run) }}}}'
+        f'{MATCHERS}{{{{ range query (printf "{escaped}" $run) }}}}'
         f"{{{{ $l := .Labels }}}}{{{{ $v := .Value }}}}{show}{{{{ end }}}}"
     )
 

@@ -1,4 +1,4 @@
-"""The rule files, by the path at which `torchobs rules` writes them: alerts, recordings, percentiles, alertmanager.yml."""
+"""The rule files, by the path at which `torchobs rules` writes them: for Prometheus, its operator, Alertmanager, Grafana."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torchobs.rules import (
     alerts_ranks,
     alerts_resources,
     alerts_speed,
+    grafana_managed,
     percentiles,
+    prometheus_operator,
     recordings,
 )
 from torchobs.rules.rule_file import Alert, Group, render
 from torchobs.rules.values import DEFAULT, Values, ValuesError
 
 ALERTS, ALERTMANAGER = "rules/torchobs-alerts.yml", "alertmanager.yml"
-"""Thresholds and severities are in the first; the second is read by Alertmanager, all others by Prometheus."""
+GRAFANA, OPERATOR = "grafana-alerting.yml", "prometheus-operator.yml"
+"""The alerts and what they need once more: for Grafana to evaluate, and as objects for Kubernetes."""
 
 _ABOUT_ALERTS = """\
 The alerts. They work in Prometheus 2.42 (the first with `keep_firing_for`) and later, and need what torchobs-recordings.yml
@@ -43,6 +46,10 @@ def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
         "rules/torchobs-percentiles.yml": render(classic, chosen, _ABOUT_CLASSIC),
         "rules-native/torchobs-percentiles.yml": render(native, chosen, _ABOUT_NATIVE),
         ALERTMANAGER: alertmanager.render(),
+        GRAFANA: grafana_managed.render(groups, chosen),
+        OPERATOR: prometheus_operator.render(
+            {"torchobs-alerts": groups, "torchobs-recordings": recording_groups(), "torchobs-percentiles": classic}, chosen
+        ),
     }
 
 

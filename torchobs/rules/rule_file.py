@@ -107,12 +107,19 @@ def clean(expr: str) -> str:
 def render(groups: Sequence[Group], values: Values, about: str) -> str:
     """Return a rule file; ``about``: its purpose, for the comment at the top."""
     comment = "".join(f"# {line}".rstrip() + "\n" for line in ["", *about.strip().splitlines()])
-    document = {"groups": [group.rendered(values) for group in groups]}
-    return f"{HEADER}{comment}{yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=True)}"
+    return f"{HEADER}{comment}{dump({'groups': [group.rendered(values) for group in groups]})}"
+
+
+def dump(document: dict[str, Any]) -> str:
+    """Return YAML that a person can read."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes multi-line expressions as literal blocks."""
+    """Writes multi-line expressions as literal blocks, and each mapping in full, however often it is there."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # what there is asked of any data
+        return True
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
