@@ -28,6 +28,8 @@ from torchobs.catalog import Metric
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
+    from torchobs.rules.values import Values
+
 _DEBUG = (
     catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_LONGEST, catalog.DEBUG_OPERATION_MEMORY,
     catalog.DEBUG_OPERATION_ANOMALIES, catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES,
@@ -44,15 +46,19 @@ WITHOUT_PANEL: Mapping[Metric, str] = dict.fromkeys(
 """Metrics that no panel shows, with the reason; every other metric of the catalog is on a dashboard."""
 
 
-def dashboards(runbooks: str) -> tuple[Dashboard, ...]:
-    """Return all of them; ``runbooks`` is the URL of the folder with the runbooks."""
-    modules = (fleet, run, ranks, gradients, memory, data, precision, compilation, gpu, node, itself)
-    return (*(module.dashboard() for module in modules), alerts.dashboard(runbooks))
+def dashboards(values: Values) -> tuple[Dashboard, ...]:
+    """Return all of them, with the thresholds and the runbooks of the alerts."""
+    limits = values.thresholds
+    return (
+        *(fleet.dashboard(limits), run.dashboard(limits), ranks.dashboard(limits), gradients.dashboard()),
+        *(memory.dashboard(limits), data.dashboard(), precision.dashboard(limits), compilation.dashboard(limits)),
+        *(gpu.dashboard(limits), node.dashboard(limits), itself.dashboard(), alerts.dashboard(values.runbooks)),
+    )
 
 
-def files(runbooks: str) -> dict[str, str]:
+def files(values: Values) -> dict[str, str]:
     """Return the dashboards, and what brings them into a Grafana on Kubernetes, by their path under `deploy/`."""
-    rendered = render(runbooks)
+    rendered = render(values)
     return {
         **{f"grafana/dashboards/{uid}.json": text for uid, text in rendered.items()},
         "grafana/kustomization.yaml": provisioning.kustomization(rendered),
@@ -60,6 +66,6 @@ def files(runbooks: str) -> dict[str, str]:
     }
 
 
-def render(runbooks: str) -> dict[str, str]:
+def render(values: Values) -> dict[str, str]:
     """Return their JSON by uid, in the classic model, which every Grafana version imports."""
-    return {str(one.uid): f"{JSONEncoder(indent=1).encode(one)}\n" for one in dashboards(runbooks)}
+    return {str(one.uid): f"{JSONEncoder(indent=1).encode(one)}\n" for one in dashboards(values)}

@@ -15,18 +15,20 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
+
 WINDOW = "10m"
 """The alert's: its threshold is a count within it."""
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
-    sections = [Section("torch.compile", compilation())]
+    sections = [Section("torch.compile", compilation(limits))]
     about = "torch.compile in one run: what it takes, and why it compiles again."
     return page("torchobs-compile", "compile", about, Choice.RUN | Choice.RANK, sections)
 
 
-def compilation() -> tuple[Panel, ...]:
+def compilation(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the panels."""
     lookups = "max by (cache, result) "
     hits = f"sum({rate(catalog.COMPILE_CACHE_LOOKUPS, *RANKS, HIT)})"
@@ -43,7 +45,7 @@ def compilation() -> tuple[Panel, ...]:
             "Within ten minutes, on the rank with most. Good: none after the first minutes. Red where the alert fires.",
             "short",
             Query(f"max({again}) or vector(0)"),
-            steps=thresholds.RECOMPILES,
+            steps=thresholds.count(limits.recompiles),
         ),
         panels.number(
             "Given up",

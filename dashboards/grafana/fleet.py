@@ -15,6 +15,8 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
+
 RUN = "{{job_name}} {{run_id}}"
 MOST_RUNS = 10
 FIRING = 'ALERTS{alertname=~"Torchobs.*", job_name=~"$job_name", alertstate="firing"}'
@@ -22,13 +24,13 @@ IDLE = 0.05
 """GPU utilization below which no training uses the GPU."""
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
-    sections = [Section("Now", now()), Section("Runs", (table(),)), Section("Over time", over_time())]
+    sections = [Section("Now", now(limits)), Section("Runs", (table(limits),)), Section("Over time", over_time(limits))]
     return page("torchobs-fleet", "fleet", "All training runs: which are sick, and what they cost.", Choice.NONE, sections)
 
 
-def now() -> tuple[Panel, ...]:
+def now(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the numbers."""
     up, sick = select(catalog.RANK_UP, *FLEET), select(catalog.RANK_STATE_SET, *FLEET, f'state=~"{SICK}"')
     well = per_run("sum", select(catalog.RANK_STATE_SET, *FLEET, WELL))
@@ -58,10 +60,11 @@ def now() -> tuple[Panel, ...]:
         ),
         panels.number(
             "Goodput",
-            "Productive share of the time, on average over the runs. Good: above 80 %. Empty: without a run.",
+            "Productive share of the time, on average over the runs. Good: above "
+            f"{thresholds.percent(limits.goodput)}. Empty: without a run.",
             "percentunit",
             Query(f"avg({goodput(*FLEET)})"),
-            steps=thresholds.GOODPUT,
+            steps=thresholds.goodput(limits.goodput),
         ),
         panels.number(
             "Idle GPUs",
@@ -84,7 +87,7 @@ SICK = "unresponsive|hung|failed|lost"
 WELL = 'state=~"alive|finished"'
 
 
-def table() -> Panel:
+def table(limits: Thresholds) -> Panel:
     """Return the runs, one a row."""
     sick = select(catalog.RANK_STATE_SET, *FLEET, f'state=~"{SICK}"')
     busy = select(catalog.HW_GPU_UTILIZATION, *FLEET)
@@ -96,7 +99,7 @@ def table() -> Panel:
         Column("starts again", starts(*FLEET), steps=thresholds.FEW_IS_FAIR),
         Column("steps", per_run("max", select(catalog.STEPS, *FLEET))),
         Column("no step for", per_run("max", select(catalog.RANK_PROGRESS_AGE, *FLEET)), "s", thresholds.PROGRESS_AGE),
-        Column("goodput", goodput(*FLEET), "percentunit", thresholds.GOODPUT),
+        Column("goodput", goodput(*FLEET), "percentunit", thresholds.goodput(limits.goodput)),
         Column("loss", per_run("avg", select(catalog.LOSS, *FLEET))),
         Column("anomalies", f"round({per_run('max', f'increase({select(catalog.ANOMALIES, *FLEET)}[$__range])')})"),
         Column("GPU busy", per_run("avg", busy), "percentunit", thresholds.BUSY),
@@ -115,7 +118,7 @@ def table() -> Panel:
     return panels.coarse(panel)  # starts are looked for at so many points in time
 
 
-def over_time() -> tuple[Panel, ...]:
+def over_time(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the graphs."""
     busy = select(catalog.HW_GPU_UTILIZATION, *FLEET)
     sick = select(catalog.RANK_STATE_SET, *FLEET, f'state=~"{SICK}"')
@@ -123,10 +126,10 @@ def over_time() -> tuple[Panel, ...]:
         panels.lines(
             "Goodput by run",
             f"The {MOST_RUNS} runs that make least of their time: its productive share, by the recording rule also of "
-            "lost ranks and of the time between restarts. Good: above 80 % and level.",
+            f"lost ranks and of the time between restarts. Good: above {thresholds.percent(limits.goodput)} and level.",
             "percentunit",
             Query(f"bottomk({MOST_RUNS}, {goodput(*FLEET)})", RUN),
-            steps=thresholds.GOODPUT,
+            steps=thresholds.goodput(limits.goodput),
         ),
         panels.lines(
             "Sick ranks by run",

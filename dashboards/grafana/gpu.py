@@ -15,6 +15,8 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
+
 GPU = "{{hw_id}}"
 NO_GPU = "Empty: without NVIDIA GPUs."
 DCGM = {
@@ -26,12 +28,12 @@ DCGM = {
 multiprocessor counts there as 100 %."""
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
     sections = [
-        Section("Health", health()),
-        Section("Work", work()),
-        Section("Power, heat and clocks", power()),
+        Section("Health", health(limits)),
+        Section("Work", work(limits)),
+        Section("Power, heat and clocks", power(limits)),
         Section("By dcgm-exporter", by_dcgm(), collapsed=True),
     ]
     about = "GPUs of one run, as NVML sees them; joined with dcgm-exporter by UUID where that is scraped."
@@ -43,7 +45,7 @@ def by_gpu(of: str, *labels: str, operator: str = "max") -> str:
     return f"{operator} by ({', '.join(('hw_id', *labels))}) ({of})"
 
 
-def health() -> tuple[Panel, ...]:
+def health(limits: Thresholds) -> tuple[Panel, ...]:
     """Return errors and states."""
     bad = by_gpu(select(catalog.HW_STATUS, *RANKS, 'hw_state=~"degraded|failed"'), "hw_state")
     throttled = by_gpu(rate(catalog.GPU_THROTTLE_TIME, *RANKS, HOT))
@@ -75,7 +77,7 @@ def health() -> tuple[Panel, ...]:
             "fires. Empty: without NVIDIA GPUs, and before the first throttling.",
             "percentunit",
             Query(f"max({throttled})"),
-            steps=thresholds.THROTTLING,
+            steps=thresholds.share(limits.gpu_throttled),
         ),
         panels.number(
             "Utilization",
@@ -111,7 +113,7 @@ def health() -> tuple[Panel, ...]:
     )
 
 
-def work() -> tuple[Panel, ...]:
+def work(limits: Thresholds) -> tuple[Panel, ...]:
     """Return utilization and memory."""
     busy = select(catalog.HW_GPU_UTILIZATION, *RANKS)
     memory, limit = (by_gpu(select(metric, *RANKS)) for metric in (catalog.HW_GPU_MEMORY_USAGE, catalog.HW_GPU_MEMORY_LIMIT))
@@ -154,10 +156,11 @@ def work() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Memory in use",
-            f"Share of each GPU's memory in use by all processes, of the {MOST} fullest. Good: below 90 %. {NO_GPU}",
+            f"Share of each GPU's memory in use by all processes, of the {MOST} fullest. Good: below "
+            f"{thresholds.percent(limits.gpu_memory)}. {NO_GPU}",
             "percentunit",
             Query(worst(f"{memory} / ({limit} > 0)"), GPU),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.gpu_memory),
         ),
         panels.lines(
             "NVLink traffic",
@@ -184,7 +187,7 @@ def work() -> tuple[Panel, ...]:
     )
 
 
-def power() -> tuple[Panel, ...]:
+def power(limits: Thresholds) -> tuple[Panel, ...]:
     """Return power, temperature, clocks."""
     throttle = by_gpu(rate(catalog.GPU_THROTTLE_TIME, *RANKS), "reason")
     clock, limit = (by_gpu(select(metric, *RANKS)) for metric in (catalog.GPU_CLOCK_FREQUENCY, catalog.GPU_CLOCK_LIMIT))
@@ -217,7 +220,7 @@ def power() -> tuple[Panel, ...]:
             "power limit is normal. Empty: before the first throttling.",
             "percentunit",
             Query(worst(throttle), "{{reason}} {{hw_id}}"),
-            steps=thresholds.THROTTLING,
+            steps=thresholds.share(limits.gpu_throttled),
         ),
         panels.lines(
             "Energy per step",

@@ -15,18 +15,20 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
+
 DEVICE = "rank {{rank}} {{device}}"
 CONTAINER = "{{instance}}"
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
     sections = [
-        Section("When is it full", numbers()),
-        Section("Growth", growth()),
-        Section("Device", device()),
+        Section("When is it full", numbers(limits)),
+        Section("Growth", growth(limits)),
+        Section("Device", device(limits)),
         Section("Process", process()),
-        Section("Container and machine", container()),
+        Section("Container and machine", container(limits)),
     ]
     about = "Memory of one run: of devices, processes, containers; what grows, and when it is full."
     return page("torchobs-memory", "memory and leaks", about, Choice.RUN | Choice.RANK, sections)
@@ -54,7 +56,7 @@ def of_container() -> str:
     return f"max by (instance, limit) ({select(catalog.MEMORY_HOST_UTILIZATION, *RUNS)})"
 
 
-def numbers() -> tuple[Panel, ...]:
+def numbers(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the numbers."""
     shared = f"max by (instance) ({select(catalog.MEMORY_SHARED_USED, *RUNS)})"
     size = f"max by (instance) ({select(catalog.MEMORY_SHARED_SIZE, *RUNS)})"
@@ -65,29 +67,31 @@ def numbers() -> tuple[Panel, ...]:
             "where the alert fires. Empty: while nothing grows so.",
             "s",
             Query(f"min({select(catalog.MEMORY_TIME_TO_LIMIT, *RANKS)})"),
-            steps=thresholds.TIME_LEFT,
+            steps=thresholds.time_left(limits.time_to_limit_s),
         ),
         panels.number(
             "Device memory",
-            "Peak of the tensors over what the process may use, on the fullest device. Good: below 90 %. Empty: without a GPU.",
+            "Peak of the tensors over what the process may use, on the fullest device. Good: below "
+            f"{thresholds.percent(limits.gpu_memory)}. Empty: without a GPU.",
             "percentunit",
             Query(f"max({used_share()})"),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.gpu_memory),
         ),
         panels.number(
             "Container or machine",
             "Share of the limit, swap included, that is in use and cannot be reclaimed; at 100 % the kernel kills. Good: "
-            "below 90 %.",
+            f"below {thresholds.percent(limits.memory)}.",
             "percentunit",
             Query(f"max({of_container()})"),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.memory),
         ),
         panels.number(
             "Shared memory",
-            "Share of /dev/shm in use, through which loader workers and NCCL pass data. Good: below 90 %.",
+            "Share of /dev/shm in use, through which loader workers and NCCL pass data. Good: below "
+            f"{thresholds.percent(limits.shared_memory)}.",
             "percentunit",
             Query(f"max({shared} / ({size} > 0))"),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.shared_memory),
         ),
         panels.number(
             "Out of memory",
@@ -107,7 +111,7 @@ def numbers() -> tuple[Panel, ...]:
     )
 
 
-def growth() -> tuple[Panel, ...]:
+def growth(limits: Thresholds) -> tuple[Panel, ...]:
     """Return trends."""
     return (
         panels.lines(
@@ -122,7 +126,7 @@ def growth() -> tuple[Panel, ...]:
             f"Of the {MOST} ranks with least time, where memory grows steadily. Good: no line. Empty: while nothing grows so.",
             "s",
             Query(f"bottomk({MOST}, {select(catalog.MEMORY_TIME_TO_LIMIT, *RANKS)})", "rank {{rank}} {{space}}"),
-            steps=thresholds.TIME_LEFT,
+            steps=thresholds.time_left(limits.time_to_limit_s),
             log_base=10,
         ),
         panels.by_rank(
@@ -136,7 +140,7 @@ def growth() -> tuple[Panel, ...]:
     )
 
 
-def device() -> tuple[Panel, ...]:
+def device(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the allocator's memory."""
     kinds = {
         "allocated": catalog.MEMORY_DEVICE_ALLOCATED,
@@ -158,8 +162,8 @@ def device() -> tuple[Panel, ...]:
         ),
         panels.by_rank(
             "Device memory by rank",
-            "Peak of the tensors over what the process may use. Good: one colour below 90 %; a single red row is an uneven "
-            "partition. Empty: without a GPU.",
+            "Peak of the tensors over what the process may use. Good: one colour below "
+            f"{thresholds.percent(limits.gpu_memory)}; a single red row is an uneven partition. Empty: without a GPU.",
             "percentunit",
             used_share(),
             width=8,
@@ -168,10 +172,10 @@ def device() -> tuple[Panel, ...]:
         panels.lines(
             "Fragmentation",
             f"Share of the allocator's memory in inactive split blocks, which it cannot give to other sizes: the {MOST} "
-            "worst. Good: below 20 %. Empty: without a GPU.",
+            f"worst. Good: below {thresholds.percent(limits.fragmented)}. Empty: without a GPU.",
             "percentunit",
             Query(worst(fragmentation()), DEVICE),
-            steps=thresholds.FRAGMENTED,
+            steps=thresholds.share(limits.fragmented),
         ),
         panels.lines(
             "Allocations tried again",
@@ -223,7 +227,7 @@ def process() -> tuple[Panel, ...]:
     )
 
 
-def container() -> tuple[Panel, ...]:
+def container(limits: Thresholds) -> tuple[Panel, ...]:
     """Return memory of cgroup and machine."""
     working, limit, peak, swap = (
         f"max by (instance) ({select(metric, *RUNS)})"
@@ -237,10 +241,11 @@ def container() -> tuple[Panel, ...]:
     return (
         panels.lines(
             "Use of the limit",
-            f"Share of the limit of container or machine that cannot be reclaimed, of the {MOST} fullest. Good: below 90 %.",
+            f"Share of the limit of container or machine that cannot be reclaimed, of the {MOST} fullest. Good: below "
+            f"{thresholds.percent(limits.memory)}.",
             "percentunit",
             Query(worst(of_container()), "{{instance}} {{limit}}"),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.memory),
         ),
         panels.lines(
             "Container",

@@ -15,16 +15,18 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
+
 NODE = "{{instance}}"
 ABSENT = "Empty: where the exporter's collectors of the machine are off, or it is not Linux."
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
     sections = [
-        Section("Processors", processors()),
-        Section("Memory", memory()),
-        Section("Disks and file systems", disks()),
+        Section("Processors", processors(limits)),
+        Section("Memory", memory(limits)),
+        Section("Disks and file systems", disks(limits)),
         Section("Network", network()),
     ]
     about = "The machines and containers of one run, as its exporters see them. Where node_exporter runs, it says more."
@@ -36,7 +38,7 @@ def node(metric: catalog.Metric, operator: str = "max") -> str:
     return f"{operator} by (instance) ({select(metric, *EXPORTERS)})"
 
 
-def processors() -> tuple[Panel, ...]:
+def processors(limits: Thresholds) -> tuple[Panel, ...]:
     """Return CPU use and throttling."""
     cpu = rate(catalog.SYSTEM_CPU_TIME, *EXPORTERS)
     periods, held = (
@@ -54,7 +56,8 @@ def processors() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Busiest machines",
-            f"Share of the processors' time that was not idle, of the {MOST} busiest. Good: below 90 %. {ABSENT}",
+            f"Share of the processors' time that was not idle, of the {MOST} busiest. Good: below "
+            f"{thresholds.percent(limits.cpu)}. {ABSENT}",
             "percentunit",
             Query(
                 worst(
@@ -62,7 +65,7 @@ def processors() -> tuple[Panel, ...]:
                 ),
                 NODE,
             ),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.cpu),
         ),
         panels.lines(
             "Load",
@@ -82,7 +85,7 @@ def processors() -> tuple[Panel, ...]:
             "without a CPU quota.",
             "percentunit",
             Query(worst(f"{held} / ({periods} > 0)"), NODE),
-            steps=thresholds.QUOTA_THROTTLING,
+            steps=thresholds.share(limits.cpu_throttled),
         ),
         panels.right_axis(
             panels.lines(
@@ -108,7 +111,7 @@ def processors() -> tuple[Panel, ...]:
 BUSY = 'cpu_mode!~"idle|iowait"'
 
 
-def memory() -> tuple[Panel, ...]:
+def memory(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the machines' memory."""
     kinds = select(catalog.SYSTEM_MEMORY_USAGE, *EXPORTERS)
     return (
@@ -121,13 +124,14 @@ def memory() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Fullest machines",
-            f"Share of the memory that is not available, of the {MOST} fullest. Good: below 90 %. {ABSENT}",
+            f"Share of the memory that is not available, of the {MOST} fullest. Good: below "
+            f"{thresholds.percent(limits.memory)}. {ABSENT}",
             "percentunit",
             Query(
                 worst(f"1 - {node(catalog.SYSTEM_MEMORY_AVAILABLE)} / ({node(catalog.SYSTEM_MEMORY_LIMIT)} > 0)"),
                 NODE,
             ),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.memory),
         ),
         panels.lines(
             "Not yet written",
@@ -153,7 +157,7 @@ def memory() -> tuple[Panel, ...]:
     )
 
 
-def disks() -> tuple[Panel, ...]:
+def disks(limits: Thresholds) -> tuple[Panel, ...]:
     """Return disks and file systems."""
     on = ("instance", "system_filesystem_mountpoint")
     where, disk = "{{system_filesystem_mountpoint}} {{instance}}", "{{system_device}} {{instance}}"
@@ -173,21 +177,23 @@ def disks() -> tuple[Panel, ...]:
     return (
         panels.lines(
             "Fullest file systems",
-            f"Share of the space in use, of the {2 * MOST} fullest. Good: below 90 %. {ABSENT}",
+            f"Share of the space in use, of the {2 * MOST} fullest. Good: below "
+            f"{thresholds.percent(limits.filesystem)}. {ABSENT}",
             "percentunit",
             Query(worst(f"{by(on, space)} / ({by(on, size)} > 0)", 2 * MOST), where),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.filesystem),
         ),
         panels.lines(
             "Inodes",
-            f"Share of the inodes in use, of the {MOST} fullest. Good: below 90 %. Empty: where file systems do not "
+            f"Share of the inodes in use, of the {MOST} fullest. Good: below "
+            f"{thresholds.percent(limits.filesystem)}. Empty: where file systems do not "
             "count them.",
             "percentunit",
             Query(
                 worst(f"{by(on, inodes)} / ({by(on, select(catalog.SYSTEM_FILESYSTEM_INODES, *EXPORTERS), 'sum')} > 0)"),
                 where,
             ),
-            steps=thresholds.USED_UP,
+            steps=thresholds.used_up(limits.filesystem),
         ),
         panels.timeline(
             "Read-only file systems",

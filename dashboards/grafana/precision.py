@@ -15,11 +15,13 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
 
-def dashboard() -> Dashboard:
+
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
     sections = [
-        Section("Loss scaler", scaler()),
+        Section("Loss scaler", scaler(limits)),
         Section("Numerics", numerics()),
         Section("Guard", guarded()),
         Section("Tuning", tuned()),
@@ -30,7 +32,7 @@ def dashboard() -> Dashboard:
     return page("torchobs-amp", "AMP and numerics", about, Choice.RUN | Choice.RANK, sections)
 
 
-def scaler() -> tuple[Panel, ...]:
+def scaler(limits: Thresholds) -> tuple[Panel, ...]:
     """Return loss scale and skips."""
     skipped, all_steps = rate(catalog.AMP_STEPS_SKIPPED, *RANKS), rate(catalog.STEPS, *RANKS)
     return (
@@ -40,7 +42,7 @@ def scaler() -> tuple[Panel, ...]:
             "found. Empty: without a loss scaler.",
             "short",
             Query(f"max({select(catalog.AMP_SKIP_STREAK, *RANKS)})"),
-            steps=thresholds.SKIP_STREAK,
+            steps=thresholds.count(limits.skipped),
         ),
         panels.number(
             "Loss scale",
@@ -83,7 +85,7 @@ def scaler() -> tuple[Panel, ...]:
             "The longest streak of skipped steps. Good: 0 or 1. Empty: without a loss scaler.",
             "short",
             Query(f"max({select(catalog.AMP_SKIP_STREAK, *RANKS)})", "streak"),
-            steps=thresholds.SKIP_STREAK,
+            steps=thresholds.count(limits.skipped),
         ),
         panels.lines(
             "Overflows and skips",

@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
     from torchobs.catalog import Metric
+    from torchobs.rules.values import Thresholds
 
 RANK = "rank {{rank}} {{instance}}"
 LISTED = 20
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
     sections = [
-        Section("Who is slow", slow()),
+        Section("Who is slow", slow(limits)),
         Section("Who is where", where()),
         Section("Who is alive", alive()),
         Section("How they are joined", joined(), collapsed=True),
@@ -50,7 +51,7 @@ def dashboard() -> Dashboard:
     return page("torchobs-ranks", "ranks", about, Choice.RUN | Choice.RANK, sections)
 
 
-def slow() -> tuple[Panel, ...]:
+def slow(limits: Thresholds) -> tuple[Panel, ...]:
     """Return stragglers."""
     return (
         panels.by_rank(
@@ -75,7 +76,7 @@ def slow() -> tuple[Panel, ...]:
                 "below 1.2.",
                 "short",
                 Query(worst(straggling(*RANKS)), RANK),
-                steps=thresholds.STRAGGLER,
+                steps=thresholds.ratio(limits.straggler),
             )
         ),
         panels.coarse(
@@ -85,7 +86,7 @@ def slow() -> tuple[Panel, ...]:
                 "1.2; a whole node above it has a hot GPU, a busy CPU or a slow disk.",
                 "short",
                 Query(worst(slow_nodes(*RANKS)), "{{host}}"),
-                steps=thresholds.STRAGGLER,
+                steps=thresholds.ratio(limits.straggler),
             )
         ),
         panels.lines(
@@ -95,7 +96,7 @@ def slow() -> tuple[Panel, ...]:
             "per exporter.",
             "short",
             Query(worst(select(catalog.RANK_SLOWDOWN, *RANKS)), RANK),
-            steps=thresholds.STRAGGLER,
+            steps=thresholds.ratio(limits.straggler),
         ),
         panels.lines(
             "What the slowest lose time with",

@@ -33,25 +33,27 @@ from torchobs.rules.promql import select
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+    from torchobs.rules.values import Thresholds
+
 RUN = "{{job_name}} {{cluster}}"
 """Legend of the one series of a run: the name is longer only where two clusters have a run of this id."""
 RESTARTS = "restarts by the launcher"
 STATE_COLORS = {"alive": GOOD, "finished": "blue", "unresponsive": FAIR, "hung": BAD, "failed": "dark-red", "lost": "purple"}
 
 
-def dashboard() -> Dashboard:
+def dashboard(limits: Thresholds) -> Dashboard:
     """Return the dashboard."""
     sections = [
-        Section("Health", (*numbers(), states(), exits(), beginnings())),
+        Section("Health", (*numbers(limits), states(), exits(), beginnings())),
         Section("Progress", progress()),
-        Section("Use of time", use_of_time()),
+        Section("Use of time", use_of_time(limits)),
         Section("Verdicts", verdicts()),
         Section("Settings of the training", settings(), collapsed=True),
     ]
     return page("torchobs-run", "run", "The story of one training run.", Choice.RUN | Choice.RANK, sections)
 
 
-def numbers() -> tuple[Panel, ...]:
+def numbers(limits: Thresholds) -> tuple[Panel, ...]:
     """Return the numbers at the top."""
     well = per_run("sum", select(catalog.RANK_STATE_SET, *RUNS, 'state=~"alive|finished"'))
     expected = per_run("max", select(catalog.WORLD_SIZE, *RUNS))
@@ -89,10 +91,10 @@ def numbers() -> tuple[Panel, ...]:
         panels.number(
             "Goodput",
             "Productive share of the time: steps that counted, without waiting for data. With the recording rule, "
-            "restarts and lost ranks count as lost. Good: above 80 %.",
+            f"restarts and lost ranks count as lost. Good: above {thresholds.percent(limits.goodput)}.",
             "percentunit",
             Query(f"avg({goodput(*RUNS)})"),
-            steps=thresholds.GOODPUT,
+            steps=thresholds.goodput(limits.goodput),
         ),
         panels.number(
             "Anomalous ranks",
@@ -301,7 +303,7 @@ def grad_norm() -> str:
     return f"{combined} or sqrt({sharded} or {whole})"
 
 
-def use_of_time() -> tuple[Panel, ...]:
+def use_of_time(limits: Thresholds) -> tuple[Panel, ...]:
     """Return phases of steps and the use of the wall time."""
     return (
         panels.coarse(
@@ -328,10 +330,10 @@ def use_of_time() -> tuple[Panel, ...]:
             panels.lines(
                 "Goodput over time",
                 "Productive share of the time; with the recording rule, restarts, gaps and lost ranks count as lost. "
-                "Good: above 80 %.",
+                f"Good: above {thresholds.percent(limits.goodput)}.",
                 "percentunit",
                 Query(goodput(*RUNS), RUN),
-                steps=thresholds.GOODPUT,
+                steps=thresholds.goodput(limits.goodput),
             )
         ),
     )

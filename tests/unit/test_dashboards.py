@@ -27,7 +27,7 @@ from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
 from torchobs.rules.labels import RUN
 from torchobs.rules.values import DEFAULT, RUNBOOKS
 
-DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(RUNBOOKS).items()}
+DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(DEFAULT).items()}
 PANELS = [(uid, panel) for uid, dashboard in DASHBOARDS.items() for panel in panels(dashboard)]
 QUERIES = [(uid, panel["title"], target["expr"]) for uid, one in DASHBOARDS.items() for panel, target in targets(one)]
 QUERIES += [
