@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import yaml
@@ -150,6 +152,59 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
         wait_until(sent_on, timeout_s=60)
         assert long_term.query("torchobs_rank_info"), "what a rank was is kept, too"
         assert long_term.query('{__name__=~"torchobs_(loss|steps_total|rank_up)|rank:.+"}') == []
+    writer.close()
+
+
+def test_victoria_metrics_takes_what_agents_write_and_its_ruler_the_rules(
+    program: Callable[[str], str],
+    start: Callable[..., subprocess.Popen[str]],
+    checkout: Path,
+    flight_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """Only the URL is another; what the rules record comes back. Debian's vmalert does not know `keep_firing_for`."""
+    rules = checkout / "deploy" / "prometheus" / "rules"
+    alerts = tmp_path / "alerts.yml"
+    alerts.write_text(re.sub(r"\n *keep_firing_for: .*", "", (rules / "torchobs-alerts.yml").read_text()))
+    subprocess.run([program("vmalert"), "-dryRun", f"-rule={rules}/torchobs-[rp]*.yml", f"-rule={alerts}"], check=True)
+    address, ruler = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    start(
+        program("victoria-metrics"),
+        f"-storageDataPath={tmp_path / 'store'}",
+        f"-httpListenAddr={address}",
+        "-search.latencyOffset=1s",
+    )
+    wait_until(lambda: listens(f"http://{address}"), timeout_s=30)
+
+    def value(query: str) -> list[float]:
+        url = f"http://{address}/api/v1/query?{urlencode({'query': query, 'nocache': 1})}"
+        with DIRECT.open(url, timeout=5) as answer:
+            return [float(series["value"][1]) for series in json.load(answer)["data"]["result"]]
+
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 4))
+    with Service(ExporterConfig(flight_dir=str(flight_dir)), listen="0.0.0.0:0") as exporter:
+        port = exporter.address.rpartition(":")[2]
+        targets = [f"127.0.0.{number}:{port}" for number in range(1, 12)]
+        for number in range(SHARDS):
+            file = tmp_path / f"agent-{number}.yml"
+            file.write_text(yaml.safe_dump(shard(checkout, number, targets, f"http://{address}")))
+            start(
+                program("prometheus"), AGENT["prometheus"], f"--config.file={file}",
+                f"--storage.agent.path={tmp_path / f'wal-{number}'}", "--web.listen-address=127.0.0.1:0",
+            )  # fmt: skip
+        start(
+            program("vmalert"), f"-rule={rules}/torchobs-recordings.yml", "-evaluationInterval=1s", f"-httpListenAddr={ruler}",
+            f"-datasource.url=http://{address}", f"-remoteWrite.url=http://{address}",
+            f"-remoteRead.url=http://{address}",
+        )  # fmt: skip
+
+        def there(query: str) -> bool:
+            writer.heartbeat()
+            return value(query) == [len(targets) - 1]
+
+        wait_until(lambda: there('count(torchobs_rank_up{namespace="training", cluster="my-cluster"} == 1)'), timeout_s=60)
+        wait_until(lambda: there("run:torchobs_rank_up:sum"), timeout_s=60)
     writer.close()
 
 
