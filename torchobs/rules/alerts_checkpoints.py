@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
+from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount, first
 from torchobs.rules.promql import BY_RUN, ONE_RUN, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.recordings import ALIVE, CHECKPOINT, FIRST_START
@@ -47,14 +47,12 @@ def _failed() -> Alert:
 
 def _overdue(values: Values) -> Alert:
     """Return the alert: the usual interval is the time between the first and the last of a day's over their number."""
-    changes = f"changes({CHECKPOINT}[{PAST}])"
-    usual = f"(max_over_time({CHECKPOINT}[{PAST}]) - min_over_time({CHECKPOINT}[{PAST}])) / ({changes} >= 2)"
     return Alert(
         alert="TorchobsCheckpointOverdue",
         expr=f"""
             max {BY_RUN} (
                 (time() - last_over_time({CHECKPOINT}[{PAST}]))
-                > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {usual}
+                > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {_usual_s(CHECKPOINT)}
                 and on ({ONE_RUN})
                 time() - last_over_time({CHECKPOINT}[{PAST}]) > 600
                 and on ({ONE_RUN})
@@ -65,10 +63,15 @@ def _overdue(values: Values) -> Alert:
         summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
         description=(
             f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all since "
-            f"then is "
-            "lost."
+            "then is lost."
+            f"{first(_usual_s(select(CHECKPOINT, THIS_RUN)), ' Its usual interval is {{ $v | humanizeDuration }}.')}"
         ),
     )
+
+
+def _usual_s(saved: str) -> str:
+    """Return the usual time between two saves, where three are known."""
+    return f"(max_over_time({saved}[{PAST}]) - min_over_time({saved}[{PAST}])) / (changes({saved}[{PAST}]) >= 2)"
 
 
 def _never(values: Values) -> Alert:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
-from torchobs.rules.alert_texts import AT, DURATION, THIS_RUN, Culprits, amount
+from torchobs.rules.alert_texts import AT, DURATION, THIS_RUN, Culprits, amount, first
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
-from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, GONE_S, LEFT, MISSING, ONE_NUMBER, STARTED, TWINS
+from torchobs.rules.recordings import (
+    ALIVE,
+    FAILED,
+    FAULTS,
+    GONE,
+    GONE_S,
+    LEFT,
+    MISSING,
+    ONE_NUMBER,
+    RUN_STEP_BEST,
+    STARTED,
+    TWINS,
+)
 from torchobs.rules.rule_file import Alert, Group, Recording
 from torchobs.rules.values import DEFAULT, Values
 
@@ -104,7 +116,10 @@ def _hung() -> Alert:
         expr=f"max {BY_RUN} ({STUCK}) > 0",
         severity="ticket",
         summary="does not move.",
-        description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
+        description=(
+            '{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.'
+            f"{_usual_step()}"
+        ),
         culprits=_behind(),
         also=(_not_arrived(), _waited_for()),
     )
@@ -123,11 +138,16 @@ def _run_hung() -> Alert:
         summary="has stood still for {{ $value | humanizeDuration }}.",
         description=(
             "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five minutes. "
-            "It will not go on by itself: look at the stacks, then restart it."
+            f"It will not go on by itself: look at the stacks, then restart it.{_usual_step()}"
         ),
         culprits=_behind(),
         also=(_not_arrived(), _waited_for()),
     )
+
+
+def _usual_step() -> str:
+    best = f"last_over_time({select(RUN_STEP_BEST, THIS_RUN)}[{GONE}])"
+    return first(best, " A step takes {{ $v | humanizeDuration }} at best.")
 
 
 def _faults(range_: str) -> Culprits:

@@ -65,6 +65,8 @@ def _slowdown(values: Values) -> Alert:
         description=(
             'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in its best ones, evaluation, '
             "checkpoints and compilation not counted."
+            f"{first(select(RUN_STEP_MEAN, THIS_RUN), ' It takes {{ $v | humanizeDuration }}')}"
+            f"{first(select(RUN_STEP_BEST, THIS_RUN), ', at best {{ $v | humanizeDuration }}.')}"
         ),
         culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest relative to its peers"),
         also=(Culprits(f"{phases} > {LEAST_SHARE:g}", f"{SHARE} {{{{ $l.phase }}}}", "A step's time now is", named=False),),
