@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests import promql
+from tests.dashboards import panels, shipped
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
 from torchobs.detect import spikes
@@ -25,6 +26,7 @@ PAGES = {
     "TorchobsRunDown", "TorchobsRunHung", "TorchobsCrashLoop", "TorchobsGpuFault", "TorchobsLossNotFinite",
     "TorchobsCheckpointFailed",
 }  # fmt: skip
+DASHBOARDS = shipped()
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDINGS = [rule for rule in RULES if "record" in rule]
@@ -139,11 +141,17 @@ def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, A
 
 @each_alert
 def test_alerts_have_a_runbook(rule: dict[str, Any], checkout: Path) -> None:
-    """A page with the four questions of somebody who was woken up, whose queries are about metrics that exist."""
+    """A page with the four questions of somebody who was woken up, whose panels and queries exist, and when it is wrong."""
     page = (checkout / "docs" / "runbooks" / f"{rule['alert']}.md").read_text()
     assert page.startswith(f"# {rule['alert']}\n")
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE)[:4] == ["Meaning", "Impact", "Diagnosis", "Mitigation"]
     assert f"Severity: {rule['labels']['severity']}." in page
+    assert re.search(r"wrong|false", page.partition("## Mitigation")[2])
+    (named,) = re.findall(r"^## Diagnosis\n\nPanels: (.*)\.$", page, re.MULTILINE)
+    for part in named.split("; "):
+        titles, uid = part.split(" of the dashboard ")
+        there = {panel["title"] for panel in panels(DASHBOARDS[f"torchobs-{uid.strip('*')}"])}
+        assert set(re.findall(r"\*(.+?)\*", titles)) <= there
     queries = [
         line for block in re.findall(r"```promql\n(.*?)```", page, re.DOTALL) for line in block.split("\n") if line.strip()
     ]
