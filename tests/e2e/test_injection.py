@@ -16,7 +16,6 @@ from tests.kubernetes.injection import (
     JOBSET,
     JOBSET_UID,
     Policy,
-    admitted,
     injection,
     job,
     pod,
@@ -257,7 +256,7 @@ def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
         other.apply(job("absent", template))
         with injection(other, EXPORTER, broken), injection(other, EXPORTER, label_only):
             # the API server hears of the two in their order
-            wait_until(lambda: "asked" in admitted(other, pod())["metadata"]["labels"], timeout_s=300, interval_s=0.3)
+            wait_for_injection(other, pod(), lambda made: "asked" in made["metadata"]["labels"])
             other.apply(job("broken", template))
             pods = [*completed(other, "absent"), *completed(other, "broken")]
     assert [one.content["spec"].get("initContainers") for one in pods] == [None, None]
