@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from signal import SIGABRT, SIGFPE, SIGKILL, SIGSEGV
@@ -78,12 +77,6 @@ def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: 
         assert (rank.state, exporter_metrics.ending(rank)) == ("failed", "crashed")
     finally:
         scanner.close()
-
-
-def test_a_native_thread_s_crash_is_told_with_the_main_thread(flight_dir: Path) -> None:
-    """As of a collective's watchdog: where the training was is what a person can look at."""
-    run(flight_dir, "torchobs.init(); native()")
-    assert re.search(r"Its main thread was at <string>:1[12] in native\.", said(flight_dir)[0])
 
 
 @pytest.mark.parametrize(

@@ -154,13 +154,9 @@ def _left_by(report: RankReport) -> str:
 
 def _crashed(report: RankReport) -> Finding:
     name, meaning = _FATAL.get(report.exit_code - 128, (f"signal {report.exit_code - 128}", "a fatal one"))
-    (current, main), at, also = report.crash or ((), ()), "", ""
-    if current:
-        at = f" at {stack_text.place(stack_text.without_launcher(current))}"
-    elif main:
-        at = " in a thread that ran no Python code"
-        also = f" Its main thread was at {stack_text.place(stack_text.without_launcher(main))}."
-    text = f"Rank {report.rank} crashed{at} ({name}, {meaning}), {_where(report)}{_phase(report)}.{also}"
+    own = stack_text.without_launcher(report.crash)
+    at = f"at {stack_text.place(own)}" if own else "in a thread that ran no Python code"
+    text = f"Rank {report.rank} crashed {at} ({name}, {meaning}), {_where(report)}{_phase(report)}."
     return Finding(ERROR, "crashed", text)
 
 

@@ -264,16 +264,16 @@ def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[Artif
     return replace(report, left=tuple(own), frames=_frames(directory, own, report), crash=_crash(directory, report))
 
 
-def _crash(directory: Path, report: RankReport) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return where a rank that crashed was."""
+def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
+    """Return the frames in which a rank crashed."""
     if report.reason == "crashed":
         with suppress(OSError):  # it is gone by now
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                return stack_text.crash_frames(crash.stacks_in(fd, lock_name(file_name(report.header))))
+                return stack_text.crash_frames(crash.stack_in(fd, lock_name(file_name(report.header))))
             finally:
                 os.close(fd)
-    return None
+    return ()
 
 
 def _frames(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> tuple[str, ...]:

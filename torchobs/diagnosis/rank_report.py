@@ -143,8 +143,8 @@ class RankReport:
     """non-empty artifacts of the rank"""
     frames: tuple[str, ...] = ()
     """frames of the training thread in the stacks written after its last step, the innermost first; empty: none are here"""
-    crash: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    """frames of the thread that crashed, which may have run no Python code, and of the main thread"""
+    crash: tuple[str, ...] = ()
+    """frames of the thread that crashed, the innermost first; empty: none did, or it ran no Python code"""
     copied: bool = False
     """a copy or a part of a file, which does not show whether its process still runs"""
     partial: bool = False

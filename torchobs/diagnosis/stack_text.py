@@ -10,6 +10,7 @@ from torchobs.diagnosis import text_format
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
 _FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
 _MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
+_STACK = "Stack (most recent call first):\n"
 _MOST = 64
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
@@ -28,10 +29,9 @@ def main_frames(text: str) -> tuple[str, ...]:
     return _frames(main)
 
 
-def crash_frames(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the frames of the thread that crashed, empty if it ran no Python code, and of the main thread."""
-    current = next((found[2] for found in _THREAD.finditer(text) if found[0].startswith("Current")), "")
-    return _frames(current), main_frames(text)
+def crash_frames(text: str) -> tuple[str, ...]:
+    """Return the frames of the thread that crashed, the innermost first; empty if it ran no Python code."""
+    return _frames(text.partition(_STACK)[2])
 
 
 def _frames(body: str) -> tuple[str, ...]:

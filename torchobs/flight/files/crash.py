@@ -1,8 +1,9 @@
-"""The mark of a crash: the signal that ended a rank, and where its threads were.
+"""The mark of a crash: the signal that ended a rank, and where the thread was that got it.
 
 SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT (an exception of C++ that nobody catches, as of NCCL's watchdog after a timeout)
-leave no trace: the rank is gone, as after a SIGKILL. So ``faulthandler`` writes the stacks of all threads into the rank's lock
-file, and then has the signal do what it did before: the process ends as it would have ended, with the same status.
+leave no trace: the rank is gone, as after a SIGKILL. So ``faulthandler`` writes the stack of that thread into the rank's lock
+file, and then has the signal do what it did before: the process ends as it would have ended, with the same status. Not those of
+the other threads: they run on meanwhile, and to read a stack that changes is a crash of its own.
 
 Nothing is installed where ``faulthandler`` is on already (``PYTHONFAULTHANDLER``, pytest): its output is the user's. Nor where
 one of these signals has a handler or is ignored: a Java VM in the process meets SIGSEGV all the time, and would not survive the
@@ -19,8 +20,8 @@ import weakref
 from torchobs.flight.files import signal_marks
 from torchobs.flight.files.signal_marks import LockFile
 
-MOST = 256 << 10
-"""Bytes that are read of a mark: a hundred threads, ``faulthandler``'s limit, take less"""
+MOST = 64 << 10
+"""Bytes that are read of a mark: a hundred frames, ``faulthandler``'s limit, take less"""
 
 _HEADING = b"Fatal Python error: "
 _TITLES = {
@@ -42,7 +43,7 @@ def mark_in(lock_fd: int) -> bool:
     if not _is_ours() and (faulthandler.is_enabled() or signal_marks.kernel_has_handler(set(_TITLES.values())) is not False):
         return False
     file = LockFile(lock_fd)
-    faulthandler.enable(file=file, all_threads=True)
+    faulthandler.enable(file=file, all_threads=False)
     _enabled = weakref.ref(file)
     return True
 
@@ -58,8 +59,8 @@ def signal_in(directory_fd: int, lock_name: str) -> signal.Signals | None:
     return _signal(signal_marks.read(directory_fd, lock_name, 64)[0])
 
 
-def stacks_in(directory_fd: int, lock_name: str) -> str:
-    """Return the stacks of a mark; empty without one."""
+def stack_in(directory_fd: int, lock_name: str) -> str:
+    """Return the stack of a mark; empty without one."""
     content = signal_marks.read(directory_fd, lock_name, MOST)[0]
     return content.decode(errors="replace") if _signal(content) is not None else ""
 
