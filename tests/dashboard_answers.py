@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -41,4 +42,7 @@ class Answers:
         query = filled(expr, rate_interval="10s", range="2m", interval="1s")
         for label, value in {**self._chosen, "run_id": run}.items():
             query = query.replace(f'{label}=~".*"', f'{label}=~"{value}"')
-        return self._prometheus.query_range(query, self._began_s, time.time(), "1s")
+        now_s = (
+            time.time()
+        )  # the last point: counted from the beginning it would be up to a second ago, before the newest scrape
+        return self._prometheus.query_range(query, now_s - math.ceil(now_s - self._began_s), now_s, "1s")
