@@ -250,6 +250,10 @@ def test_a_torch_without_the_allocator_s_history_is_asked_nothing(run: Recording
     recording_one._C._cuda_isHistoryEnabled = lambda: True
     assert DeviceLeak.begin(context, 0.0, recording_one) is None
     assert recording_one.recorded == []
+    asynchronous = Allocator()
+    asynchronous.cuda.get_allocator_backend = lambda: "cudaMallocAsync"  # it raises where it is told to record
+    assert DeviceLeak.begin(context, 0.0, asynchronous) is None
+    assert asynchronous.recorded == []
 
 
 def test_growth_that_is_told_starts_the_trace(flight_dir: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-import time
-from threading import Event, Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -162,25 +160,3 @@ def test_a_module_that_is_gone_is_forgotten(names: ParameterNames) -> None:
     gc.collect()
     assert len(names.built_modules.modules()) == before
     assert len(names.built_modules._modules) == before
-
-
-def test_a_scan_does_not_break_what_other_threads_are_building() -> None:
-    """``tuple(...)`` raises ``SystemError`` in CPython where anything else refers to the tuple: the training would fail."""
-    model, errors, built, scanned = torch.nn.Linear(2, 2), list[SystemError](), 0, Event()
-
-    def build() -> None:
-        nonlocal built
-        while not scanned.is_set():
-            try:
-                built += len(tuple(number for number in range(30)))
-            except SystemError as error:
-                errors.append(error)
-
-    thread = Thread(target=build)
-    thread.start()
-    for _ in range(10):
-        assert any(found is model for found in module_of_names.all_modules(lambda: time.sleep(0.001)))
-    scanned.set()
-    thread.join()
-    assert built
-    assert not errors

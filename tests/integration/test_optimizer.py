@@ -46,7 +46,7 @@ def groups(values: Mapping[tuple[str, ...], Any], name: str) -> dict[str, float]
         (lambda p: torch.optim.AdamW(p, lr=0.5, betas=(0.8, 0.95), weight_decay=0.25), (0.5, 0.25, 0.8, 0.95)),
         (lambda p: torch.optim.AdamW(p, lr=0.5, fused=True), (0.5, 0.01, 0.9, 0.999)),
         (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.75), (0.5, 0.0, 0.75, None)),
-        (lambda p: torch.optim.RMSprop(p, lr=0.5, momentum=0.25), (0.5, 0.0, 0.25, None)),
+        (lambda p: torch.optim.RMSprop(p, lr=0.5, momentum=0.25), (0.5, 0.0, 0.25, 0.99)),
         (lambda p: torch.optim.Adagrad(p, lr=0.5), (0.5, 0.0, None, None)),
         (lambda p: torch.optim.Adafactor(p, lr=0.5), (0.5, 0.0, None, None)),
         (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.5)), (0.5, 0.0, 0.0, None)),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import resources
 from torchobs.debug.values import is_uninitialized
+from torchobs.probes.memory.allocators import has_statistics
+from torchobs.support.living_objects import living, types_of_objects
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
@@ -126,9 +128,11 @@ def _tensors() -> list[Any]:
     """Return the live dense tensors."""
     import torch
 
-    # by the class's own order: asking lazy objects for their `__class__` would make them
-    found = [x for x in gc.get_objects() if torch.Tensor in type(x).__mro__]
-    return [x for x in found if not is_uninitialized(x) and x.layout is torch.strided and not x.is_nested and _is_real(x)]
+    return [
+        x
+        for x in living(torch.Tensor)
+        if not is_uninitialized(x) and x.layout is torch.strided and not x.is_nested and _is_real(x)
+    ]
 
 
 def _is_real(x: Any) -> bool:
@@ -139,7 +143,7 @@ def _devices() -> tuple[DeviceMemory, ...]:
     import torch
 
     cuda: Any = torch.cuda
-    if not cuda.is_initialized():
+    if not cuda.is_initialized() or not has_statistics(torch):
         return ()
     return tuple(
         DeviceMemory(f"cuda:{i}", cuda.memory_allocated(i), cuda.memory_reserved(i), cuda.max_memory_allocated(i))
@@ -202,7 +206,7 @@ def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> t
 
 
 def _counted() -> Counter[type]:
-    return Counter(map(type, gc.get_objects()))
+    return Counter(types_of_objects())
 
 
 def _grown(before: Counter[type]) -> tuple[ObjectGrowth, ...]:

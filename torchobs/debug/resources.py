@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from torchobs.probes.memory.allocators import has_statistics
 from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
@@ -58,17 +59,24 @@ def _process() -> psutil.Process:
 
 def _devices() -> tuple[int | None, int]:
     torch: Any = imported("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized() or not has_statistics(torch):
         return None, 0
     devices = range(torch.cuda.device_count())
     return sum(map(torch.cuda.memory_allocated, devices)), sum(map(torch.cuda.max_memory_allocated, devices))
 
 
 def synchronize() -> None:
-    """Wait for the CUDA device, if this process uses one."""
+    """Wait for the CUDA devices that this process uses, which need not be the current one."""
     torch: Any = imported("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None:
         torch.cuda.synchronize()
+        return
+    for index in range(torch.cuda.device_count()):
+        if has_context(index):  # to wait for another one would make a context there
+            torch.cuda.synchronize(index)
 
 
 def use(before: Reading, after: Reading) -> tuple[MemoryUse, MemoryUse | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import anomaly_mode, resources
 from torchobs.debug.findings import found, record_series
+from torchobs.support.living_objects import living
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +170,7 @@ def model_of(optimizer: Any) -> Any:
     import torch
 
     wanted = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    modules = [x for x in gc.get_objects() if torch.nn.Module in type(x).__mro__ and "_modules" in vars(x)]
+    modules = [x for x in living(torch.nn.Module) if "_modules" in vars(x)]
     whole = [x for x in modules if wanted <= {id(parameter) for parameter in x.parameters()}]
     inner = {id(child) for x in whole for child in x.modules() if child is not x}
     return next((x for x in whole if id(x) not in inner), None)

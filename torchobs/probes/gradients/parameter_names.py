@@ -10,17 +10,17 @@ eight times in a run. Types are checked by ``__mro__``, never ``isinstance``, wh
 
 from __future__ import annotations
 
-import gc
 import re
-from itertools import chain, compress, islice
+from itertools import islice
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchobs.support.graph_safe import no_hook_in_graphs
+from torchobs.support.living_objects import living
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
@@ -211,29 +211,13 @@ def layer_of(name: str) -> str:
 
 
 def all_modules(yield_gil: Callable[[], None]) -> list[Any]:
-    """Return all living ``torch.nn.Module`` objects.
-
-    The objects are listed, selected and let go of in one call of C functions, which keeps the GIL: among them are tuples that
-    other threads are still building, whose ``tuple(...)`` raises ``SystemError`` if anything else refers to them later. So no
-    variable may hold the list, and both iterators have to come to its end, since the list contains them.
-    """
+    """Return all living ``torch.nn.Module`` objects."""
     import torch  # torch is optional until training begins
 
-    kinds, held, every = set(map(id, _subclasses(torch.nn.Module))), dict[int, list[Any]](), chain.from_iterable
     yield_gil()
-    objects = chain(every(map(held.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
-    chosen = map(kinds.__contains__, map(id, map(type, every(map(held.pop, (0,))))))
-    found = list(compress(objects, chosen))
+    found = living(torch.nn.Module)
     yield_gil()
     return found
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    """Yield a class and all that inherit from it, some of them more than once."""
-    yield base
-    children: list[type] = type.__subclasses__(base)
-    for child in children:
-        yield from _subclasses(child)
 
 
 def roots(modules: list[Any]) -> list[Any]:

@@ -1,19 +1,18 @@
 """Count living objects by type and tensors by shape, so that two counts tell what grew.
 
-Objects are listed and let go of in one call of C functions, for the reason given at
-:func:`torchobs.probes.gradients.parameter_names.all_modules`. Tensors are then asked one by one through weak references. This
-runs in the training thread, at the beginning of a backward pass, so that nothing is kept alive that this thread is about to
-drop. For 300,000 objects it takes some 0.1 s; while ``tracemalloc`` traces, ten times as long.
+Tensors are asked one by one through weak references. This runs in the training thread, at the beginning of a backward pass,
+so that nothing is kept alive that this thread is about to drop. For 300,000 objects it takes some 0.1 s; while
+``tracemalloc`` traces, ten times as long.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
+
+from torchobs.support.living_objects import objects_of, types_of_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +57,7 @@ class LiveObjects:
 
 def count_objects(torch: Any) -> LiveObjects:
     """Count all objects that the garbage collector tracks, and the dense tensors among them."""
-    found = LiveObjects(Counter(map(id, map(type, chain.from_iterable(map(gc.get_objects, (None,)))))))
+    found = LiveObjects(Counter(map(id, types_of_objects())))
     storages: set[int] = set()
     with torch._C.DisableTorchFunction():  # no mode of the user's sees this
         for known in _tensors(torch)[-MOST_TENSORS:]:
@@ -83,10 +82,7 @@ def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[TensorKin
 
 def _tensors(torch: Any) -> list[ref[Any]]:
     """Return weak references to all tensors and parameters."""
-    kinds, held, every = {id(torch.Tensor), id(torch.nn.Parameter)}, dict[int, list[Any]](), chain.from_iterable
-    objects = chain(every(map(held.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
-    chosen = map(kinds.__contains__, map(id, map(type, every(map(held.pop, (0,))))))
-    return list(map(ref, compress(objects, chosen)))
+    return list(map(ref, objects_of({id(torch.Tensor), id(torch.nn.Parameter)})))
 
 
 def _add(found: LiveObjects, known: ref[Any], storages: set[int], torch: Any) -> None:

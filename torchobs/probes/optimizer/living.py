@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
+
+from torchobs.support.living_objects import living
 
 
 def living_optimizers() -> list[Any]:
     """Return them. Looks at all objects, which holds the GIL for some 100 ms: seldom, and in the sampler thread."""
     import torch  # torch is optional until training begins
 
-    return [one for one in gc.get_objects() if torch.optim.Optimizer in type(one).__mro__]
+    return living(torch.optim.Optimizer)

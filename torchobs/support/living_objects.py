@@ -1,0 +1,43 @@
+"""List the living objects of a class among all that the garbage collector tracks, without harm to other threads.
+
+Among all objects are tuples that other threads are still building. In CPython ``tuple(...)`` raises ``SystemError`` there, in
+code of the user's, if anything else refers to the tuple when it is done. So the list of all objects must not live while another
+thread runs: it is made, used and let go of in one call of C functions, which keeps the GIL. No variable may hold it, and all
+iterators have to come to their end, since the list contains them.
+"""
+
+from __future__ import annotations
+
+import gc
+from itertools import chain, compress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_every = chain.from_iterable
+
+
+def living(base: type) -> list[Any]:
+    """Return all living objects of a class and those that inherit from it. Holds the GIL for 100 ms with 250,000 objects."""
+    return list(objects_of(set(map(id, _subclasses(base)))))
+
+
+def objects_of(classes: set[int]) -> Iterator[Any]:
+    """Return an iterator over the living objects of just these classes (ids): to be used up within one call of a C function."""
+    held = dict[int, list[Any]]()
+    objects = chain(_every(map(held.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
+    return compress(objects, map(classes.__contains__, map(id, map(type, _every(map(held.pop, (0,)))))))
+
+
+def types_of_objects() -> Iterator[type]:
+    """Return an iterator over the class of each living object: to be used up as that of :func:`objects_of`."""
+    return map(type, _every(map(gc.get_objects, (None,))))
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    """Yield a class and all that inherit from it, some of them more than once."""
+    yield base
+    children: list[type] = type.__subclasses__(base)
+    for child in children:
+        yield from _subclasses(child)
