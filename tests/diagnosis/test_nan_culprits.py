@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,6 +93,75 @@ def test_a_constant_of_the_code_is_no_input() -> None:
     told = origin(run(nn.Linear(4, 4), loss))
     assert (told["origin"], told["operator"], told["step"]) == ("operator", "mul", AT)
     assert "constant" in told["note"]
+
+
+@pytest.mark.parametrize(
+    ("operator", "join"),
+    [
+        ("sub", lambda made, given: made - given),
+        ("sub", lambda made, given: given - made),
+        ("add", lambda made, given: made + given),
+        ("cat", lambda made, given: torch.cat([made, given], 1)),
+        ("where", lambda made, given: torch.where(given > 0, made, given)),
+    ],
+)
+def test_an_operand_that_nobody_keeps_is_the_input(operator: str, join: Callable[..., torch.Tensor]) -> None:
+    """Sums and choices keep no operand, and make nothing of finite ones: a squared difference has what came with the target."""
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        given = torch.randn(8, 4)
+        if number == AT:
+            given[3, 1] = float("nan")
+        difference = join(model(torch.randn(8, 4)), given)
+        return torch.as_tensor(difference.square().mean())
+
+    told = origin(run(nn.Linear(4, 4), loss))
+    assert (told["origin"], told["operator"], told["sample"], told["step"]) == ("input", operator, 3, AT)
+
+
+def test_a_sum_that_overflows_is_the_operators() -> None:
+    """Its operands were finite."""
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        much = torch.full((8, 4), 3e38 if number == AT else 0.0)
+        return torch.as_tensor((model(torch.randn(8, 4)) * 0.0 + much.requires_grad_() + much.detach()).square().mean())
+
+    told = origin(run(nn.Linear(4, 4), loss))
+    assert (told["origin"], told["operator"], told["step"]) == ("operator", "add", AT)
+
+
+_TRAINER = """
+def fit(step, epochs):
+    for _ in range(epochs * 1):
+        one(step)
+
+def one(step):
+    step().backward()
+"""
+
+
+def _scaled(model: nn.Module, factor: float) -> torch.Tensor:
+    return torch.as_tensor((model(torch.randn(8, 4)) * factor).square().mean())
+
+
+def test_the_arithmetic_of_an_installed_trainer_is_no_line_of_the_loss() -> None:
+    """The loop of a trainer multiplies, too; the function that made the loss has returned."""
+    trainer = dict[str, Any]()
+    exec(compile(_TRAINER, "/opt/site-packages/trainer.py", "exec"), trainer)  # as from an installed library
+    model = nn.Linear(4, 4)
+
+    def train(look: Look) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, AT + 3):
+            factor = float("inf") if number == AT else 1.0
+            trainer["fit"](partial(_scaled, model, factor), 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            look.stepped()
+
+    told = origin(observe(train))
+    assert (told["operator"], told["step"]) == ("mul", AT)
+    assert "trainer.py" not in str(told), told
 
 
 class Root(nn.Module):

@@ -17,7 +17,7 @@ MOST_OPERATIONS = 16
 """Operations by name; later names count as ``other``"""
 MOST_RECENT = 100
 OTHER = "other"
-LOSS_KINDS = ("nonfinite_loss", "loss_spike")
+LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.debug.module_values import call, is_sequence
 from torchobs.debug.tensors import require_module
 from torchobs.probes.nonfinite.backward import BackwardWatch
-from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin
-from torchobs.probes.nonfinite.probe import attributes_of
-from torchobs.probes.nonfinite.replay import CallSites
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, attributes_of
+from torchobs.probes.nonfinite.replay import CallSites, placed
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
@@ -105,7 +103,7 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, batch: Any) 
     found: list[tuple[GraphNode, NonfiniteOrigin]] = []
     if condition(loss) is not Condition.FINITE:
         origin = tracer.forward()
-        return None if origin is None or tracer.node is None else _placed(origin, tracer.node, sites)
+        return None if origin is None or tracer.node is None else placed(origin, tracer.node, sites)
     breaker = CircuitBreaker("trace_nan")
     watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), breaker)
     try:
@@ -113,12 +111,4 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, batch: Any) 
         torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
     finally:
         watch.remove()
-    return _placed(found[0][1], found[0][0], sites) if found else None
-
-
-def _placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> NonfiniteOrigin:
-    """Return the origin with the module and the line that were seen to make the node."""
-    site = sites.find(node.number)
-    if site is None or origin.kind == "parameter":
-        return origin
-    return replace(origin, module=site.module, module_class=site.kind, line=site.line)
+    return placed(found[0][1], found[0][0], sites) if found else None

@@ -12,8 +12,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.nonfinite.evaluate import RESULTS, argument_names, compute
-from torchobs.probes.nonfinite.operators import ADDITIVE, MASKABLE, OPAQUE, PASSING, RESHAPING, STRONG
-from torchobs.probes.nonfinite.values import Condition, condition
+from torchobs.probes.nonfinite.operators import ADDITIVE, CHOOSING, MASKABLE, OPAQUE, PASSING, RESHAPING, STRONG
+from torchobs.probes.nonfinite.values import Condition, condition, may_overflow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ class Birth:
     operand: Any = None
     is_leaf: bool = False
     is_constant: bool = False
-    """A sum's operand without a gradient, which nobody kept; ``operand`` is the first result of it that was"""
+    """An operand without a gradient, which nobody kept; ``operand`` is the first result of it that was"""
 
 
 class ForwardTrace:
@@ -132,11 +132,21 @@ class ForwardTrace:
             yield from own
             following = self._origins(node)
             if not own and not following:
-                yield Birth(node, certain, result if node in self._guessed else None, is_constant=node in self._guessed)
+                constant = node in self._guessed or self._has_constant(node)
+                yield Birth(node, certain, result if constant else None, is_constant=constant)
             for each, sure in following:
                 if each not in seen:
                     seen.add(each)
                     waiting.append((each, certain and sure, self._kept_result(node, each, result)))
+
+    def _has_constant(self, node: GraphNode) -> bool:
+        """Return True if a result that is not finite can only come from an operand without a gradient, which nobody kept.
+
+        A sum or a choice makes none of finite operands, but for a sum that overflows.
+        """
+        if node.operator not in ADDITIVE | CHOOSING or all(producer is not None for producer, _ in node.inputs):
+            return False
+        return node.operator in CHOOSING or not any(map(may_overflow, self.operands(node).values()))
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
         """Return the producer's result as the node has kept it, or else what came of it later."""

@@ -24,6 +24,7 @@ _PREPARING = frozenset({"t", "to_copy", "view", "transpose", "expand", "permute"
 _INNER = frozenset({"module", "_orig_mod", "_orig_mod.module", "module._orig_mod"})
 """Paths of the model within what DDP and the compiler wrap around it"""
 _CONTAINERS = frozenset({"ModuleList", "ModuleDict"})
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class Place(NamedTuple):
@@ -81,6 +82,10 @@ class ModuleNames:
     def owner(self, name: str) -> str:
         """Return the path of the module that holds this parameter."""
         return name.rpartition(".")[0]
+
+
+def _is_installed(file: str) -> bool:
+    return any(folder in file for folder in _INSTALLED)
 
 
 def _is_parameter(tensor: Any) -> bool:
@@ -213,7 +218,10 @@ class Locator:
         return None
 
     def _in_frames(self, words: Sequence[str]) -> Line | None:
-        for frame in self._frames:
+        # the loops of an installed trainer do much arithmetic that is none of the loss's; the function that begins the backward
+        # pass may divide it by the number of micro-batches
+        frames = [frame for frame in self._frames if not _is_installed(frame.f_code.co_filename)] or self._frames
+        for frame in dict.fromkeys([*self._frames[:1], *frames]):
             lines = lines_of(frame.f_code, {**frame.f_globals, **locals_of(frame)}, words)
             done = [line for line in lines if line.at <= frame.f_lineno] or lines
             if done:

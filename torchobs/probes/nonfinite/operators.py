@@ -33,10 +33,14 @@ RESHAPING = frozenset({
 MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 """Operators to which negative infinity is a mask, and which give NaN where everything is masked"""
 
-OPAQUE = frozenset({"compiled_function", "checkpoint_function"})
+COMPILED = "compiled_function"
+OPAQUE = frozenset({COMPILED, "checkpoint_function"})
 """Nodes that stand for many operators"""
 
 ADDITIVE = frozenset({"add", "sub", "rsub"})
+
+CHOOSING = frozenset({"cat", "stack", "where", "maximum", "minimum"})
+"""Operators of several tensors whose result has only elements of these"""
 
 RISKY_BACKWARD = {
     "sqrt": 0, "linalg_vector_norm": 1, "norm": 0, "std": 0, "pow": 1, "cdist": 1, "log": 1, "div": 1, "acos": 1, "asin": 1,

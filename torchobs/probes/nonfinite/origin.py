@@ -90,6 +90,24 @@ class NonfiniteOrigin(Result):
         return f"Where they began was not found; {known}."
 
 
+def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
+    """Return the attributes of the event: names, places and numbers, no data of the user's."""
+    found: dict[str, Any] = {
+        "origin": origin.kind, "operator": origin.operator, "module": origin.module, "parameter": origin.parameter,
+        "location": origin.line, "note": origin.note,
+    }  # fmt: skip
+    found = {name: value for name, value in found.items() if value}
+    if origin.sample is not None:
+        found["sample"] = origin.sample
+    if origin.elements:
+        found["element"] = list(origin.elements[0])
+    inputs = [
+        f"{each.name} {list(each.shape)} {each.dtype}: {each.min:.4g} to {each.max:.4g}, {each.nans} NaN,"
+        f" {each.infinities} inf, {each.zeros} zeros" for each in origin.inputs
+    ]  # fmt: skip
+    return found | ({"inputs": inputs} if inputs else {})
+
+
 def from_rank(rank: int, step: int) -> NonfiniteOrigin:
     """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
     return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
@@ -133,17 +151,18 @@ class GraphTracer:
 
     def __init__(
         self, losses: Iterable[Any], frames: Sequence[FrameType], step: int | None, known: Iterable[Any] = (),
-        others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None,
+        others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None, names: ModuleNames | None = None,
     ) -> None:  # fmt: skip
         """``known``: models. ``others``: parameters of other models that are trained.
 
-        ``variables``: where to look for an input, instead of the variables of the functions that run.
+        ``variables``: where to look for an input, instead of the variables of the functions that run. ``names``: of modules, if
+        they are known from another graph of the same models.
         """
         losses = [loss for loss in losses if getattr(loss, "grad_fn", None) is not None]
         self.nodes = read_graph(loss.grad_fn for loss in losses)
         self._frames, self._step, self._variables = frames, step, variables
         parameters = [node.parameter for node in self.nodes if node.parameter is not None]
-        self.names = ModuleNames([*parameters, *others], [*known, *_models(frames)])
+        self.names = names if names is not None else ModuleNames([*parameters, *others], [*known, *_models(frames)])
         self.locator = Locator(self.nodes, self.names, frames)
         self.node: GraphNode | None = None
         """Of the origin found"""

@@ -20,11 +20,14 @@ from torchobs.probes.core.patch import Patch
 from torchobs.probes.nonfinite import ending, last_step, overflow, rank_notices
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
+from torchobs.probes.nonfinite.compiled_calls import CompiledCalls
 from torchobs.probes.nonfinite.errors import NonFiniteError
 from torchobs.probes.nonfinite.gradients import bad_gradients
+from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import (
     GraphTracer,
     NonfiniteOrigin,
+    attributes_of,
     from_optimizer,
     from_overflow,
     from_rank,
@@ -75,6 +78,7 @@ class NonfiniteProbe:
         """An origin that the graph of the next loss may explain"""
         self._was_spoiled = False
         """Whether a parameter was not finite already when that was found; else it is what a step has made of it since"""
+        self._calls = CompiledCalls()
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._pending: NonFiniteError | None = None
@@ -94,11 +98,13 @@ class NonfiniteProbe:
         )
         context.hooks.ends_by_error.register(self._breaker, self._ending)
         context.hooks.ends.register(self._breaker, self._last_gradients)
+        self._calls.install(context, self._breaker)
         if "nonfinite" in context.settings.raise_on:
             self._install_raising()
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._calls.remove()
         self._open = *self._open[:2], 0.0
         self._breaker.guard(self._warn_of_open_step)()
         self._breaker.guard(self._release)()
@@ -108,6 +114,10 @@ class NonfiniteProbe:
             patch.undo()
         self._handles, self._patches = [], []
         self._disarm()
+
+    def observe(self) -> None:
+        """Note the calls of modules, too, that were compiled before the session."""
+        self._calls.observe()
 
     def sample(self) -> None:
         """Log what was found; what was held back, once the training is two steps on."""
@@ -139,8 +149,10 @@ class NonfiniteProbe:
             rank_notices.post(step)
         held, self._held = self._held, None
         if (not follows or held is not None) and self._traces.take(monotonic(), "loss"):
-            tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known())
+            frames = frames or user_frames(sys._getframe())
+            tracer = GraphTracer(_listed(tensors), frames, step, *self._known())
             origin = tracer.forward(earliest=held is not None)
+            origin = self._within_compiled(tracer, frames, step) or origin
             if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
                 other = rank_notices.another(step - 1)
                 origin = from_rank(other, step - 1) if other is not None else self._by_optimizer(step - 1) or origin
@@ -155,6 +167,14 @@ class NonfiniteProbe:
             else:
                 self._report(origin)
         self._expect_error(f"The loss is not finite in step {step}.")
+
+    def _within_compiled(self, tracer: GraphTracer, frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
+        """Return the origin if it lies in a compiled part of a model that can be run again without the compiler."""
+        if tracer.node is None or tracer.node.operator != COMPILED or self._context.device.cuda.capturing():
+            return None
+        from torchobs.probes.nonfinite.eager_replay import EagerReplay  # needs torch
+
+        return EagerReplay(self._calls, self._context.training).within(tracer, frames, step)
 
     def _by_optimizer(self, step: int) -> NonfiniteOrigin | None:
         """Return the origin if an optimizer's own arithmetic has spoiled the parameters in that step."""
@@ -370,24 +390,6 @@ def skips_by_itself(optimizer: Any) -> bool:
     import torch  # torch is optional until training begins
 
     return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
-
-
-def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
-    """Return the attributes of the event: names, places and numbers, no data of the user's."""
-    found: dict[str, Any] = {
-        "origin": origin.kind, "operator": origin.operator, "module": origin.module, "parameter": origin.parameter,
-        "location": origin.line, "note": origin.note,
-    }  # fmt: skip
-    found = {name: value for name, value in found.items() if value}
-    if origin.sample is not None:
-        found["sample"] = origin.sample
-    if origin.elements:
-        found["element"] = list(origin.elements[0])
-    inputs = [
-        f"{each.name} {list(each.shape)} {each.dtype}: {each.min:.4g} to {each.max:.4g}, {each.nans} NaN,"
-        f" {each.infinities} inf, {each.zeros} zeros" for each in origin.inputs
-    ]  # fmt: skip
-    return found | ({"inputs": inputs} if inputs else {})
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
 
+from torchobs.probes.gradients.parameter_names import clean
 from torchobs.probes.nonfinite.code import is_users
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch import nn
+
+    from torchobs.probes.nonfinite.graph import GraphNode
+    from torchobs.probes.nonfinite.origin import NonfiniteOrigin
 
 
 class CallSite(NamedTuple):
@@ -29,7 +34,8 @@ class CallSite(NamedTuple):
 class CallSites(TorchFunctionMode):
     """Notes each call of a torch function, with the module that is running and the line of the user's code."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, prefix: str = "") -> None:
+        """``prefix``: path of the model within another one."""
         import torch
 
         super().__init__()
@@ -39,7 +45,8 @@ class CallSites(TorchFunctionMode):
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks
-            told = (path or type(module).__name__, type(module).__name__)
+            whole = clean(".".join(filter(None, (prefix, path))))
+            told = (whole or type(module).__name__, type(module).__name__)
             self._handles += [
                 module.register_forward_pre_hook(self._entering(told), prepend=True),
                 module.register_forward_hook(self._leaving, always_call=True),
@@ -71,6 +78,14 @@ class CallSites(TorchFunctionMode):
         """Return the innermost call that made the node with this sequence number."""
         fitting = [site for site in self.sites if site.first <= number < site.last]
         return min(fitting, key=lambda site: site.last - site.first, default=None)
+
+
+def placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> NonfiniteOrigin:
+    """Return the origin with the module and the line that were seen to make the node."""
+    site = sites.find(node.number)
+    if site is None or origin.kind == "parameter":
+        return origin
+    return replace(origin, module=site.module, module_class=site.kind, line=site.line)
 
 
 def _user_line() -> str:

@@ -78,6 +78,16 @@ def condition(tensor: Any) -> Condition:
     return Condition.MASKED if least == -inf and most != inf and most == most else Condition.BAD  # noqa: PLR0124  # NaN
 
 
+def may_overflow(tensor: Any) -> bool:
+    """Return True if the sum with another such tensor may be too large for the data type. It waits for a device."""
+    import torch  # torch is optional until training begins
+
+    values = plain(tensor)
+    if values is None or not values.numel():
+        return False
+    return max(abs(bound.item()) for bound in torch.aminmax(values)) > torch.finfo(values.dtype).max / 2
+
+
 def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the first three elements that are not finite."""
     import torch  # torch is optional until training begins

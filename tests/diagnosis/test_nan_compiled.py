@@ -1,0 +1,372 @@
+"""A NaN that is born inside a compiled part of a model is traced to its operator, by running that part without the compiler."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import torchobs
+from tests import support
+from tests.training import Recording, recording
+from torchobs import catalog
+from torchobs.probes.nonfinite.eager_replay import NOTE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AT, WIDTH = 3, 8
+LINES = {"log": "torch.log(", "div": "h / (", "acos": "torch.acos("}
+WAYS = ("whole", "in_place", "blocks", "blocks_in_place")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch's, of a graph that begins within a graph
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+]
+
+
+class Block(nn.Module):
+    """A residual block with dropout, that can be ill; it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop, self.ill = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), ""
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, WIDTH)`` to the same."""
+        h = self.drop(self.linear(self.norm(x)))
+        if self.ill == "log":
+            h = h + torch.log(-1 - h.abs())
+        if self.ill == "div":
+            h = h / (h - h.detach())
+        if self.ill == "acos":
+            h = h + torch.acos(2 + h.abs())
+        return torch.as_tensor(x + h)
+
+
+class Net(nn.Module):
+    """Blocks between two layers, with batch normalisation."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3), nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if way == "in_place":
+            self.compile(backend="aot_eager")
+        for index, block in enumerate(list(self.blocks)):
+            if way == "blocks":
+                self.blocks[index] = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
+            elif way == "blocks_in_place":
+                block.compile(backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 3)``."""
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        return torch.as_tensor(self.last(self.norm(h)))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Nothing of another test's is compiled, or counted."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir, log_level="ERROR")
+
+
+def made(way: str) -> tuple[Net, Any]:
+    """The model, and what is called."""
+    model = Net(way)
+    return model, torch.compile(model, backend="aot_eager") if way == "whole" else model
+
+
+def train(model: nn.Module, called: Any, sickness: str = "", *, steps: int = 4) -> None:
+    """Train; ``sickness``: of the second block, or of a sample of the batch, or of a weight, in the third step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for number in range(1, steps + 1):
+        x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+        ill = sickness if number == AT else ""
+        blocks[1].ill = ill if ill in LINES else ""
+        if ill == "input":
+            x[3, 1] = float("nan")
+        loss = functional.cross_entropy(called(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if number != AT:
+            optimizer.step()
+
+
+def told(run: Recording) -> dict[str, Any]:
+    """What was said, once."""
+    run.look()
+    assert run.frames(catalog.EVENT_PROBE_DISABLED.name) == []
+    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    return {"step": frame["step"], **frame["attrs"]}
+
+
+def source_line(words: str) -> str:
+    """``file:line`` of this file's line of code with these words."""
+    with Path(__file__).open(encoding="utf-8") as file:
+        number = next(place for place, line in enumerate(file, 1) if f"h = {words}" in line or f"h + {words}" in line)
+    return f"{__file__}:{number}"
+
+
+@pytest.mark.parametrize(("way", "sickness"), [*zip(WAYS, ("log", "div", "acos", "log"), strict=True)])
+def test_the_operator_within_is_named_with_its_line(run: Recording, way: str, sickness: str) -> None:
+    """Promise: in the step of its birth, for a model compiled as a whole, in place, or by blocks; and it is said how."""
+    train(*made(way), sickness)
+    found = told(run)
+    assert (found["step"], found["origin"], found["operator"], found["module"]) == (AT, "operator", sickness, "blocks.1")
+    assert (found["location"], found["note"]) == (source_line(LINES[sickness]), NOTE)
+    assert found["inputs"]
+
+
+def test_what_the_inductor_has_compiled_is_run_again(run: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own code for the operators, and its own random numbers for dropout."""
+    if shutil.which("g++") is None:
+        pytest.skip(support.NEEDS_COMPILER)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    block, x = Block(), torch.randn(6, WIDTH)
+    block.ill = "log"
+    called = torch.compile(block)
+    called(x).square().mean().backward()
+    found = told(run)
+    assert (found["operator"], found["module"], found["note"]) == ("log", "Block", NOTE)
+
+
+def test_a_bad_sample_of_a_compiled_model_is_named(run: Recording) -> None:
+    """Its batch goes into nothing but the compiled graph."""
+    train(*made("whole"), "input")
+    found = told(run)
+    assert (found["origin"], found["parameter"], found["sample"], found["step"]) == ("input", "x", 3, AT)
+
+
+def test_a_bad_parameter_of_a_compiled_model_is_named(run: Recording) -> None:
+    """As in an eager one."""
+    model, called = made("whole")
+    model.get_parameter("blocks.2.linear.weight").data[0, 0] = float("nan")
+    train(model, called, steps=1)
+    found = told(run)
+    assert (found["origin"], found["parameter"]) == ("parameter", "blocks.2.linear.weight")
+
+
+class Half(nn.Module):
+    """Overflows in float16, and only there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+        nn.init.constant_(self.wide.weight, 3e4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 1)``."""
+        return torch.as_tensor(self.out(torch.tanh(self.wide(x) * 1e-6) + self.wide(x) * 0))
+
+
+def test_the_autocast_of_the_call_is_that_of_the_run(run: Recording) -> None:
+    """What is not finite in float16 would be in float32; the backward pass begins outside of autocast."""
+    called, x = torch.compile(Half(), backend="aot_eager"), torch.ones(6, 4)
+    with torch.autocast("cpu", torch.float16):
+        out = called(x)
+    out.float().mean().backward()
+    found = told(run)
+    assert found["note"].endswith(NOTE)
+    assert "float16" in found["inputs"][0]
+    assert found["operator"] != "compiled_function"
+
+
+def test_of_two_calls_the_one_that_made_it_is_run_again(run: Recording) -> None:
+    """One model is called twice in each step, and only the second call is given a bad sample."""
+    _, called = made("whole")
+    good, second = torch.randn(6, 4), torch.randn(6, 4)
+    second[2, 0] = float("inf")
+    (called(good).square().mean() + called(second).square().mean()).backward()
+    found = told(run)
+    assert (found["origin"], found["parameter"], found["sample"]) == ("input", "second", 2)
+
+
+def refused(run: Recording) -> None:
+    """The hint stays as it was."""
+    found = told(run)
+    assert (found["operator"], "trace_nan" in found["note"]) == ("compiled_function", True)
+
+
+def ill_model() -> tuple[Net, Any]:
+    """One whose next loss is NaN."""
+    model, called = made("whole")
+    model.blocks[1].ill = "log"  # type: ignore[assignment]
+    return model, called
+
+
+def test_without_its_argument_nothing_is_run_again(run: Recording) -> None:
+    """Nobody keeps it: neither the script nor the graph."""
+    model, called = ill_model()
+    model.first.requires_grad_(False)  # noqa: FBT003  # the graph would keep its input
+    called(torch.randn(6, 4)).square().mean().backward()
+    refused(run)
+
+
+def test_with_a_changed_argument_nothing_is_run_again(run: Recording) -> None:
+    """What the values came from is not what is there now."""
+    _, called = ill_model()
+    x = torch.randn(6, 4)
+    loss = called(x).square().mean()
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+    refused(run)
+
+
+def test_with_hooks_on_all_modules_nothing_is_run_again(run: Recording) -> None:
+    """They are the user's, and there is no leaving them out."""
+    _, called = ill_model()
+    x = torch.randn(6, 4)
+    loss = called(x).square().mean()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    loss.backward()
+    handle.remove()
+    refused(run)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("what", ["collective", "writing"])
+def test_a_run_is_given_up_before_others_notice(run: Recording, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a collective that the other ranks do not call, and before a tensor is written to that was there before."""
+    model, called = ill_model()
+    x, others, reached = torch.randn(6, 4), torch.zeros(1), list[str]()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        reached.append("before")
+        dist.all_reduce(others) if what == "collective" else others.add_(1)
+        reached.append("after")
+        return Net.forward(model, x)
+
+    loss = called(x).square().mean()
+    monkeypatch.setattr(model, "forward", forward)
+    loss.backward()
+    refused(run)
+    assert (reached, float(others)) == (["before"], 0.0)
+
+
+def state(model: nn.Module) -> list[Any]:
+    """Everything that a run could have changed."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    bits = [each.detach().reshape(-1).view(torch.uint8).tolist() for each in tensors]
+    return [bits, torch.get_rng_state().tolist(), random.getstate()]
+
+
+class Logs(Net):
+    """Says something in its forward pass, and remembers its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As its base."""
+        self.calls += 1
+        torchobs.event("called")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_training_is_as_without_torchobs(flight_dir: Path, way: str) -> None:
+    """Weights, gradients, statistics, random states and the models' own counts are those of a run without torchobs.
+
+    Users' hooks are not called, and nothing is compiled again.
+    """
+
+    def once() -> tuple[list[Any], int, int, int]:
+        torch.manual_seed(0)
+        random.seed(0)
+        torch._dynamo.reset()
+        model = Logs(way)
+        called: Any = torch.compile(model, backend="aot_eager") if way == "whole" else model
+        hooked: list[int] = []
+        model.last.register_forward_hook(lambda *_: hooked.append(1))
+        torch._dynamo.utils.counters.clear()
+        train(model, called, "log", steps=6)
+        return state(model), model.calls, len(hooked), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    plain = once()
+    recorder = recording(flight_dir, log_level="ERROR")
+    run = next(recorder)
+    assert once() == plain
+    assert told(run)["operator"] == "log"
+    assert len(run.frames("called")) == (0 if way == "whole" else plain[1])  # nothing is recorded within compiled code
+    next(recorder, None)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("way", ["around", "within"])
+def test_a_model_of_ddp_is_run_without_it(run: Recording, way: str) -> None:
+    """No collective is called: of one rank the other one would know nothing."""
+    model = Net()
+    called: Any = DistributedDataParallel(torch.compile(model, backend="aot_eager") if way == "around" else model)
+    train(model, called if way == "around" else torch.compile(called, backend="aot_eager"), "log")
+    found = told(run)
+    assert (found["operator"], found["module"], found["step"]) == ("log", "blocks.1", AT)
+
+
+def test_dynamo_traces_through_what_is_watched(run: Recording) -> None:
+    """A function that calls compiled modules is one graph with torchobs, as it is without."""
+    block, other = Block(), Block()
+    block.compile(backend="aot_eager")
+    wrapped = torch.compile(other, backend="aot_eager")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(wrapped(block(x)).square().mean())
+
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        loss_of(torch.randn(6, WIDTH)).backward()  # type: ignore[no-untyped-call]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    run.look()
+
+
+def test_nothing_is_kept_alive_and_nothing_stays(flight_dir: Path) -> None:
+    """Neither batch nor output; after the session calls are torch's own again, those of modules compiled before it, too."""
+    before = Block()
+    before.compile(backend="aot_eager")
+    plain, own = vars(before)["_compiled_call_impl"], torch._dynamo.eval_frame.OptimizedModule.__call__
+    recorder = recording(flight_dir, log_level="ERROR")
+    run = next(recorder)
+    torchobs.watch(before)
+    assert vars(before)["_compiled_call_impl"] is not plain
+    for called in (before, torch.compile(Block(), backend="aot_eager")):
+        x = torch.randn(6, WIDTH)
+        called(x).mean().backward()
+        del x
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (6, WIDTH)]
+    run.look()
+    next(recorder, None)
+    assert vars(before)["_compiled_call_impl"] is plain
+    assert torch._dynamo.eval_frame.OptimizedModule.__call__ is own

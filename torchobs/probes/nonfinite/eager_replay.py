@@ -1,0 +1,278 @@
+"""Run a compiled part of a model once more without the compiler, to find the operator within that made a NaN or an infinity.
+
+The compiled call is repeated as it was: its own arguments, its autocast, the parameters that no optimizer has changed since.
+Nothing of the user's changes: random states, buffers and attributes of the modules are put back, forward hooks of the user's
+do not run, no step, loss or value is recorded. The run is given up, and nothing is said, if an argument is gone or was
+changed, or as soon as it would write to a tensor that was there before, call a collective, or take too long or too much memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchobs.probes.nonfinite.compiled_calls import GoneError
+from torchobs.probes.nonfinite.operators import COMPILED
+from torchobs.probes.nonfinite.origin import GraphTracer
+from torchobs.probes.nonfinite.replay import CallSites, placed
+from torchobs.probes.nonfinite.values import Condition, condition
+from torchobs.support import cgroup
+from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.support.graph_safe import as_if_compiling
+from torchobs.support.kept_state import attributes_kept, state_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+    from torch import nn
+
+    from torchobs.probes.core.training_state import TrainingState
+    from torchobs.probes.nonfinite.compiled_calls import CompiledCall, CompiledCalls
+    from torchobs.probes.nonfinite.origin import NonfiniteOrigin
+
+NOTE = "found by running the compiled part again without the compiler"
+LONGEST_S = 5.0
+"""For all runs of one trace"""
+_SHARE_OF_MEMORY = 0.5
+"""Of what is free: a run may make tensors of this size in all"""
+_ATTEMPTS = 3
+"""Where random numbers are drawn, which are others than those of the call"""
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor", "fsdp")
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
+"""Classes whose forward pass prepares their backward pass"""
+_MOST_OUTPUTS = 64
+
+
+class _GivenUp(BaseException):
+    """Ends a run. Not an ``Exception``, which a model's own code may catch."""
+
+
+class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Ends a run before an operator that must not run, and after one that was too large."""
+
+    def __init__(self, writable: set[int], until_s: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._own, self._until_s = {0} | writable, until_s
+        self._left: dict[torch.device, float] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if monotonic() > self._until_s or function.namespace in _COLLECTIVES:
+            raise _GivenUp
+        schema = function._schema
+        if schema.is_mutable:
+            for place, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[place] if place < len(args) else keywords.get(argument.name)
+                    if not all(_memory(each) in self._own for each in _tensors(value)):
+                        raise _GivenUp
+        result = function(*args, **keywords)
+        given = {_memory(each) for each in _tensors([args, keywords])}
+        for each in _tensors(result):
+            if (key := _memory(each)) not in given and key not in self._own:
+                self._own.add(key)
+                self._spend(each)
+        return result
+
+    def _spend(self, tensor: torch.Tensor) -> None:
+        left = self._left.get(tensor.device)
+        left = _free_bytes(tensor.device) * _SHARE_OF_MEMORY if left is None else left
+        self._left[tensor.device] = left = left - tensor.untyped_storage().nbytes()
+        if left < 0:
+            raise _GivenUp
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    import psutil  # needed nowhere else here
+
+    groups = cgroup.of_process("memory")
+    tightest = cgroup.tightest(groups) if groups is not None else None
+    left = tightest[1].left if tightest is not None else None
+    available = float(psutil.virtual_memory().available)
+    return available if left is None else min(available, float(left))
+
+
+class EagerReplay:
+    """Finds what a traced graph does not show of its compiled parts."""
+
+    def __init__(self, calls: CompiledCalls, training: TrainingState) -> None:
+        self._calls, self._training = calls, training
+
+    def within(self, tracer: GraphTracer, frames: Sequence[FrameType], step: int) -> NonfiniteOrigin | None:
+        """Return the origin of a loss whose non-finite values come from a compiled part; ``None`` if it was not found."""
+        if tracer.node is None or tracer.node.operator != COMPILED:
+            return None
+        until_s = monotonic() + LONGEST_S
+        for each in self._suspects(tracer):
+            found = self._trace(each, tracer, frames, step, until_s)
+            if found is not None or monotonic() > until_s:
+                return found
+        return None
+
+    def _suspects(self, tracer: GraphTracer) -> list[CompiledCall]:
+        """Return the calls that may have made the values, the likeliest first: the last one before any that was given them."""
+        suspects: list[CompiledCall] = []
+        for each in self._calls.among([node.number for node in tracer.nodes if node.operator == COMPILED]):
+            try:
+                given = _tensors(each.inputs())
+            except GoneError:
+                given = []
+            if any(one.grad_fn is not None and condition(one) is Condition.BAD for one in given):
+                break
+            suspects.append(each)
+        return suspects[::-1]
+
+    def _trace(
+        self, made: CompiledCall, tracer: GraphTracer, frames: Sequence[FrameType], step: int, until_s: float
+    ) -> NonfiniteOrigin | None:
+        module = _uncompiled(made.module())
+        if module is None or not _is_whole(module) or _has_global_hooks():
+            return None
+        try:
+            arguments, keywords = made.inputs()
+        except GoneError:
+            return None
+        path = next((path for path, known in tracer.names.modules.items() if known is module), "")
+        sites: list[CallSites] = []
+
+        def run() -> NonfiniteOrigin | None:
+            writable = {_memory(buffer) for buffer in module.buffers()}
+            for _ in range(_ATTEMPTS):
+                drawn = torch.get_rng_state()
+                sites[:] = [CallSites(module, path)]
+                try:
+                    with sites[0], _Bounds(writable, until_s):
+                        output = module(*_cut_off(arguments), **_cut_off(keywords))
+                finally:
+                    sites[0].remove()
+                bad = [one for one in _tensors(output) if one.grad_fn is not None and condition(one) is Condition.BAD]
+                if bad:
+                    return _origin(bad, frames, step, tracer, sites[0])
+                if drawn.equal(torch.get_rng_state()):
+                    break
+            return None
+
+        return self._beside_the_training(module, made, run)
+
+    def _beside_the_training(
+        self, module: nn.Module, made: CompiledCall, run: Callable[[], NonfiniteOrigin | None]
+    ) -> NonfiniteOrigin | None:
+        """Call ``run`` so that the training notices nothing of it, whatever it raises."""
+        training, backwards = self._training, self._training.backwards
+
+        def unnoticed() -> NonfiniteOrigin | None:
+            with ExitStack() as stack:
+                enter = stack.enter_context
+                enter(torch.compiler.set_stance("force_eager"))
+                enter(as_if_compiling())
+                for kept in (state_kept(module), attributes_kept(module), _without_hooks(module)):
+                    enter(kept)
+                enter(torch.enable_grad())
+                for kind, enabled, dtype in made.autocast or [("cpu", False, None), ("cuda", False, None)]:
+                    enter(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                return run()
+
+        # for a backward pass within a compiled step, from where Dynamo would go on to compile
+        disabled: Callable[[], NonfiniteOrigin | None] = torch.compiler.disable(unnoticed)  # type: ignore[no-untyped-call]
+        self._calls.paused, training.backwards = True, 1  # a backward pass within is not the training's
+        try:
+            return call(CircuitBreaker("eager_replay"), disabled)  # what the model raises says that it is not as it was
+        except _GivenUp:
+            return None
+        finally:
+            self._calls.paused, training.backwards = False, backwards
+
+
+def _origin(
+    outputs: list[torch.Tensor], frames: Sequence[FrameType], step: int, whole: GraphTracer, sites: CallSites
+) -> NonfiniteOrigin | None:
+    """Return the origin in the graph of a run's outputs. ``whole``: of the loss."""
+    again = GraphTracer(outputs, frames, step, names=whole.names)
+    origin = again.forward()
+    if origin is None or again.node is None or (origin.kind, origin.parameter) == ("parameter", "unnamed"):
+        return None  # the last: what came out of another part of the graph held it
+    origin = placed(origin, again.node, sites)
+    return replace(origin, note="; ".join(filter(None, (origin.note, NOTE))))
+
+
+def _uncompiled(module: Any) -> Any:
+    """Return the module itself, without the compiler's wrapper, and without that of ``DistributedDataParallel``."""
+    for name in ("_orig_mod", "module"):
+        inner = dict(module.named_children()).get(name) if module is not None else None
+        if inner is not None and (name == "_orig_mod" or type(module).__name__ in _WRAPPERS):
+            module = inner
+    return module
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Return True if all parameters are here, as plain tensors, and no part prepares a backward pass when it is called."""
+    if any(kind.__name__ in _WRAPPERS for each in module.modules() for kind in type(each).__mro__):
+        return False
+    return all(
+        type(each) in {torch.nn.Parameter, torch.Tensor} and (not each.numel() or each.untyped_storage().nbytes())
+        for each in module.parameters()
+    )
+
+
+def _has_global_hooks() -> bool:
+    has = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
+    return has is None or bool(has())
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Have only torch's own hooks run in a block: ``weight_norm`` computes a weight by one."""
+    taken = []
+    for attributes in [vars(module) for module in model.modules()]:
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            hooks = attributes.get(name)
+            if hooks:
+                taken.append((attributes, name, hooks))
+                attributes[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_torchs(hook))
+    try:
+        yield
+    finally:
+        for attributes, name, hooks in taken:
+            attributes[name] = hooks
+
+
+def _is_torchs(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def _cut_off(value: Any) -> Any:
+    """Return the arguments without the graph that they come from."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.requires_grad) if value.grad_fn is not None else value
+    if type(value) in {list, tuple}:
+        return type(value)(_cut_off(each) for each in value)
+    return {name: _cut_off(each) for name, each in value.items()} if type(value) is dict else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples, dictionaries and objects such as a model's output."""
+    waiting, found = [value], list[torch.Tensor]()
+    while waiting and len(found) < _MOST_OUTPUTS:
+        each = waiting.pop(0)
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, dict):
+            waiting[:0] = list(each.values())
+        elif isinstance(each, (list, tuple)):
+            waiting[:0] = list(each)
+        elif hasattr(type(each), "__dataclass_fields__"):
+            waiting[:0] = list(vars(each).values())
+    return found
