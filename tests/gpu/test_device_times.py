@@ -67,6 +67,34 @@ def test_the_device_waits_for_its_batch_and_the_phases_make_up_the_step(run: Rec
     assert sum(values.values()) == pytest.approx(begun.elapsed_time(done) / 1e3, rel=0.1)
 
 
+def test_a_step_on_two_streams_is_not_timed(run: Recording) -> None:
+    """Its forward and backward pass are on a stream of their own: the time between two streams' events says nothing."""
+    sampler, manager = run.session._sampler, run.session._probe_manager
+    assert sampler is not None
+    assert manager is not None
+    sampler.stop()
+    probe: Any = manager._probes["device_time"]
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for index in range(10):
+        if index == 5:
+            probe._since_s = float("-inf")
+            probe.sample()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            model(torch.ones(4, 64, device="cuda")).square().mean().backward()
+        main.wait_stream(side)
+        optimizer.step()
+    torch.cuda.synchronize()
+    for _ in range(2):
+        probe.sample()
+        model(torch.zeros(4, 64, device="cuda")).square().mean().backward()
+    assert run.session.writer is not None
+    run.session.writer.publish()
+    assert not [key for key in run.values() if key[0] == catalog.STEP_DEVICE_TIME.name]
+
+
 def test_norms_of_optimizers_within_the_backward_pass(run: Recording) -> None:
     """One copy for a step has those of all of them."""
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8)).cuda()

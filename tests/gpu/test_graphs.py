@@ -1,7 +1,11 @@
 """CUDA graphs: what is captured holds nothing of ours, so that replays compute what they would without us."""
 
+# mypy: disable-error-code="no-untyped-call"
+# streams, events and Tensor.backward have no annotations
+
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,7 +15,7 @@ import torch
 from torch import nn
 
 from tests import support
-from tests.training import recording
+from tests.training import Recording, recording
 from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
@@ -44,7 +48,7 @@ def captured_whole(pause_s: float) -> list[torch.Tensor]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side: Any = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for batch in batches(12):
@@ -111,6 +115,49 @@ def test_replays_compute_what_they_would_without_us(flight_dir: Path, train: Cal
     plain = train(0.0)
     weights = observed(flight_dir, train)
     assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
+
+
+def noted(rounds: list[str], name: str, **_: bool) -> None:
+    """In place of a round: note that there was one."""
+    rounds.append(name)
+
+
+def test_threads_of_ours_rest_while_a_graph_is_captured(run: Recording) -> None:
+    """What they would collect may be a graph, whose end would end the capture; what waits for a backward waits on."""
+    context, sampler, manager = run.session.context, run.session._sampler, run.session._probe_manager
+    assert context is not None
+    assert sampler is not None
+    assert manager is not None
+    rounds, asked, gpu = list[str](), list[bool](), manager._probes["gpu"]
+    for name, owner in (("sampler", sampler), ("gpu", gpu._monitor)):  # type: ignore[attr-defined]  # the GPU probe's
+        vars(owner)["round"] = functools.partial(noted, rounds, name)
+    model, static = model_of(), torch.ones(16, 64, device="cuda")
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(static).square().mean().backward()
+    main.wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    event, graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
+    event.record()
+    context.at_backward(lambda: asked.append(event.query()))
+    with torch.cuda.graph(graph):
+        assert context.training.captures.in_progress()
+        begun = len(rounds)
+        gpu.observe()  # type: ignore[attr-defined]  # as above
+        time.sleep(0.5)
+        model(static).square().mean().backward()
+        assert len(rounds) == begun
+        assert asked == []
+    assert not context.training.captures.in_progress()
+    graph.replay()
+    torch.cuda.synchronize()
+    model(static).square().mean().backward()
+    assert asked == [True]
+    gpu.observe()  # type: ignore[attr-defined]  # as above
+    expected = {"sampler"} if gpu._monitor.absent else {"sampler", "gpu"}  # type: ignore[attr-defined]  # as above
+    support.wait_until(lambda: expected <= set(rounds[begun:]))
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason=support.NEEDS_COMPILER)

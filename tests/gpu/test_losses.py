@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.amp import GradScaler
@@ -39,6 +41,26 @@ def test_the_loss_of_every_step(run: Recording, dtype: torch.dtype, passes: int)
             optimizer.step()
     expected = {step: sum(map(float, values)) for step, values in enumerate(taken, 1)}
     assert losses(run) == pytest.approx(expected, rel=1e-12)
+
+
+def test_pinned_memory_is_allocated_at_the_first_step_and_not_again(run: Recording) -> None:
+    """To allocate it synchronises, of which torch's sync-debug mode knows nothing."""
+    statistics: Any = getattr(torch.cuda, "host_memory_stats", None)
+    if statistics is None:
+        pytest.skip(f"torch {torch.__version__} does not count pinned memory")
+    model = mlp().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    counts = list[int]()
+    for _ in range(12):
+        for _ in range(20):  # of 64 that the device may be behind
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="cuda")).square().mean().backward()
+            optimizer.step()
+            counts.append(statistics()["num_host_alloc"])
+        torch.cuda.synchronize()
+        run.look()
+    assert counts[0] > 0
+    assert set(counts) == {counts[0]}
 
 
 def test_the_loss_without_its_scale(run: Recording) -> None:

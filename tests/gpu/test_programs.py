@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from tests import support
+from tests.training import StepFlag, has
+from torchobs import catalog
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
+
+HAS_NCCL = torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 TRAIN = """
 import multiprocessing, os, sys, time, torch, torchobs
@@ -33,9 +38,9 @@ session = torchobs.init(flight_dir=sys.argv[1], grad_interval=1)
 """
 
 
-def ends_well(flight_dir: Path, script: str, *, silent: bool = True) -> str:
-    """Run it; return its output. Nothing is said on stderr."""
-    environ = {**support.clean_environment(), "PYTHONPATH": str(support.ROOT)}
+def ends_well(flight_dir: Path, script: str, *, silent: bool = True, **more: str) -> str:
+    """Run it; return its output. Nothing is said on stderr. ``more``: variables of its environment."""
+    environ = {**support.clean_environment(), "PYTHONPATH": str(support.ROOT), **more}
     command = [sys.executable, "-W", "ignore", "-c", TRAIN + script, str(flight_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180, env=environ)
     assert (done.returncode, done.stderr if silent else "") == (0, "")
@@ -45,6 +50,85 @@ def ends_well(flight_dir: Path, script: str, *, silent: bool = True) -> str:
 def test_a_program_that_just_ends(flight_dir: Path) -> None:
     """With work still queued and numbers on their way; pinned memory and events go with the interpreter."""
     ends_well(flight_dir, "train(20)")
+
+
+def test_the_losses_of_the_last_steps_are_shown_at_the_end(flight_dir: Path) -> None:
+    """They are sent ten times a second, and what is left when the program ends."""
+    path = ends_well(flight_dir, "print(session.writer.path)\ntrain(20)").strip()
+    file = reader.open_path(path)
+    losses = {record.step for record in file.steps() if has(record, StepFlag.LOSS)}
+    file.close()
+    assert losses == set(range(1, 21))
+
+
+def test_an_error_of_the_user_s_on_the_device_is_raised_to_the_user(flight_dir: Path) -> None:
+    """Whichever call is the first to be told of it; no probe takes it for its own. How the process ends is torch's affair."""
+    script = """
+train(3)
+try:
+    torch.zeros(3, device="cuda")[torch.tensor([5], device="cuda")]
+    train(200)
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("device-side assert" in str(error), sum(fuse.errors for fuse in session.context.breakers.values()), flush=True)
+"""
+    environ = {**support.clean_environment(), "PYTHONPATH": str(support.ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", TRAIN + script, str(flight_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180, env=environ)
+    assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+@pytest.mark.parametrize(("allocator", "absent"), [("backend:cudaMallocAsync", ["oom"]), ("expandable_segments:True", [])])
+def test_other_allocators(flight_dir: Path, allocator: str, absent: list[str]) -> None:
+    """The asynchronous one has no observers of its end, and all else; its figures are shown."""
+    script = """
+train(5)
+torch.cuda.synchronize()
+graph, static = torch.cuda.CUDAGraph(), torch.ones(8, device="cuda")
+with torch.cuda.graph(graph):
+    time.sleep(0.3)  # rounds of the sampler
+    static += 1
+graph.replay()
+torch.cuda.synchronize()
+print(*[fuse.probe for fuse in session.context.breakers.values() if fuse.errors])
+"""
+    assert ends_well(flight_dir, script, silent=False, PYTORCH_CUDA_ALLOC_CONF=allocator).split() == absent
+    (path,) = flight_dir.glob("*.flight")
+    file = reader.open_path(str(path))
+    names = {point.series.name for point in file.read(final=True).points}
+    file.close()
+    assert catalog.MEMORY_DEVICE_ALLOCATED.name in names
+
+
+@pytest.mark.skipif(not HAS_NCCL, reason=f"{support.NEEDS_CUDA} and NCCL")
+def test_nccl_s_flight_recorder_is_read_and_no_capture_harmed(flight_dir: Path) -> None:
+    """It queries the events of collectives in flight: not in the backward pass of a capture, which asks for it first."""
+    script = """
+distributed, device = torch.distributed, torch.device("cuda", 0)
+distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+probe, numbers = session._probe_manager._probes["collectives"], torch.ones(1 << 24, device=device)
+static, weight = torch.ones(8, device=device), torch.ones(8, device=device, requires_grad=True)
+train(3)
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    for _ in range(3):
+        (weight * static).sum().backward()
+torch.cuda.synchronize()
+weight.grad = None
+probe.observe()
+works = [distributed.all_reduce(numbers, async_op=True) for _ in range(50)]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    (weight * static).sum().backward()
+graph.replay()
+for work in works:
+    work.wait()
+train(1)
+probe.sample()
+print(probe._last is not None, sum(fuse.errors for fuse in session.context.breakers.values()))
+distributed.destroy_process_group()
+"""
+    assert ends_well(flight_dir, script, silent=False).split() == ["True", "0"]
 
 
 def test_workers_that_are_forked_leave_the_device_alone(flight_dir: Path) -> None:

@@ -168,6 +168,25 @@ def test_nothing_is_recorded_while_a_graph_is_captured(timed: Timed) -> None:
     assert timed.values() == {}
 
 
+def test_a_step_on_two_streams_is_not_timed(timed: Timed) -> None:
+    """An event of the first may be reached after the last one of the second; a step on another stream alone is."""
+    timed.probe.sample()
+    timed.step()
+    timed.device.current = 1
+    for _ in range(2):
+        timed.step()
+    timed.probe.sample()
+    timed.step()
+    assert timed.values() == {}
+    timed.now += 1.0
+    timed.probe.sample()
+    for _ in range(3):
+        timed.step()
+    timed.probe.sample()
+    timed.step()
+    assert timed.values() == EXPECTED
+
+
 def test_a_step_with_something_else_in_it_is_not_timed(timed: Timed) -> None:
     """An evaluation, or a phase of the script's own: the host's phases leave them out."""
     timed.probe.sample()

@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.training import Recording, recording
 from torchobs.flight.reader import reader
 from torchobs.probes.gpu import monitor as fleets
 from torchobs.probes.gpu import probe as probes
+from torchobs.probes.gpu import torch_devices
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
 from torchobs.probes.gpu.ownership import GpuOwnership
 from torchobs.probes.gpu.torch_devices import Used, used
@@ -351,6 +353,33 @@ def test_torch_without_cuda_tells_nothing() -> None:
     assert used() is None
 
 
+class Torch:
+    """A torch with CUDA and two devices, on the first of which its process has a context."""
+
+    def __init__(self, backend: str) -> None:
+        self.version = SimpleNamespace(cuda="12.8")
+        self._C = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index == 0)
+        self.cuda = SimpleNamespace(
+            is_initialized=lambda: True, device_count=lambda: 2, get_allocator_backend=lambda: backend,
+            get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}"), memory_stats_as_nested_dict=self._stats,
+        )  # fmt: skip
+
+    def _stats(self, index: int) -> dict[str, Any]:
+        if self.cuda.get_allocator_backend() == "pluggable":
+            message = "CUDAPluggableAllocator does not yet support getDeviceStats"
+            raise RuntimeError(message)
+        return {"reserved_bytes": {"all": {"current": 1 << 20}}} if index == 1 else {}
+
+
+@pytest.mark.parametrize(("backend", "at"), [("native", 1), ("cudaMallocAsync", 1), ("pluggable", 0)])
+def test_a_device_is_in_use_where_torch_holds_memory_or_has_a_context(
+    backend: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator of the user's own (RAPIDS') tells nothing of its memory, and raises when it is asked."""
+    monkeypatch.setattr(torch_devices, "imported", lambda _: Torch(backend))
+    assert used() == [Used(f"cuda:{index}", f"uuid-{index}", index == at) for index in range(2)]
+
+
 def gpu_threads() -> list[threading.Thread]:
     """The probe's threads that live."""
     return [thread for thread in threading.enumerate() if thread.name == "torchobs-gpu"]
@@ -391,6 +420,27 @@ def test_a_session_samples_from_a_thread_of_its_own(
     assert energy == {9.0}
     assert gpu_threads() == []
     assert library.initialised == 0
+
+
+def test_no_round_begins_while_a_graph_is_captured(session: torchobs.Session, library: nvml.FakeNvml) -> None:
+    """The garbage that its thread might collect may be a graph of the user's, whose end is none of the capture's business."""
+    run = Recording(session)
+    support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
+    assert session.context is not None
+    assert session._probe_manager is not None
+    gpu: Any = session._probe_manager._probes["gpu"]
+    captures = session.context.training.captures
+    captures.begin(1)
+    support.wait_until(gpu._round_done.is_set)
+    before = library.calls["nvmlDeviceGetPowerUsage"]
+    for _ in range(2):
+        gpu._round_done.clear()
+        gpu.observe()
+        support.wait_until(gpu._round_done.is_set)
+    assert library.calls["nvmlDeviceGetPowerUsage"] == before
+    captures.end(1)
+    gpu.observe()
+    support.wait_until(lambda: library.calls["nvmlDeviceGetPowerUsage"] > before)
 
 
 @pytest.mark.serial

@@ -210,6 +210,39 @@ def test_a_step_in_which_not_all_optimizers_stepped_is_sent_before_the_next(
     assert late.norms() == [(1, 5.0), (2, 7.0)]
 
 
+def test_what_is_left_of_a_step_is_sent_from_its_own_stream_and_after_a_capture(
+    late: Late, parameters: list[torch.nn.Parameter]
+) -> None:
+    """From the current one it might be read before it is computed. What were dropped would hold up all norms after it."""
+    recorder, notify, device = late.context.recorder, late.context.hooks.before_step.notify, late.device
+    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
+    send, streams = device.send, list[int]()
+
+    def noted(*args: Any) -> None:
+        streams.append(device.current)
+        send(*args)
+
+    vars(device)["send"] = noted
+    recorder.pending.update(map(id, optimizers))
+    for stream, optimizer in enumerate(optimizers[:2]):
+        device.current = stream
+        recorder.pending.discard(id(optimizer))
+        notify(optimizer, False)  # noqa: FBT003  # a listener
+    recorder.step = 1
+    device.is_capturing, device.current = True, 7
+    notify(optimizers[2], False)  # noqa: FBT003  # as above
+    assert streams == [0]
+    device.is_capturing = False
+    recorder.step = 2
+    recorder.pending.clear()
+    notify(optimizers[2], False)  # noqa: FBT003  # as above
+    assert streams == [0, 1, 7]
+    recorder.step = 3
+    for numbers in ([3.0], [4.0], [5.0]):
+        device.land_as(numbers)
+    assert late.norms() == [(1, 5.0), (3, 5.0)]
+
+
 def test_a_loss_that_never_lands_holds_nobody_up(late: Late, parameters: list[torch.nn.Parameter]) -> None:
     """Losses are written in the order of their steps; the norms of the same steps do not wait for them."""
     optimizer = OPTIMIZERS["foreach"](parameters)

@@ -88,6 +88,27 @@ def test_nothing_is_asked_before_cuda_is_initialised() -> None:
     assert module.asked == []
 
 
+def test_a_device_without_memory_is_not_asked_for_its_limit() -> None:
+    """With ``cudaMallocAsync`` the answer needs a context, of half a gigabyte, and makes one."""
+    module, asked = Cuda(), list[int]()
+
+    def fraction(index: int) -> float:
+        asked.append(index)
+        return 1.0
+
+    module._C._cuda_getMemoryFraction = fraction
+    assert [found.limit for found in used_devices(module)] == [TOTAL]
+    assert asked == [0]
+
+
+def test_a_pluggable_allocator_is_not_asked() -> None:
+    """It would raise; torch's others tell."""
+    module = Cuda()
+    for backend, devices in (("pluggable", 0), ("cudaMallocAsync", 1), ("native", 1)):
+        module.cuda.get_allocator_backend = lambda backend=backend: backend
+        assert len(used_devices(module)) == devices
+
+
 def test_this_machine_s_own_torch_can_be_asked() -> None:
     """The functions are where they are looked for, and nothing is initialised by it."""
     before = torch.cuda._initialized

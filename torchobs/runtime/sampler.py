@@ -108,12 +108,11 @@ class Sampler:
         survive_limits()
         captures = self._context.training.captures
         while not self._pauses.stop.wait(INTERVAL_S):
-            captures.sampling = True
-            if captures.in_progress():
-                self._beat_alone()
-            else:
+            if captures.begin_round("sampler"):
                 self._beat_and_sample()
-            captures.sampling = False
+            else:
+                self._beat_alone()
+            captures.end_round("sampler")
 
     def _beat_alone(self) -> None:
         """Only keep the heartbeat, without a garbage collection in this thread (``captures``)."""

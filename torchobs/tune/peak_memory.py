@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 def synchronize(device: str) -> None:
     """Wait until the device has done all that it was given. A CPU has."""
     kind = device.partition(":")[0]
-    if kind in {"cuda", "mps", "xpu"}:
-        getattr(torch, kind).synchronize()
+    if kind in {"cuda", "xpu"}:
+        getattr(torch, kind).synchronize(device)  # which need not be the current one
+    elif kind == "mps":
+        torch.mps.synchronize()
 
 
 def peak_bytes(function: Callable[[], None], device: str) -> int | None:

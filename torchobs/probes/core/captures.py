@@ -1,10 +1,10 @@
-"""Know when a CUDA graph is being captured, so that the sampler thread rests meanwhile.
+"""Know when a CUDA graph is being captured, so that threads of ours rest meanwhile.
 
 A garbage collection runs in whichever thread makes the object that is one too many. In the sampler thread it could destroy a
 graph or an event of the user's that was part of a cycle, and in a capture's default mode an unsafe CUDA call of any thread
 (the ``cudaFree`` of a graph's private pool) ends the capture with an error. The statistics of ``cudaMallocAsync``'s allocator
-are CUDA calls, too (``cudaMemPoolGetAttribute``). So the sampler does no round while a capture is in progress, and a capture
-waits for the round in progress.
+are CUDA calls, too (``cudaMemPoolGetAttribute``). So the threads that do rounds (the sampler's, the GPU probe's) do none while
+a capture is in progress, and a capture waits for the rounds in progress.
 """
 
 from __future__ import annotations
@@ -14,29 +14,41 @@ import time
 LONGEST_S = 60.0
 """A capture without an end for so long has failed: the sampler goes on"""
 _PATIENCE_S, _REST_S = 0.2, 0.0005
-"""Most that a capture waits for the sampler's round, of some ms. A training makes a few captures in all."""
+"""Most that a capture waits for rounds, of some ms. A training makes a few captures in all."""
 
 
 class Captures:
-    """Captures in progress in any thread. Their threads begin and end them, the sampler asks."""
+    """Captures in progress in any thread. Their threads begin and end them, the threads that do rounds ask."""
 
-    __slots__ = ("_begun_s", "sampling")
+    __slots__ = ("_begun_s", "_rounds")
 
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
-        self.sampling = False
-        """Whether the sampler's round is in progress; the sampler sets it before it asks :meth:`in_progress`"""
+        self._rounds: set[str] = set()
+        """Threads of ours whose round is in progress"""
 
     def begin(self, graph: int) -> None:
-        """Note that this graph, by id, is about to be captured, and wait for the sampler's round, but not for long."""
+        """Note that this graph, by id, is about to be captured, and wait for rounds in progress, but not for long."""
         now = time.monotonic()
         self._begun_s[graph] = now
-        while self.sampling and time.monotonic() - now < _PATIENCE_S:
+        while self._rounds and time.monotonic() - now < _PATIENCE_S:
             time.sleep(_REST_S)
 
     def end(self, graph: int) -> None:
         """Note that the capture has ended or did not begin."""
         self._begun_s.pop(graph, None)
+
+    def begin_round(self, thread: str) -> bool:
+        """Note that a thread of ours begins a round; return False if it has to rest. :meth:`end_round` follows either way.
+
+        It is noted first and asked then: a capture that begins in between waits.
+        """
+        self._rounds.add(thread)
+        return not self.in_progress()
+
+    def end_round(self, thread: str) -> None:
+        """Note that the thread's round has ended."""
+        self._rounds.discard(thread)
 
     def in_progress(self) -> bool:
         """Return True if a graph is being captured."""

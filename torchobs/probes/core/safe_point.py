@@ -47,8 +47,10 @@ class SafePoint:
     def _watched(self, original: Any) -> Any:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if not self._training.backwards and get_ident() == self._training.thread and self._patch is not None:
-                for due in self._take():
+            training = self._training
+            if not training.backwards and get_ident() == training.thread and self._patch is not None:
+                # within the capture of a CUDA graph a task could end it: NCCL's flight recorder queries events
+                for due in self._take() if not training.captures.in_progress() else ():
                     due()
             return original(*args, **kwargs)
 

@@ -75,13 +75,16 @@ class GpuProbe:
             self._monitor.mark_unresponsive(f"the GPU driver has not answered for {STUCK_S:g} s")
 
     def _run(self) -> None:
+        captures = self._context.training.captures
         while not self._monitor.absent:
             self._wake.wait()
             self._wake.clear()
             if self._ending:
                 break
             self._busy_since = time.monotonic()
-            call(self._breaker, self._monitor.round)
+            if captures.begin_round(self.name):  # it may collect garbage as any thread may, and asks torch's allocator
+                call(self._breaker, self._monitor.round)
+            captures.end_round(self.name)
             self._busy_since = None
             self._context.spent_ns[self.name] = time.thread_time_ns()
             self._round_done.set()

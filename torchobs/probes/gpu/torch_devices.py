@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torchobs.probes.memory.allocators import has_statistics
 from torchobs.support.import_hooks import imported
 
 
@@ -13,7 +14,7 @@ class Used(NamedTuple):
     device: str
     uuid: str
     in_use: bool
-    """True if torch's allocator holds memory on it"""
+    """True if torch's allocator holds memory on it; where that cannot be asked, if the process has a context there"""
 
 
 def used() -> list[Used] | None:
@@ -26,7 +27,13 @@ def used() -> list[Used] | None:
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         if uuid is None:
             return None
-        stats = torch.cuda.memory_stats_as_nested_dict(index)  # empty before the first allocation
-        held = stats.get("reserved_bytes", {}).get("all", {}).get("current", 0)
-        found.append(Used(f"cuda:{index}", str(uuid), held > 0))
+        found.append(Used(f"cuda:{index}", str(uuid), _is_in_use(torch, index)))
     return found
+
+
+def _is_in_use(torch: Any, index: int) -> bool:
+    if not has_statistics(torch):
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return has_context is not None and bool(has_context(index))
+    stats = torch.cuda.memory_stats_as_nested_dict(index)  # empty before the first allocation
+    return bool(stats.get("reserved_bytes", {}).get("all", {}).get("current", 0))

@@ -72,7 +72,8 @@ class Devices:
         """Return the batch of the device, which is the current one, for its current stream."""
         stream, batch = self.cuda.stream(device), self.batches.get(device)
         if batch is not None and batch.stream != stream:
-            self._send(batch)
+            with self.cuda.within(device, batch.stream):  # elsewhere it would be read before it is computed
+                self._send(batch)
             batch = None
         if batch is None:
             batch = self.batches[device] = Batch(device, stream, self._largest.get(device, 0))
@@ -90,12 +91,18 @@ class Devices:
                 self.flush()
 
     def flush(self) -> None:
-        """Send what was measured of several optimizers, in one copy for each device. In the training thread."""
-        for batch in self.batches.values():
-            with self.cuda.on(batch.device), self.cuda.within(batch.device, batch.stream):
-                if not self.cuda.capturing():
+        """Send what was measured of several optimizers, in one copy for each device. In the training thread.
+
+        Not within a capture, which may be on another stream than the batch: torch's allocator would not know of it. The batch
+        is kept until after it, since the norms of the steps that follow are written after those of its step.
+        """
+        for device, batch in list(self.batches.items()):
+            with self.cuda.on(device):
+                if self.cuda.capturing():
+                    continue
+                with self.cuda.within(device, batch.stream):
                     self._send(batch)
-        self.batches.clear()
+            del self.batches[device]
 
     def _send(self, batch: Batch) -> None:
         batch.copy = self.copies.send(batch.joined())

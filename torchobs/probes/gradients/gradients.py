@@ -71,7 +71,8 @@ class GradientProbe:
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
-        self._without = NoGradients(context), UnreachedParameters(context)
+        self._no_gradients = NoGradients(context)
+        self._without = self._no_gradients, UnreachedParameters(context)
         self._without_last = -_WITHOUT_EVERY
         hooks.first_step.register(breaker, self._first_step)
         hooks.before_step.register(breaker, self._before_step)
@@ -153,6 +154,8 @@ class GradientProbe:
             sample = _last_with_gradient(optimizer)
             self._mistakes.before_step(optimizer, sample)
             self._left_out.before_step()
+            if sample is not None:
+                self._no_gradients.trained = step
             if sample is None or not 0 < step - self._without_last < _WITHOUT_EVERY:
                 self._look_for_gradients(optimizer, sample, step)
             pace.spend(monotonic_ns() - begun_ns)
@@ -170,7 +173,10 @@ class GradientProbe:
             sample = _last_with_gradient(optimizer)
             self._mistakes.look_at_modes(optimizer, sample)
             self._left_out.before_step()
-            self._look_for_gradients(optimizer, sample, self._context.recorder.step)
+            step = self._context.recorder.step
+            if sample is not None:
+                self._no_gradients.trained = step
+            self._look_for_gradients(optimizer, sample, step)
             self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)

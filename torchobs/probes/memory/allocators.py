@@ -1,7 +1,9 @@
 """Statistics of torch's device allocators: CUDA (and ROCm), XPU, MPS. Reading them initializes nothing.
 
 ``memory_stats`` reads the allocator's own counters under its lock, without synchronizing, and creates no context on an
-unused device. Only devices with memory that is, or was, reserved are listed.
+unused device. Only devices with memory that is, or was, reserved are listed, and only their limit is asked for: with
+``cudaMallocAsync`` the memory fraction of a device cannot be had without its context. A pluggable allocator (RAPIDS') has no
+statistics.
 """
 
 from __future__ import annotations
@@ -49,28 +51,34 @@ def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> Device
     )
 
 
+def has_statistics(torch: Any) -> bool:
+    """Return True unless the CUDA allocator in use is one of the user's, which raises when it is asked."""
+    backend = getattr(torch.cuda, "get_allocator_backend", None)
+    return backend is None or backend() in {"native", "cudaMallocAsync"}
+
+
 def _bytes(stats: Mapping[str, Any], name: str, which: str) -> int | None:
     value = stats.get(name, {}).get("all", {}).get(which)
     return None if value is None else int(value)
 
 
 def _cuda_devices(torch: Any) -> Iterator[DeviceMemory]:
-    if not torch.cuda.is_initialized():
-        return
-    for index in range(torch.cuda.device_count()):
-        found = of_stats(f"cuda:{index}", torch.cuda.memory_stats_as_nested_dict(index), _limit(torch, "cuda", index))
-        if found is not None:
-            yield found
+    if torch.cuda.is_initialized() and has_statistics(torch):
+        yield from _devices_of(torch, "cuda")
 
 
 def _xpu_devices(torch: Any) -> Iterator[DeviceMemory]:
     xpu = getattr(torch, "xpu", None)  # in torch since 2.3
-    if xpu is None or not xpu.is_initialized():
-        return
-    for index in range(xpu.device_count()):
-        found = of_stats(f"xpu:{index}", xpu.memory_stats_as_nested_dict(index), _limit(torch, "xpu", index))
+    if xpu is not None and xpu.is_initialized():
+        yield from _devices_of(torch, "xpu")
+
+
+def _devices_of(torch: Any, kind: str) -> Iterator[DeviceMemory]:
+    there = getattr(torch, kind)
+    for index in range(there.device_count()):
+        found = of_stats(f"{kind}:{index}", there.memory_stats_as_nested_dict(index), None)
         if found is not None:
-            yield found
+            yield found._replace(limit=_limit(torch, kind, index))
 
 
 def _limit(torch: Any, kind: str, index: int) -> int:

@@ -40,7 +40,8 @@ class DeviceLeak:
         record = getattr(memory, "_record_memory_history", None)
         if record is None or not hasattr(memory, "_snapshot") or not torch.cuda.is_initialized() or has_history(torch):
             return None
-        if _blocks(torch) > MOST_BLOCKS:
+        backend = getattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        if backend() != "native" or _blocks(torch) > MOST_BLOCKS:  # no other one records
             return None
         record("state", context="state", stacks="python")
         return cls(context, torch, now)

@@ -77,6 +77,8 @@ class DeviceTimeProbe:
         self._is_used, self._clock = is_used, clock
         self._device: torch.device | None = None
         self._marks: list[Mark] = []
+        self._stream: Any = None
+        """The stream of the marks"""
         self._handles: list[RemovableHandle] = []
         self._patches: list[Patch] = []
         self._state = ""
@@ -165,7 +167,10 @@ class DeviceTimeProbe:
         if self._state != "timed" or device is None:
             return
         with cuda.on(device):
-            if cuda.capturing() or len(self._marks) >= MOST_MARKS:
+            stream = cuda.stream(device)
+            self._stream = self._stream if self._marks else stream
+            # where the last event is reached, one of another stream may not be, and the time between the two means nothing
+            if cuda.capturing() or len(self._marks) >= MOST_MARKS or stream != self._stream:
                 self._drop()
             else:
                 self._marks.append(Mark(phase, self._events.record(device)))
