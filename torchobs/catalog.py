@@ -194,8 +194,11 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile", "idle")
 STARTUP = "startup"
 """The goodput state before the first step; the only one that is not computed from step records."""
-ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike", "gradient_vanishing")
+ANOMALY_KINDS = (
+    "nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike", "gradient_vanishing", "diverged",
+)  # fmt: skip
 SCHEDULER_MISUSES = ("before_optimizer", "never_stepped", "idle_optimizer")
+PROGRESS_CAUSES = ("weight_decay", "short_steps", "clipped", "small_rate")
 COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
@@ -212,6 +215,7 @@ STALL_PHASES = (*PHASES, "evaluation", "checkpoint", "compile", "idle")
 STALL_PHASE = Attribute("phase", "what the rank does while a rank of its run hangs", STALL_PHASES)
 GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
+PROGRESS_CAUSE = Attribute("cause", "what explains that the loss does not fall", PROGRESS_CAUSES)
 ORIGIN = Attribute(
     "origin",
     "where a value that is not finite was born",
@@ -318,7 +322,7 @@ OPTIMIZER_MOMENTUM = _gauge("torchobs.optimizer.momentum", "", GROUP, survives=T
     "Momentum, or Adam's beta1, of the first parameter group, and of the next three where it differs."
 )
 OPTIMIZER_BETA2 = _gauge("torchobs.optimizer.beta2", "", GROUP, survives=True).described(
-    "Adam's beta2 of the first parameter group, and of the next three where it differs."
+    "Adam's beta2, or RMSprop's alpha, of the first parameter group, and of the next three where it differs."
 )
 SCHEDULER_STEPS = _counter("torchobs.scheduler.steps", "{step}").described(
     "Steps of learning-rate schedulers; a chain of schedulers counts once."
@@ -427,9 +431,14 @@ GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "").described(
 )
 
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
-ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", ANOMALY_KIND).described("Steps judged anomalous, by kind.")
+ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", ANOMALY_KIND).described(
+    "Steps judged anomalous, by kind; a loss that has diverged counts once."
+)
 ANOMALY_ACTIVE = _gauge("torchobs.anomaly.active", "", ANOMALY_KIND, quiet=0.0).described(
-    "1 while the last measured step was anomalous in this way."
+    "1 while the last measured step was anomalous in this way; of kind `diverged` until the loss comes back."
+)
+PROGRESS_BLOCKED = _gauge("torchobs.progress.blocked", "", PROGRESS_CAUSE, quiet=0.0).described(
+    "1 while the loss has not fallen by 5 % since the first steps, in 100 or more, and the hyperparameters explain it."
 )
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
@@ -1119,15 +1128,15 @@ EVENT_SCHEDULER_MISUSED = _warning(
     Attribute("scheduler", "its class"),
 )
 LOOP_MISTAKES = (
-    "gradients_kept", "evaluation_mode", "loss_broadcast", "optimizer_remade", "no_gradients", "never_stepped", "softmax_twice",
-    "sigmoid_twice", "softmax_over_batch", "losses_kept",
+    "gradients_kept", "evaluation_mode", "loss_broadcast", "optimizer_remade", "no_gradients", "gradients_stopped",
+    "never_stepped", "softmax_twice", "sigmoid_twice", "softmax_over_batch", "losses_kept",
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
-    "The training loop lacks a call: gradients are never set to zero, or the model is trained in evaluation mode after it was "
-    "trained in training mode; or its loss compares every prediction of a batch with every target; or its optimizer is made "
-    "anew for each step, never steps, or gets no gradients at all; or its loss takes softmax or sigmoid twice, or softmax over "
-    "the batch; or losses are kept with their graphs.",
+    "The training loop lacks a call: gradients are never set to zero, or the model is trained in evaluation mode after it "
+    "was trained in training mode; or its loss compares every prediction of a batch with every target; or its optimizer is "
+    "made anew for each step, never steps, or gets no gradients, at all or any more; or its loss takes softmax or sigmoid "
+    "twice, or softmax over the batch; or losses are kept with their graphs.",
     Attribute("kind", "which", LOOP_MISTAKES),
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients"),
@@ -1258,6 +1267,19 @@ EVENT_UNMOVED_LAYERS = _warning(
     Attribute("layers_measured", "of how many"),
     Attribute("cause", "why", ("vanishing", "dead_units", "cut_off")),
     Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
+)
+EVENT_NO_PROGRESS = _warning(
+    "torchobs.progress.none",
+    "The loss has not fallen since the first steps, and the hyperparameters explain it.",
+    PROGRESS_CAUSE,
+    Attribute("first", "mean of the first ten losses"),
+    Attribute("last", "mean of about the last quarter of them"),
+    Attribute("steps", "number of steps"),
+    Attribute("amount", "share of the weights that weight decay takes in each step, or most that all steps take of the loss"),
+    Attribute("learning_rate", "its mean"),
+    Attribute("weight_decay", "of the first parameter group"),
+    Attribute("grad_norm", "its mean"),
+    Attribute("max_norm", "to which the gradient is clipped"),
 )
 EVENT_FADED_OPTIMIZER = _warning(
     "torchobs.grad.faded",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.diagnosis_files import facts, step, steps
+from tests.diagnosis_files import fact, facts, step
 from torchobs import catalog
 from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.rank_report import Step
@@ -24,44 +23,21 @@ def with_losses(*losses: float, after: Sequence[float], **given: Any) -> list[St
     return [step(number, loss, **given) for number, loss in enumerate([*losses, *after], 1)]
 
 
-def test_a_loss_that_leaves_its_start_for_good_is_told_with_the_rate() -> None:
-    """Twenty times the first loss is no spike by its past, which is too short."""
-    found = told(with_losses(4.1, 60.0, 271.0, after=[100.0] * 100, learning_rate=1.0))
-    assert found == {
-        "diverged": "The loss rose from 4.1 in step 1 to 60 in step 2, and never came back: in step 103 it was 100. "
-        "The learning rate, 1, is a suspect."
+DIVERGED = {(catalog.ANOMALY_ACTIVE, "diverged"): 1.0}
+
+
+def test_a_loss_that_left_its_start_for_good_is_told_with_the_rate() -> None:
+    """As the fold found it; after another model's first steps the rate is that of the start, too."""
+    history = with_losses(4.1, 60.0, 271.0, after=[100.0] * 100, learning_rate=1.0)
+    events = [fact(catalog.EVENT_ANOMALY, 5.2, 52, kind="diverged", value=100.0, baseline=4.1)]
+    text = "The loss rose from 4.1 to 10 times that or more within its first 20 steps, and has not come back: "
+    assert told(history, values=DIVERGED, events=events) == {
+        "diverged": f"{text}in step 103 it was 100. The learning rate, 1, is a suspect."
     }
-
-
-@pytest.mark.parametrize(
-    "history",
-    [
-        steps(300),
-        with_losses(4.1, 271.0, after=[100.0] * 20),
-        with_losses(4.1, 271.0, after=[100.0] * 90 + [5.0] + [100.0] * 10),
-        with_losses(4.1, 5.0, after=[5.0 + number for number in range(300)]),
-        with_losses(0.01, 0.9, after=[1.9] * 200),
-        with_losses(-4.0, 50.0, after=[-3.0, 60.0] * 60),
-        with_losses(*[2.0] * 30, after=[200.0] * 100),
-        [step(number + 100, loss) for number, loss in enumerate([4.1, 271.0, *[100.0] * 99])],
-        with_losses(4.1, 271.0, after=[*[100.0] * 90, math.nan, *[100.0] * 10]),
-    ],
-    ids=[
-        "healthy", "too early to say", "came back once", "grows", "begins near zero", "both signs", "later",
-        "the start is gone", "not finite: another finding",
-    ],
-)  # fmt: skip
-def test_other_losses_are_not_called_diverged(history: list[Step]) -> None:
-    """What an odd or heavy-tailed loss does as well."""
-    assert told(history) == {}
-
-
-def test_of_two_models_the_last_one_is_judged_by_its_own_start() -> None:
-    """Another fold begins anew."""
-    first = with_losses(0.5, after=[0.1] * 99)
-    second = [step(101, 2.3, new_model=True), *(step(number, 90.0) for number in range(102, 200))]
-    assert "from 2.3 in step 101 to 90 in step 102" in told([*first, *second])["diverged"]
-    assert told([*second[:1], *first[1:]]) == {}
+    later = told(history[50:], values=DIVERGED, events=events)["diverged"]
+    assert later == f"{text}in step 103 it was 100.", "the steps of the start are gone"
+    assert "from its first value to" in told(history, values=DIVERGED)["diverged"]
+    assert told(history, events=events) == {}, "it came back"
 
 
 def rates(*runs: tuple[float | None, int], first: int = 1) -> list[Step]:

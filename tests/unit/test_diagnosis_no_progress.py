@@ -2,101 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.diagnosis_files import facts, step
+from tests import flights
+from tests.diagnosis_files import fact, facts
 from torchobs import catalog
+from torchobs.detect.no_progress import Course, Hyperparameters, cause_of
 from torchobs.diagnosis.no_progress import no_progress
-from torchobs.diagnosis.rank_report import Step
+from torchobs.flight.format.step_record import StepFlag, StepRecord
+from torchobs.flight.metrics.fold import fold
+from torchobs.flight.metrics.loss_course import course
 
-SGD = {catalog.OPTIMIZER_MOMENTUM: 0.0}
+HEADER = flights.header()
 SHORT = "steps are too short for more than"
-ADAM = {catalog.OPTIMIZER_MOMENTUM: 0.9, catalog.OPTIMIZER_BETA2: 0.999}
+SGD, MOMENTUM = Hyperparameters(momentum=0.0), Hyperparameters(momentum=0.9)
+ADAM = Hyperparameters(momentum=0.9, beta2=0.999)
+ALL = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 
 
-def flat(count: int = 400, *, first: int = 1, norm: float | None = 0.5, **given: Any) -> list[Step]:
+def record(number: int, loss: float, rate: float = 0.1, norm: float = 0.5, flags: int = ALL) -> StepRecord:
+    """One step."""
+    return flights.step_record(HEADER, number, step=number, loss=loss, grad_norm=norm, learning_rate=rate, flags=flags)
+
+
+def flat(rate: float, count: int = 400, *, first: int = 1, flags: int = ALL) -> list[StepRecord]:
     """Steps whose loss is that of guessing among ten classes."""
-    return [step(number, 2.3 + 0.01 * (number % 3), norm, **given) for number in range(first, first + count)]
+    return [record(number, 2.3 + 0.01 * (number % 3), rate, flags=flags) for number in range(first, first + count)]
 
 
-def told(history: Sequence[Step], hyperparameters: Mapping[Any, float], limit: float | None = None) -> str:
-    """What is said of it, after the numbers of the loss."""
-    values = {(metric, "0"): value for metric, value in hyperparameters.items()}
-    clip = {catalog.GRAD_CLIP_MAX_NORM: limit} if limit is not None else {}
-    found = list(no_progress(facts(history, values={**values, **clip})))
-    assert all(finding.kind == "no_progress" for finding in found)
-    return " ".join(finding.text.partition(": ")[2] for finding in found)
+def course_of(records: Sequence[StepRecord], batch: int = 64) -> Course:
+    """What the fold keeps of them."""
+    totals = flights.totals(HEADER)
+    for begin in range(0, len(records), batch):
+        fold(totals, records[begin : begin + batch])
+    return course(totals)
 
 
 @pytest.mark.parametrize(
-    ("history", "hyperparameters", "limit", "cause"),
+    ("history", "given", "kind", "amount"),
     [
-        (
-            flat(learning_rate=0.1), {**SGD, catalog.OPTIMIZER_WEIGHT_DECAY: 0.5}, None,
-            "weight decay takes 5% of the weights in each step (weight_decay 0.5 at a learning rate of 0.1).",
-        ),
-        (
-            flat(learning_rate=0.01), {catalog.OPTIMIZER_MOMENTUM: 0.9, catalog.OPTIMIZER_WEIGHT_DECAY: 0.9}, None,
-            "weight decay takes 9% of the weights in each step (weight_decay 0.9 at a learning rate of 0.01).",
-        ),
-        (
-            flat(learning_rate=0.01), {**ADAM, catalog.OPTIMIZER_WEIGHT_DECAY: 10.0}, None,
-            "weight decay takes 10% of the weights in each step (weight_decay 10 at a learning rate of 0.01).",
-        ),
-        (
-            flat(learning_rate=1.0), {**SGD, catalog.OPTIMIZER_WEIGHT_DECAY: 2.0}, None,
-            "weight decay takes all of the weights in each step (weight_decay 2 at a learning rate of 1).",
-        ),
-        (
-            flat(learning_rate=0.1), SGD, 1e-4,
-            f"{SHORT} 0.002 of it in all. The learning rate is 0.1, and gradients of a norm of 0.5 are clipped to 0.0001.",
-        ),
-        (
-            flat(learning_rate=1e-6), {catalog.OPTIMIZER_MOMENTUM: 0.9}, 1.0,
-            f"{SHORT} 0.001 of it in all. The learning rate is 1e-06.",
-        ),
-        (
-            flat(learning_rate=1e-9), ADAM, None,
-            "no weight has moved by more than about 4e-7 in all, by a learning rate of 1e-09.",
-        ),
+        (flat(0.1), SGD._replace(weight_decay=0.5), "weight_decay", 0.05),
+        (flat(0.01), MOMENTUM._replace(weight_decay=0.9), "weight_decay", 0.09),
+        (flat(0.01), ADAM._replace(weight_decay=10.0), "weight_decay", 0.1),
+        (flat(0.1), SGD._replace(max_norm=1e-4), "clipped", 0.002),
+        (flat(1e-6), MOMENTUM._replace(max_norm=1.0), "short_steps", 0.001),
+        (flat(1e-9), ADAM, "small_rate", 4e-7),
+        ([*flat(0.1, 50), *flat(0.0, 350, first=51)], SGD._replace(weight_decay=0.9), "weight_decay", 0.01125),
+        ([record(n, 0.1, flags=ALL | (StepFlag.NEW_MODEL if n == 51 else 0)) for n in range(1, 51)]
+         + [record(n, 2.3, flags=ALL | (StepFlag.NEW_MODEL if n == 51 else 0)) for n in range(51, 300)],
+         SGD._replace(weight_decay=0.5), "weight_decay", 0.05),
     ],
-    ids=["decay", "decay with momentum", "decay of Adam", "decay of all", "clipped", "rate", "rate of Adam"],
+    ids=["decay", "decay with momentum", "decay of Adam", "clipped", "rate", "rate of Adam", "the rate's mean", "second model"],
 )  # fmt: skip
-def test_the_cause_is_told(history: list[Step], hyperparameters: Mapping[Any, float], limit: float | None, cause: str) -> None:
-    """With its numbers."""
-    assert told(history, hyperparameters, limit) == cause
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_cause_is_found(history: list[StepRecord], given: Hyperparameters, kind: str, amount: float, batch: int) -> None:
+    """However the records are cut."""
+    found = cause_of(course_of(history, batch), given)
+    assert found is not None
+    assert found.kind == kind
+    assert found.amount == pytest.approx(amount)
 
 
-DECAY = {**SGD, catalog.OPTIMIZER_WEIGHT_DECAY: 0.5}
+DECAY = SGD._replace(weight_decay=0.5)
+NO_RATE, NO_NORM = StepFlag.LOSS | StepFlag.GRAD_NORM, StepFlag.LOSS | StepFlag.LEARNING_RATE
 
 
 @pytest.mark.parametrize(
-    ("history", "hyperparameters", "limit"),
+    ("history", "given"),
     [
-        (flat(learning_rate=0.1), SGD, None),
-        (flat(learning_rate=1e-3), ADAM, 1e-4),
-        (flat(learning_rate=0.1), {**SGD, catalog.OPTIMIZER_WEIGHT_DECAY: 5e-4}, None),
-        (flat(learning_rate=0.1), {catalog.OPTIMIZER_WEIGHT_DECAY: 0.0}, 1e-4),
-        (flat(learning_rate=0.0), SGD, None),
-        (flat(learning_rate=None), DECAY, None),
-        (flat(learning_rate=1e-6, norm=None), SGD, None),
-        (flat(90, learning_rate=0.1), DECAY, None),
-        (flat(learning_rate=0.1, first=1_000), DECAY, None),
-        ([step(n, 2.3 / (1 + n / 100), learning_rate=0.1) for n in range(1, 400)], DECAY, None),
-        ([step(n, 2.3 if n < 50 else 9.0, learning_rate=0.1) for n in range(1, 400)], DECAY, None),
-        ([step(n, (-1.0) ** n, learning_rate=0.1) for n in range(1, 400)], DECAY, None),
+        (flat(0.1), SGD),
+        (flat(1e-3), ADAM._replace(max_norm=1e-4)),
+        (flat(0.1), SGD._replace(weight_decay=5e-4)),
+        (flat(0.1), Hyperparameters(weight_decay=0.0, max_norm=1e-4)),
+        (flat(0.0), SGD),
+        (flat(0.1, flags=NO_RATE), DECAY),
+        (flat(1e-6, flags=NO_NORM), SGD),
+        ([record(n, 2.3, 1e-6 * n) for n in range(1, 200)], SGD),
+        (flat(0.1, 90), DECAY),
+        (flat(0.1, first=1_000), DECAY),
+        ([record(n, 2.3 / (1 + n / 100)) for n in range(1, 400)], DECAY),
+        ([record(n, 2.3 if n < 50 else 9.0) for n in range(1, 400)], DECAY),
+        ([record(n, (-1.0) ** n) for n in range(1, 400)], DECAY),
+        ([record(n, 2.3 if n != 50 else float("nan")) for n in range(1, 400)], DECAY),
     ],
     ids=[
         "labels may be noise", "Adam's steps do not shrink with the gradient", "usual decay", "another optimizer",
-        "no rate: another finding", "rate not known", "no norms", "too early", "its begin is gone", "falls", "rises",
-        "of both signs",
+        "no rate: another finding", "rate not known", "no norms", "warm-up", "too early",
+        "its begin is not known", "falls", "rises", "of both signs", "not finite",
     ],
 )  # fmt: skip
-def test_without_a_cause_nothing_is_told(
-    history: list[Step], hyperparameters: Mapping[Any, float], limit: float | None
-) -> None:
+def test_without_a_cause_nothing_is_found(history: list[StepRecord], given: Hyperparameters) -> None:
     """Losses that stay as they are prove nothing by themselves."""
-    assert told(history, hyperparameters, limit) == ""
+    assert cause_of(course_of(history), given) is None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "cause"),
+    [
+        (
+            {"cause": "weight_decay", "amount": 0.05, "weight_decay": 0.5, "learning_rate": 0.1},
+            "weight decay takes 5% of the weights in each step (weight_decay 0.5 at a learning rate of 0.1).",
+        ),
+        (
+            {"cause": "weight_decay", "amount": 2.0, "weight_decay": 2.0, "learning_rate": 1.0},
+            "weight decay takes all of the weights in each step (weight_decay 2 at a learning rate of 1).",
+        ),
+        (
+            {"cause": "clipped", "amount": 0.002, "learning_rate": 0.1, "grad_norm": 0.5, "max_norm": 1e-4},
+            f"{SHORT} 0.002 of it in all. The learning rate is 0.1, and gradients of a norm of 0.5 are clipped to 0.0001.",
+        ),
+        (
+            {"cause": "short_steps", "amount": 0.001, "learning_rate": 1e-6, "grad_norm": 0.5},
+            f"{SHORT} 0.001 of it in all. The learning rate is 1e-06.",
+        ),
+        (
+            {"cause": "small_rate", "amount": 4e-7, "learning_rate": 1e-9},
+            "no weight has moved by more than about 4e-7 in all, by a learning rate of 1e-09.",
+        ),
+    ],
+    ids=["decay", "decay of all", "clipped", "rate", "rate of Adam"],
+)
+def test_the_cause_is_told_with_its_numbers(attributes: dict[str, Any], cause: str) -> None:
+    """As long as the loss has not fallen after all."""
+    event = fact(catalog.EVENT_NO_PROGRESS, 40.0, 400, first=2.31, last=2.3, steps=400, **attributes)
+    blocked = {(catalog.PROGRESS_BLOCKED, attributes["cause"]): 1.0}
+    (found,) = no_progress(facts(events=[event], values=blocked))
+    assert (found.kind, found.text) == ("no_progress", f"The loss did not fall (from 2.31 to 2.3 in 400 steps): {cause}")
+    assert list(no_progress(facts(events=[event], values=dict.fromkeys(blocked, 0.0)))) == []

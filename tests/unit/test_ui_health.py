@@ -263,6 +263,26 @@ def test_what_goes_on_is_not_said_to_be_over() -> None:
     assert health.text.endswith("The loss has jumped.")
 
 
+def test_a_loss_that_has_diverged_is_told_while_it_runs_and_after() -> None:
+    """As any anomaly."""
+    values = anomalies(diverged=1)
+    health = run(*(row(rank, anomalies=("diverged",), values=values) for rank in range(2))).health
+    assert health.text.endswith("The loss has diverged: it left its start for good in the first steps.")
+    assert health.level is Severity.WARNING
+    assert run(finished(values=values)).health.text.endswith("There have been 1 loss that diverged.")
+
+
+@pytest.mark.parametrize("cause", catalog.PROGRESS_CAUSES)
+def test_a_loss_that_does_not_fall_is_told_with_its_cause(cause: str) -> None:
+    """While it trains, and once it has ended."""
+    values: Values = {catalog.PROGRESS_BLOCKED.name: {(cause,): 1.0}}
+    health = run(row(0), row(1, values=values)).health
+    assert "The loss does not fall: " in health.text
+    assert health.level is Severity.WARNING
+    assert "The loss did not fall: " in run(finished(values=values)).health.text
+    assert "not fall" not in run(row(0, values={catalog.PROGRESS_BLOCKED.name: {(cause,): 0.0}})).health.text
+
+
 def test_gradients_that_a_loss_scaler_skipped_are_its_work() -> None:
     """It raises its scale until they are not finite."""
     values = {**anomalies(nonfinite_gradient=4), "torchobs.amp.steps_skipped": {(): 4.0}}

@@ -38,6 +38,7 @@ _ANOMALIES = {
     "gradient_explosion": "Gradients explode",
     "loss_spike": "The loss has jumped",
     "gradient_vanishing": "Gradients vanish",
+    "diverged": "The loss has diverged: it left its start for good in the first steps",
 }
 _PAST = {
     "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
@@ -45,6 +46,7 @@ _PAST = {
     "gradient_explosion": ("gradient explosion", "gradient explosions"),
     "loss_spike": ("loss spike", "loss spikes"),
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
+    "diverged": ("loss that diverged", "losses that diverged"),
 }
 _MISTAKES = {
     "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
@@ -52,6 +54,7 @@ _MISTAKES = {
     "loss_broadcast": "The loss compares every prediction with every target.",
     "optimizer_remade": "The optimizer is made anew for each step.",
     "no_gradients": "No gradient comes to the parameters of an optimizer.",
+    "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
     "never_stepped": "The optimizer never steps.",
     "softmax_twice": "The loss takes the softmax of probabilities.",
     "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
@@ -59,6 +62,13 @@ _MISTAKES = {
     "losses_kept": "Losses are kept with their graphs.",
 }
 """What ``loop_mistakes`` says at more length"""
+_NO_PROGRESS = {
+    "weight_decay": "weight decay takes too much of the weights",
+    "short_steps": "the steps are too short for it, by the learning rate",
+    "clipped": "the steps are too short for it, as the gradient is clipped",
+    "small_rate": "the learning rate is too small to move a weight",
+}
+"""What ``no_progress`` says with figures"""
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
@@ -141,6 +151,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from _lost(ranks)
     yield from _past(ranks)
     yield from _mistakes(ranks)
+    yield from _stuck_loss(ranks)
     yield from [zero_learning_rate(rank.zero_rate) for rank in ranks if rank.zero_rate is not None][:1]
     yield from _unmoved(ranks)
     yield from failed_saves(ranks)
@@ -283,6 +294,14 @@ def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.mistakes):
         if not (kind == "never_stepped" and stepped):
             yield Finding(WARNING, kind, _MISTAKES[kind])
+
+
+def _stuck_loss(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield that the loss has not fallen since the start, and why; also of an ended run."""
+    cause = next((rank.no_progress for rank in ranks if rank.no_progress), "")
+    if cause:
+        verb = "does" if any(rank.up for rank in ranks) else "did"
+        yield Finding(WARNING, "no_progress", f"The loss {verb} not fall: {_NO_PROGRESS[cause]}.")
 
 
 def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

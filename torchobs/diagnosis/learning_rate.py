@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 
 from torchobs import catalog
-from torchobs.detect.spikes import LEAST_SCALE, WARM_UP
+from torchobs.detect.divergence import LEFT
+from torchobs.detect.spikes import WARM_UP
 from torchobs.detect.zero_rates import OTHER_GROUPS, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import WARNING, Finding, zero_learning_rate
 from torchobs.diagnosis.rank_report import RankReport, model_begins
-
-_LEFT, _NEAR = 10.0, 2.0
-"""Factors on the first loss, which is that of an untrained model: above the one, within the first steps, a loss has left its
-start; below the other it has come back. A policy gradient's loss is as long as its episodes: it may leave its start, and comes
-back with each short one."""
-_LEAST_AFTER = 50
-"""Steps after that without a return"""
 
 
 def learning_rate(report: RankReport) -> Iterator[Finding]:
@@ -27,22 +20,19 @@ def learning_rate(report: RankReport) -> Iterator[Finding]:
 
 
 def _too_high(report: RankReport) -> Iterator[Finding]:
-    """Yield a loss that rose tenfold within the first steps of the model, and never came near its first value again."""
-    steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :]
-    told = [step for step in steps if step.loss is not None]
-    if not told or not (steps[0].step == 1 or steps[0].new_model):
+    """Yield that the loss has left its start for good (``detect.divergence``)."""
+    if not report.value(catalog.ANOMALY_ACTIVE, "diverged"):
         return
-    start = max(abs(told[0].loss or 0.0), LEAST_SCALE)
-    left = next((index for index, step in enumerate(told[:WARM_UP]) if (step.loss or 0.0) >= _LEFT * start), None)
-    after = told[left + 1 :] if left is not None else []
-    if left is None or len(after) < _LEAST_AFTER or not all(_NEAR * start <= (step.loss or 0.0) < inf for step in after):
-        return
-    values = [text_format.number(step.loss) for step in (told[0], told[left], told[-1])]
-    rose = f"The loss rose from {values[0]} in step {told[0].step:,} to {values[1]} in step {told[left].step:,}"
-    text = f"{rose}, and never came back: in step {told[-1].step:,} it was {values[2]}."
-    rate = next((step.learning_rate for step in told[: left + 1] if step.learning_rate), None)
+    told = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "diverged"]
+    first = text_format.number(told[-1].number("baseline")) if told else "its first value"
+    text = f"The loss rose from {first} to {LEFT:g} times that or more within its first {WARM_UP} steps, and has not come back"
+    last = next((step for step in reversed(report.steps) if step.loss is not None), None)
+    value = f": in step {last.step:,} it was {text_format.number(last.loss)}" if last is not None else ""
+    steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :] if report.steps else ()
+    is_start = bool(steps) and (steps[0].step == 1 or steps[0].new_model)
+    rate = next((step.learning_rate for step in steps if step.learning_rate), None) if is_start else None
     suspect = f" The learning rate, {text_format.number(rate)}, is a suspect." if rate is not None else ""
-    yield Finding(WARNING, "diverged", f"{text}{suspect}")
+    yield Finding(WARNING, "diverged", f"{text}{value}.{suspect}")
 
 
 def _zero(report: RankReport) -> Iterator[Finding]:

@@ -23,6 +23,9 @@ _HOW = {
     "no_gradients": "No gradient ever came to the parameters of the optimizer ({optimizer}; {parameters}): nothing was learned "
     "there. Either the loss is cut off from the model (detach, item, no_grad, a new tensor of its value), or backward() is not "
     "called, or the optimizer was made before the model was copied or replaced, and has the old one's parameters.",
+    "gradients_stopped": "Since step {step} no gradient comes to the parameters of the optimizer ({optimizer}; {parameters}), "
+    "to which some came before: nothing is learned any more. Either the loss is cut off from the model since then (detach, "
+    "item, no_grad, a new tensor of its value), or backward() is not called any more, or the model was replaced.",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "softmax_twice": "The loss was given probabilities of shape {shape}, and takes their softmax again: cross_entropy expects "

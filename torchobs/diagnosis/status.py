@@ -92,6 +92,8 @@ class RankStatus:
     """anomalies of the last ten minutes by kind, as far as known from events"""
     mistakes: tuple[str, ...] = ()
     """of ``catalog.LOOP_MISTAKES`` what the loop was found to do"""
+    no_progress: str = ""
+    """of ``catalog.PROGRESS_CAUSES`` why the loss does not fall"""
     scaled: bool = False
     """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
@@ -244,6 +246,7 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         counted={kind: int(get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS},
         lately=lately or {},
         mistakes=tuple(mistakes),
+        no_progress=next((cause for cause in catalog.PROGRESS_CAUSES if get(catalog.PROGRESS_BLOCKED, cause)), ""),
         scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
         saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),

@@ -21,7 +21,7 @@ from torchobs.report.details import details
 _SECTIONS = {
     "training": {
         "nonfinite_loss", "nonfinite_gradient", "past_anomalies", "gradient_vanishing", "clipped_scaled", "scheduler_misused",
-        "amp_skips", "loss_spike", "gradient_explosion", "amp_scale_collapsed", "model_changes",
+        "amp_skips", "loss_spike", "gradient_explosion", "amp_scale_collapsed", "model_changes", "diverged", "no_progress",
     },
     "layers": {"unmoved_layers"},
     "time": {"data", "held_up", "slowed", "checkpoint_age", "no_checkpoint"},

@@ -17,6 +17,8 @@ from torchobs.rules.values import DEFAULT, Values
 
 LEAST_NONFINITE = LEAST_EXPLOSIONS
 """One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
+DIVERGED = "5m"
+"""How long a loss has to be away: whoever tries out a learning rate sees it and ends the run"""
 LEAST_NONFINITE_LOSSES = 10
 """So many, and more than half of the steps: the loss stays so."""
 
@@ -24,7 +26,7 @@ LEAST_NONFINITE_LOSSES = 10
 def anomalies(values: Values = DEFAULT) -> Group:
     """Return the rules about anomalous steps."""
     counted = (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)
-    rules = (_loss_not_finite(), _gradient_explosion(values), _gradient_vanishing())
+    rules = (_loss_not_finite(), _loss_diverged(), _gradient_explosion(values), _gradient_vanishing())
     return Group("torchobs.anomalies", (*map(recent, counted), *rules))
 
 
@@ -51,6 +53,28 @@ def _loss_not_finite() -> Alert:
             "are lost; what helps is the last checkpoint before it."
         ),
         culprits=Culprits(losses.replace("{", f"{{{THIS_RUN}, "), '{{ printf "%.0f" $v }} losses', "Most on"),
+    )
+
+
+def _loss_diverged() -> Alert:
+    """Return the alert on a loss that stays far above that of the untrained model, and is finite."""
+    diverged = select(catalog.ANOMALY_ACTIVE, f'kind="{_kind("diverged")}"')
+    return Alert(
+        alert="TorchobsLossDiverged",
+        expr=f"""
+            max {BY_RUN} (
+                count {BY_RUN} ({lasting(diverged, "== 1", DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {diverged} == 1)
+            )
+        """,
+        severity="ticket",
+        summary="has diverged in its first steps.",
+        description=(
+            'The loss of {{ printf "%.0f" $value }} of its ranks rose to ten times the first one, and has not come back since: '
+            "the learning rate is too high from the start, or the loss is not what it is meant to be."
+        ),
+        culprits=Culprits(
+            select(catalog.LOSS, THIS_RUN), 'rank {{ $l.rank }} with a loss of {{ printf "%.3g" $v }}', "Now", named=False
+        ),
     )
 
 

@@ -41,6 +41,7 @@ from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.history import GaugeHistory
 from torchobs.runtime.notebook import NotebookStatus, in_notebook
 from torchobs.runtime.probe_manager import ProbeManager
+from torchobs.runtime.progress_watch import ProgressWatch
 from torchobs.runtime.run_details import RunDetails
 from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
@@ -154,7 +155,7 @@ class Session:
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("children", partial(report_children, context))]
         self._history = GaugeHistory(context)
-        self._samples.append(("history", self._history.sample))
+        self._samples += [("history", self._history.sample), ("progress", ProgressWatch(context).sample)]
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),

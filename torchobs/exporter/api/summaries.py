@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Values = dict[str, dict[tuple[str, ...], float]]
 
-_LOSS_KINDS = ("nonfinite_loss", "loss_spike")
+_LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 _COUNTERS = (
     catalog.STEPS, catalog.ANOMALIES, catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_ANOMALIES,
     catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES,

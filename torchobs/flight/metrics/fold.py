@@ -15,6 +15,7 @@ from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.goodput import credited, deduct_credit
 from torchobs.flight.metrics.gradient_norms import fold_norms
+from torchobs.flight.metrics.loss_course import begin_course, fold_course
 from torchobs.flight.metrics.totals import (
     DURATION_SUM,
     LOSS_SPIKE,
@@ -60,6 +61,7 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     for part in _by_model(fresh):
         if part[0].flags & StepFlag.NEW_MODEL:
             begin_model(changed, part[0].step)
+            begin_course(changed)
         fold_late(changed, part, noted)
     add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
     changed.ints[Word.FOLDED_UPTO] = newest
@@ -85,6 +87,7 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
     converged = _converged(totals, records)
+    fold_course(totals, records, found)
     _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found)
     fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, converged)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)

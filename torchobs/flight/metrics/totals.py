@@ -38,6 +38,14 @@ class Word:
     RECORDS_LOST = 14
     CLIPPED_STEPS = 15
     PHASE_TIME = 16
+    FIRST_LOSS = 21
+    """of the present model"""
+    LOSSES = 22
+    """number of its finite losses"""
+    LOSS_LEFT = 23
+    """``detect.divergence``: which of them left the start, or one of its two other states"""
+    NORMS = 31
+    """number of the present model's norms in ``NORMS_SUM`` and ``SQUARES_SUM``"""
     GOODPUT = 24
     ANOMALIES = 32
     LOSS_USUAL, NORM_USUAL = 38, 39
@@ -57,6 +65,11 @@ class Word:
     CREDITED = 58
     """seconds in each of ``goodput.STATES`` already added to the goodput for the unfinished step"""
     STEP_DURATION = 64
+    START_LOSS, LATE_LOSS = 90, 91
+    """of the present model (``loss_course``): mean of its first losses, and of about the last quarter"""
+    RATE_SUM, RATES = 92, 93
+    """sum of its learning rates, and their number"""
+    NORMS_SUM, SQUARES_SUM = 94, 95
     NORM_DISTRIBUTION = 96
 
 
@@ -66,7 +79,9 @@ WORDS = NORM_SUM + 3
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 
-NONFINITE_LOSS, NONFINITE_GRADIENT, GRADIENT_EXPLOSION, LOSS_SPIKE, GRADIENT_VANISHING = range(len(catalog.ANOMALY_KINDS))
+NONFINITE_LOSS, NONFINITE_GRADIENT, GRADIENT_EXPLOSION, LOSS_SPIKE, GRADIENT_VANISHING, DIVERGED = range(
+    len(catalog.ANOMALY_KINDS)
+)
 
 
 def core_series() -> list[tuple[catalog.Metric, dict[str, str], int]]:

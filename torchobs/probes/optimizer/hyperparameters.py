@@ -230,7 +230,9 @@ def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:
     return {
         catalog.OPTIMIZER_WEIGHT_DECAY: [number_of(group.get("weight_decay")) for group in groups],
         catalog.OPTIMIZER_MOMENTUM: [number_of(group.get("momentum", _beta(group, 0))) for group in groups],
-        catalog.OPTIMIZER_BETA2: [number_of(_beta(group, 1)) for group in groups],
+        catalog.OPTIMIZER_BETA2: [
+            number_of(group.get("alpha") if "centered" in group else _beta(group, 1)) for group in groups
+        ],
     }
 
 

@@ -1,0 +1,65 @@
+"""A loss that leaves its start for good, as the fold follows it."""
+
+from __future__ import annotations
+
+from math import nan
+
+import pytest
+
+from tests import flights
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.metrics import fold
+from torchobs.flight.metrics.totals import DIVERGED, Anomaly, is_active
+
+HEADER = flights.header()
+
+
+def step(number: int, loss: float, flags: int = StepFlag.LOSS) -> StepRecord:
+    """A record of one."""
+    return flights.step_record(HEADER, number, step=number, loss=loss, flags=flags)
+
+
+def folded(batches: list[list[StepRecord]]) -> tuple[bool, list[Anomaly]]:
+    """Whether it is away in the end, and what was found."""
+    totals, found = flights.totals(HEADER), list[Anomaly]()
+    for batch in batches:
+        fold.fold(totals, batch, found)
+    return is_active(totals, DIVERGED), found
+
+
+@pytest.mark.parametrize(
+    ("losses", "at"),
+    [
+        ([4.1, 60.0, 271.0, *[100.0] * 100], 52),
+        ([0.2] * 19 + [12.0] * 60, 70),
+        ([2.0] * 300, None),
+        ([4.1, 271.0, *[100.0] * 20], None),
+        ([4.1, 271.0, *[100.0] * 30, 5.0, *[100.0] * 100], None),
+        ([4.1, 5.0, *[5.0 + number for number in range(300)]], None),
+        ([0.01, 0.9, *[1.9] * 200], None),
+        ([-4.0, 50.0, *[-3.0, 60.0] * 60], None),
+        ([*[2.0] * 30, *[200.0] * 100], None),
+        ([4.1, 271.0, *[100.0] * 30, nan, *[100.0] * 100], None),
+    ],
+    ids=[
+        "at once", "in the twentieth step", "healthy", "too early to say", "came back once", "grows", "begins near zero",
+        "both signs", "later", "not finite: another anomaly",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_a_loss_that_leaves_its_start_for_good_has_diverged(losses: list[float], at: int | None, batch: int) -> None:
+    """Told once, beside its first value; twenty times that is no spike by its own past, which is too short."""
+    records = [step(number, loss) for number, loss in enumerate(losses, 1)]
+    is_away, found = folded([records[begin : begin + batch] for begin in range(0, len(records), batch)])
+    told = [(one.step, one.baseline) for one in found if one.kind == "diverged"]
+    assert told == ([] if at is None else [(at, losses[0])])
+    assert is_away == (at is not None)
+
+
+def test_a_diverged_loss_is_active_until_it_comes_back_or_another_model_begins() -> None:
+    """Late values of earlier steps change nothing."""
+    away = [step(1, 4.0), *(step(number, 90.0) for number in range(2, 62))]
+    late = flights.step_record(HEADER, 62, step=5, loss=1.0, flags=StepFlag.LOSS, kind=RecordKind.LATE)
+    assert folded([away, [late]])[0]
+    assert not folded([away, [step(62, 7.0)]])[0]
+    assert not folded([away, [step(62, 90.0, StepFlag.LOSS | StepFlag.NEW_MODEL)]])[0]

@@ -1,0 +1,101 @@
+"""Detect a loss that does not fall, where the hyperparameters explain it. Pure.
+
+By itself a loss that stays as it is proves nothing: those of reinforcement learning and of a GAN's players do, and labels may
+be noise. So it is a verdict with a cause only:
+
+- *weight decay* that takes a percent of the weights or more in each step: for SGD ``lr * weight_decay / (1 - momentum)``,
+  since momentum repeats what is taken; for others without the division;
+- *steps that are too short* for the loss to fall: to first order a step of SGD lowers the loss by its length times the
+  gradient's norm, ``lr / (1 - momentum) * min(norm, limit of clipping) * norm`` at most; Adam's moves no weight by more than
+  about ``lr`` (Kingma & Ba 2015, section 2.1).
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+LEAST_LOSSES = 100
+FIRST_LOSSES = 10
+"""Losses whose mean is that of the untrained model"""
+LATE_SHARE = 0.25
+"""The mean of the last losses has a memory of this share of all"""
+FALLEN, RISEN = 0.95, 2.0
+"""Factors on the first losses, between which a loss has not moved; above, it is another verdict"""
+LEAST_DECAY = 0.01
+"""Of the weights, in each step: half of them in 69"""
+DECAYED = 3.0
+"""Least steps, in those that weight decay alone takes to leave 1/e: 5 % are left"""
+LEAST_MOVED = 1e-5
+"""What no weight has moved further than by Adam, if all steps went the same way: less than rounding in float16 and bfloat16
+makes of a weight of 0.02, which is what initialisations give"""
+RISING = 1.5
+"""Factor on the mean learning rate, above which it still rises, or did lately: after a linear warm-up it is twice the mean"""
+WEIGHT_DECAY, SHORT_STEPS, CLIPPED, SMALL_RATE = "weight_decay", "short_steps", "clipped", "small_rate"
+
+
+class Course(NamedTuple):
+    """A model's training since its first step."""
+
+    losses: int
+    """number of finite ones; 0 if one was not above zero, or the first are not known"""
+    first: float
+    late: float
+    steps: int
+    rate: float
+    """mean learning rate; 0 if unknown"""
+    last_rate: float
+    norm: float | None
+    """mean gradient norm, if it was measured"""
+    square: float
+    """mean of its square"""
+
+
+class Hyperparameters(NamedTuple):
+    """Of the optimizer's first parameter group; ``None`` where it has none."""
+
+    weight_decay: float | None = None
+    momentum: float | None = None
+    beta2: float | None = None
+    max_norm: float | None = None
+    """limit of clipping"""
+
+    @property
+    def repeats(self) -> float:
+        """How often momentum repeats what a step of SGD does; 1 for other optimizers, whose momentum averages."""
+        momentum = self.momentum or 0.0
+        return 1.0 if self.beta2 is not None or not 0.0 <= momentum < 1.0 else 1.0 / (1.0 - momentum)
+
+
+class Cause(NamedTuple):
+    """Why the loss does not fall. ``amount``: of the weights in each step; of the loss, or of a weight, in all steps."""
+
+    kind: str
+    amount: float
+
+
+def cause_of(course: Course, given: Hyperparameters) -> Cause | None:
+    """Return why the loss has not fallen; ``None`` if it has, or if nothing explains it."""
+    if course.losses < LEAST_LOSSES or not FALLEN * course.first <= course.late <= RISEN * course.first:
+        return None
+    return _weight_decay(course, given) or _short_steps(course, given)
+
+
+def _weight_decay(course: Course, given: Hyperparameters) -> Cause | None:
+    taken = course.rate * (given.weight_decay or 0.0) * given.repeats
+    return Cause(WEIGHT_DECAY, taken) if taken >= LEAST_DECAY and course.steps * taken >= DECAYED else None
+
+
+def _short_steps(course: Course, given: Hyperparameters) -> Cause | None:
+    if not course.rate or course.last_rate > RISING * course.rate:
+        return None  # another finding, or a warm-up
+    if given.beta2 is not None:
+        moved = course.rate * course.steps
+        return Cause(SMALL_RATE, moved) if moved < LEAST_MOVED else None
+    if course.norm is None or given.momentum is None:
+        return None  # not SGD
+    limit = given.max_norm or inf
+    lowered = course.rate * given.repeats * course.steps * min(course.square, limit * course.norm)
+    if lowered >= (1.0 - FALLEN) * course.first:
+        return None
+    return Cause(CLIPPED if course.norm > limit else SHORT_STEPS, lowered)
