@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.probes.gradients import loop_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -259,3 +261,25 @@ def test_no_other_thread_reads_a_gradient(run: Recording) -> None:
             other.join()
     assert run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name), "it was looked at"
     assert Watched.readers == {threading.get_ident()}
+
+
+def test_train_that_was_forgotten_in_a_later_fold(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer that gets the id of one that is gone, as in a cross-validation, trains another model."""
+    monkeypatch.setattr(loop_mistakes, "_LOOK_S", 0.0)  # no matter how fast the folds follow
+    monkeypatch.setattr(loop_mistakes, "_MOST_LOOKS", 1000)
+    for _ in range(20):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        steps(run, model, optimizer, 3, optimizer.zero_grad)
+        del optimizer, model
+        gc.collect()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(10):  # all of its steps in training mode come before it is looked for
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    model.eval()
+    steps(run, model, optimizer, 5, optimizer.zero_grad)
+    steps(run, model, optimizer, 2 * LASTING_STEPS + 10, optimizer.zero_grad)
+    assert told(run) == [("evaluation_mode", 3 * 20 + 10 + 5 + 1)]

@@ -28,10 +28,12 @@ def run(flight_dir: Path) -> Iterator[Recording]:
     yield from recording(flight_dir)
 
 
-def told(run: Recording) -> list[tuple[str, int | None, list[str]]]:
+def told(
+    run: Recording, kinds: tuple[str, ...] = ("no_gradients", "gradients_stopped")
+) -> list[tuple[str, int | None, list[str]]]:
     """Optimizers without any gradient: class, step, parameters."""
     run.look()
-    frames = [frame for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name) if frame["attrs"]["kind"] == "no_gradients"]
+    frames = [frame for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name) if frame["attrs"]["kind"] in kinds]
     return [(frame["attrs"]["optimizer"], frame.get("step"), frame["attrs"]["parameters"]) for frame in frames]
 
 
@@ -112,6 +114,45 @@ def train(optimizers: list[Any], compute: Callable[[int], torch.Tensor]) -> None
         backward(compute(number))
         for optimizer in optimizers:
             optimizer.step()
+
+
+@pytest.mark.parametrize("compute", [of_item, detached, without_grad], ids=lambda compute: compute.__name__)
+def test_a_loss_that_is_cut_off_in_the_middle_of_a_training(run: Recording, compute: Callable[[nn.Module], None]) -> None:
+    """With the step since which there is no gradient."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        if number < APART:
+            backward(model(torch.randn(4, 8)).square().mean())
+        else:
+            compute(model)
+        optimizer.step()
+    assert told(run, ("gradients_stopped",)) == told(run) == [("Adam", APART + 1, ALL)]
+
+
+@pytest.mark.parametrize("turns", [1, APART + 20])
+def test_players_that_train_in_turn(run: Recording, turns: int) -> None:
+    """Both step in each iteration, with the gradients of one of them, for many steps in a row."""
+    first, second = net(), net()
+    optimizers = [torch.optim.Adam(first.parameters()), torch.optim.Adam(second.parameters())]
+    both = nn.Sequential(first, nn.Linear(1, 8), second)
+    train(optimizers, lambda number: (both, first, second)[1 + number // turns % 2 if number else 0](torch.randn(4, 8)).mean())
+    assert told(run) == []
+
+
+def test_a_training_that_ends_with_frozen_weights(run: Recording) -> None:
+    """Its optimizer goes on stepping, for the sake of a scheduler."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model.requires_grad_(requires_grad=number < APART)
+        loss = model(torch.randn(4, 8)).square().mean()
+        if loss.requires_grad:
+            backward(loss)
+        optimizer.step()
+    assert told(run) == []
 
 
 def test_a_frozen_part_that_waits_for_its_thaw(run: Recording) -> None:

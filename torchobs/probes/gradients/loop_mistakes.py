@@ -83,6 +83,8 @@ class LoopMistakes:
         """``guard``: of the probe. ``built``: all modules known without a scan."""
         self._context, self._guard, self._built = context, guard, built
         self._gradients: dict[int, _Gradient] = {}
+        self._optimizers: dict[int, Any] = {}
+        """Weak references by id: the next training of a process may get the id of an optimizer that is gone"""
         self._models: dict[int, list[_Model]] = {}
         self._began: dict[int, bool] = {}
         """By id of an optimizer, whether the module of its last parameter was in training mode in the first measured step: a
@@ -107,11 +109,20 @@ class LoopMistakes:
     def look_at_modes(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None) -> None:
         """Look at the modes of the models that an optimizer trains; also within its step, after a closure's backward pass."""
         step, key = self._context.recorder.step + 1, id(optimizer)
+        known = self._optimizers.get(key)
+        if known is None or known() is not optimizer:
+            self._forget([key, *(other for other, each in self._optimizers.items() if each() is None)])
+            self._optimizers[key] = ref(optimizer)
         if key not in self._began and len(self._began) < _MOST_OPTIMIZERS:
             owned = (each for each in self._built() if any(one is sample for one in vars(each).get("_parameters", {}).values()))
             self._began[key] = sample is not None and any(each.training for each in owned)
         for model in self._models.get(key, ()):
             self._look_at_mode(model, step)
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            for known in (self._optimizers, self._began, self._models):
+                known.pop(key, None)
 
     def _look_at_gradient(self, key: int, sample: torch.Tensor, step: int) -> None:
         known = self._gradients.get(key)

@@ -1,9 +1,11 @@
-"""Detect an optimizer that steps, and of whose parameters none ever gets a gradient: nothing is learned.
+"""Detect an optimizer that steps, and of whose parameters none gets a gradient, ever or any more: nothing is learned.
 
 The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward`` is not called,
 or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Left alone
 are an optimizer that changes its parameters without gradients, one that begins to step while its parameters are frozen and
-others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler.
+others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One that has had gradients is
+told only where no other one has any meanwhile, and only if it could have some: players that train in turn, and parts that are
+frozen, are no mistake.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ _CHOSEN, _LOOKED_AT = 3, 16
 
 
 class _Optimizer:
-    """An optimizer that has had no gradient so far."""
+    """An optimizer, and since when it has no gradient."""
 
-    __slots__ = ("before", "done", "looks", "optimizer", "since")
+    __slots__ = ("before", "done", "had", "looks", "optimizer", "since")
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = ref(optimizer)
         self.done = False
-        """Whether it has had a gradient, or that it has none is known"""
+        """Whether that it has none is known"""
+        self.had = False
+        """Whether it has had one"""
         self.looks = self.since = 0
         self.before: list[tuple[int, Any]] = []
 
@@ -46,6 +50,8 @@ class _Found(NamedTuple):
     parameters: list[ref[Any]]
     frozen: bool
     """Whether none of them requires a gradient"""
+    stopped: bool
+    """Whether there were gradients before"""
 
 
 class NoGradients:
@@ -58,6 +64,8 @@ class NoGradients:
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._optimizers: dict[int, _Optimizer] = {}
         self._others_train = self._told = False
+        self.trained = 0
+        """Step in which any optimizer was last seen with a gradient; written by the gradient probe"""
         self._found: list[_Found] = []
 
     # -- in the training thread --------------------------------------------------------------------------------------------
@@ -70,7 +78,7 @@ class NoGradients:
                 return
             known = self._optimizers[id(optimizer)] = _Optimizer(optimizer)
         if sample is not None:
-            known.done = self._others_train = True
+            known.had = self._others_train = True
         elif not known.done:
             self._look(known, optimizer, self._context.recorder.step)
 
@@ -78,6 +86,9 @@ class NoGradients:
         known.looks += 1
         if known.looks == 1:
             known.since, known.before = step, self._chosen(optimizer)
+        if known.had and self.trained >= known.since:
+            known.looks = 0  # this one has gradients now and then, or others do, in turn
+            return
         if known.looks <= LASTING_SAMPLES or step - known.since < APART:
             return
         known.done, before, now = True, known.before, self._chosen(optimizer)
@@ -87,9 +98,11 @@ class NoGradients:
         owned = parameters_of(optimizer)
         trained = [one for one in owned if one.requires_grad]
         kind = type(optimizer).__name__
-        if not owned:
+        if not owned or (known.had and not trained):
             return
-        note = partial(self._note, _Found(kind, step + 1, [ref(one) for one in trained or owned], frozen=not trained))
+        began = known.since if known.had else step
+        parameters = [ref(one) for one in trained or owned]
+        note = partial(self._note, _Found(kind, began + 1, parameters, frozen=not trained, stopped=known.had))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
             differ = [(old != new).any().float() for old, new in pairs]
@@ -125,16 +138,18 @@ class NoGradients:
             return
         self._found.pop(0)
         named = [name for one in parameters if (name := names.get(one)) is not None]
-        if self._others_train and (found.frozen or not named):
+        if self._others_train and (found.frozen or not named) and not found.stopped:
             return
         count = len(found.parameters)  # of which none may be left when the rank ends
         if not named and count == 1:
             return
         self._told = True
         told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
-        self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": "no_gradients", **told}, found.step)
-        text = f"no gradient comes to the parameters of the optimizer ({found.kind}): nothing is learned"
-        self._context.warn_limited("loop no_gradients", text)
+        mistake = "gradients_stopped" if found.stopped else "no_gradients"
+        self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": mistake, **told}, found.step)
+        more = f" any more since step {found.step:,}" if found.stopped else ""
+        text = f"no gradient comes to the parameters of the optimizer ({found.kind}){more}: nothing is learned"
+        self._context.warn_limited(f"loop {mistake}", text)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
