@@ -68,6 +68,21 @@ def divergence(setup: Setup, chance: random.Random) -> Verdict:
     return Verdict(found=True, culprit="learning rate" in text, steps=fact.step - at, note=note)
 
 
+def hot(setup: Setup, chance: random.Random) -> Verdict:
+    """The learning rate is two to five orders of magnitude too high from the first step on."""
+    training, factor = build(setup), 10 ** chance.uniform(2, 5)
+    for optimizer in training.optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+    observed = train(training, 100, lambda _: None)
+    fact = first_anomaly(observed, 0, "diverged", "loss_spike", "gradient_explosion", "nonfinite_loss", "nonfinite_gradient")
+    losses = [step.loss for step in observed.reports[0].steps if step.loss is not None]
+    if fact is None:
+        first, last = max(losses[0], 1.0), min(losses[-50:])
+        return Verdict(last < 3 * first, None, None, f"it did not diverge: {first:.3g} {last:.3g} {notes(observed)}")
+    return Verdict(found=True, culprit=None, steps=(fact.step or 1) - 1, note=f"x{factor:.3g}: {notes(observed)}")
+
+
 class Root(nn.Module):
     """The root of zero, whose derivative is infinite: no scale helps."""
 
@@ -201,6 +216,7 @@ SICKNESSES: dict[str, Sickness] = {
     # L-BFGS fits its batch until the loss is a rounding error, which varies by orders of magnitude
     "loss spike": Sickness(spike, optimizers=("sgd", "adamw", "fused")),
     "learning rate too high": Sickness(divergence),
+    "learning rate too high from the start": Sickness(hot),
     "scaler that keeps skipping": Sickness(
         skipping, ("mlp", "cnn", "gpt", "gan", "diffusion"), optimizers=("sgd", "adamw"), precisions=("scaler",), compiled=False
     ),

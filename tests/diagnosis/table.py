@@ -1,6 +1,7 @@
 """Plants sicknesses, trains healthy runs, and prints what was said of them: `python -m tests.diagnosis --seeds 20`.
 
-``--write`` makes the table of docs/diagnosis.md. Its seeds begin where nothing was tuned on.
+``--write`` makes the table of docs/diagnosis.md; with ``--only`` it replaces the rows of what was run and keeps the others. Its
+seeds begin where nothing was tuned on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import sys
 import warnings
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SOFT, CULPRIT = 0.95, 0.95
 CLEAR = "\r\x1b[K"
 """Erases a terminal's line"""
-HARD = frozenset({"NaN or infinity"})
+NAN = "NaN or infinity"
+HARD = frozenset({NAN})
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- table: python -m tests.diagnosis --write -->\n", "<!-- end of table -->\n"
 
@@ -42,7 +47,7 @@ def nan(_name: str, seed: int) -> tuple[str, bool, bool | None, int | None, str]
     from tests.diagnosis.sicknesses import not_finite
 
     verdict = not_finite(seed)
-    return "NaN or infinity", verdict.found, verdict.culprit, verdict.steps, f"NaN, seed {seed}: {verdict}"
+    return NAN, verdict.found, verdict.culprit, verdict.steps, f"NaN, seed {seed}: {verdict}"
 
 
 def healthy(name: str, seed: int) -> tuple[str, int, list[str]]:
@@ -66,6 +71,20 @@ def rows(results: list[tuple[str, bool, bool | None, int | None, str]]) -> list[
     return lines
 
 
+def merged(page: str, table: Sequence[str], summary: str, order: Sequence[str]) -> str:
+    """Return the page with these rows in its table, in ``order``; others stay if they are in it, as does an empty summary's."""
+    head, _, rest = page.partition(BEGIN)
+    old, _, rest = rest.partition(END)
+    heading, known = table[:2], {_row_name(line): line for line in (*old.splitlines(), *table[2:]) if line.startswith("| ")}
+    lines = [known[name] for name in order if name in known]
+    kept = next((line for line in old.splitlines() if "healthy" in line and not line.startswith("|")), "")
+    return f"{head}{BEGIN}" + "\n".join([*heading, *lines, "", summary or kept, ""]) + END + rest
+
+
+def _row_name(line: str) -> str:
+    return line.split("|")[1].strip()
+
+
 def main() -> int:
     """Run, print, and return 1 if less was found than is promised."""
     parser = argparse.ArgumentParser(prog="python -m tests.diagnosis", description=__doc__)
@@ -73,7 +92,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1000, help="first seed [%(default)s]")
     parser.add_argument("--only", default="", help="part of the name of a sickness, or `healthy`")
     parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
-    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the rows of what was run into {PAGE.name}")
     parser.add_argument("--verbose", action="store_true", help="write each run's verdict on stderr as it comes")
     given = parser.parse_args()
     from tests.diagnosis.healthy_runs import HEALTHY
@@ -81,8 +100,8 @@ def main() -> int:
 
     seeds = range(given.first, given.first + given.seeds)
     planted: list[tuple[Any, str, int]] = []
-    if given.only.lower() in "nan or infinity":
-        planted += [(nan, "NaN or infinity", seed) for seed in seeds]
+    if given.only.lower() in NAN.lower():
+        planted += [(nan, NAN, seed) for seed in seeds]
     planted += [(sick, name, seed) for name in SICKNESSES if given.only in name for seed in seeds]
     well = [(name, seed) for name in HEALTHY for seed in seeds[: max(1, given.seeds // 5)]] if given.only in "healthy" else []
     with concurrent.futures.ProcessPoolExecutor(
@@ -105,8 +124,7 @@ def main() -> int:
     for name, told in said:
         print(f"cried wolf: {name}: {told}", file=sys.stderr)  # noqa: T201
     if given.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}" + "\n".join([*table, "", summary, ""]) + END + rest.partition(END)[2])
+        PAGE.write_text(merged(PAGE.read_text(), table, summary if quiet else "", [NAN, *SICKNESSES]))
     return int(bool(said) or not enough(results))
 
 
