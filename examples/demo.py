@@ -3,7 +3,7 @@
 Starts an exporter, says where its live page is, and runs `examples/char_gpt.py` under torchrun and `torchobs run`, beside a
 throw-away Prometheus with the shipped rules if that is on PATH. Late in the run the learning rate is multiplied by a
 thousand, so that there is something to catch. On a terminal the page stays open until Ctrl-C; elsewhere all ends within
-two minutes.
+two minutes. Options that are not the demo's are given to the training script: `--layers 2 --width 64` for a smaller model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ FINAL_POLLS = 4  # seconds after the end: Prometheus scrapes and evaluates its r
 HEALTHY_SHARE = 0.6  # of the steps, then the learning rate is blown up: early enough to see it on a slow machine, too
 
 
-def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line; None reads `sys.argv`."""
+def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line, and return what is the training script's; None reads `sys.argv`."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m examples.demo", description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser("python -m examples.demo", description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=500, help="training steps [%(default)s]")
     parser.add_argument(
         "--hold",
@@ -46,7 +46,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         help="keep the page open after the end, until Ctrl-C [on a terminal, but not in CI]",
     )
     parser.add_argument("--no-prometheus", action="store_true", help="do without, even if it is installed")
-    return parser.parse_args(arguments)
+    return parser.parse_known_args(arguments)
 
 
 def is_attended() -> bool:
@@ -56,13 +56,13 @@ def is_attended() -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; return 0 if the training went well, 1 if not, 130 after Ctrl-C before its end."""
-    options = parse_options(arguments)
+    options, more = parse_options(arguments)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: sys.exit(128 + number))  # so that `with` ends what it started
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(private_directory()))
         try:
-            return demonstrate(options, home, stack, Screen(sys.stdout))
+            return demonstrate(options, more, home, stack, Screen(sys.stdout))
         except KeyboardInterrupt:
             print("\nInterrupted: ending everything.", flush=True)
             return 130
@@ -70,14 +70,15 @@ def main(arguments: list[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning up
 
 
-def demonstrate(options: argparse.Namespace, home: Path, stack: contextlib.ExitStack, screen: Screen) -> int:
+def demonstrate(options: argparse.Namespace, more: list[str], home: Path, stack: contextlib.ExitStack, screen: Screen) -> int:
     """Start everything, watch it to its end and report what was seen; what was started ends with the stack."""
     deadline = math.inf if options.hold else time.monotonic() + TIME_LIMIT_S
     blow_up_at = max(1, int(options.steps * HEALTHY_SHARE))
     flight_dir = home / "flight"
     flight_dir.mkdir(mode=0o700)
     exporter = stack.enter_context(Exporter(home, flight_dir))
-    job = Job(home, flight_dir, RANKS, ["--steps", str(options.steps), "--blow-up-at", str(blow_up_at), "--sample", "0"])
+    given = ["--steps", str(options.steps), "--blow-up-at", str(blow_up_at), "--sample", "0", *more]
+    job = Job(home, flight_dir, RANKS, given)
     address = wait_for_address(exporter)
     if not address:
         return fail(screen, exporter, job, "The exporter does not listen.")

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 pytest_plugins = ["pytester", "tests.scanners", "tests.skips"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Golden files are written by the tests that compare with them; how often a long test repeats depends on the occasion."""
+    if not pluginmanager.hasplugin("timeout"):  # on a machine with a GPU there may be nothing but torch and pytest
+        parser.addini("timeout", "seconds a test may take, for pytest-timeout, which is not installed")
     parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing with them")
     parser.addoption("--share", type=float, default=0.05, help="of the repetitions of tests marked `long` [%(default)s]")
 

@@ -3,9 +3,11 @@
 `Python` is a `subprocess.Popen` for commands that begin with this interpreter or with a script of its environment, and `run` is
 `subprocess.run`. The child is forked from a server that each process of the tests starts when it first needs one. The child is
 a child of the test as any other, with the streams, the environment, the folder and the arguments that it was given. It differs
-from a new interpreter in this: `torch` and `torch._dynamo` have been imported, torch computes on `OMP_NUM_THREADS` threads
-(default 1), `/proc/self/cmdline` is the server's, and once Python has ended no library's destructors run. A test that is about
-any of these, or about how an interpreter starts, uses `subprocess`, and so do options that are not known here.
+from a new interpreter in this: `torch`, `torch._dynamo` and the parts of torchobs' session have been imported, torch computes
+on `OMP_NUM_THREADS` threads (default 1), `/proc/self/cmdline` is the server's, and after threads, exit functions and output
+have come to their end the process is gone: Python does not take its modules to pieces, which of torch's is as much work as a
+short training, and no library's destructors run. A test that is about any of these, or about how an interpreter starts, uses
+`subprocess`, and so do options that are not known here; `finalized=True` has Python end as it always does.
 `torch.distributed.run` gets a server of its own for its workers.
 
 Only Linux can hand a grandchild to the process that asked for it; elsewhere all of this is `subprocess`.
@@ -37,8 +39,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.run")
-"""What a training imports in any case: an optimizer's first step imports `torch._dynamo`."""
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.run", "torchobs.probes", "torchobs.runtime.command_handler"),
+    *("torchobs.runtime.probe_manager", "torchobs.runtime.sampler", "torchobs.runtime.spawned_ranks"),
+)
+"""What a training imports in any case: an optimizer's first step imports `torch._dynamo`, and `torchobs.init()` the parts of a
+session. The session's own module registers what it does at the end when it is imported: by the program, in the usual order."""
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _LENGTH = struct.Struct("!I")
 _PLAIN = {"preexec_fn": None, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1}
@@ -47,6 +53,7 @@ _READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_LOGS", "TORCHDYNAMO", "TORCHINDUCT
 """Variables that an interpreter or torch reads once, when it starts: other ones than the tests' own need a new interpreter."""
 _HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS"}
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from tests import fork_server; del sys.path[:2]; fork_server.serve()"
+_EXIT = os._exit  # whatever a program makes of it
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
@@ -62,6 +69,7 @@ class _Command:
     cwd: str | None = None
     environ: dict[str, str] = field(default_factory=dict)
     new_session: bool = False
+    finalized: bool = False  # Python is to end as it always does
     descriptors: list[int] = field(default_factory=list)  # the numbers that the child knows the given ones by
 
 
@@ -97,6 +105,8 @@ def _is_ours(script: str) -> bool:
 class Python(subprocess.Popen[Any]):
     """A `Popen` for this interpreter's programs; see the module."""
 
+    finalized = False
+
     def _execute_child(self, *arguments: Any) -> None:
         bound = _SIGNATURE.bind(self, *arguments).arguments
         given = bound["args"]
@@ -107,7 +117,7 @@ class Python(subprocess.Popen[Any]):
         if command is None:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
-        command.environ, command.new_session = environ, bound["start_new_session"]
+        command.environ, command.new_session, command.finalized = environ, bound["start_new_session"], self.finalized
         command.cwd = os.path.realpath(bound["cwd"] or ".")
         if not os.path.isdir(command.cwd):  # noqa: PTH112
             raise FileNotFoundError(command.cwd)
@@ -120,8 +130,18 @@ class Python(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+class _Finalized(Python):
+    finalized = True
+
+
 def run(
-    argv: Any, *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+    argv: Any,
+    *,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    finalized: bool = False,
+    **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run` with a forked interpreter."""
     given = options.pop("input", None)
@@ -129,7 +149,7 @@ def run(
         options["stdin"] = subprocess.PIPE
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Python(argv, **options) as process:
+    with (_Finalized if finalized else Python)(argv, **options) as process:
         try:
             out, err = process.communicate(given, timeout=timeout)
         except BaseException:
@@ -302,7 +322,27 @@ def _become(command: _Command, descriptors: list[int]) -> None:
     torch.set_num_threads(int(command.environ.get("OMP_NUM_THREADS", "1")))
     if command.what == "torch.distributed.run":
         _serve_the_workers()
-    _execute(command)
+    status = _execute(command)
+    if not command.finalized:
+        _end(status)
+    if status < 0:
+        atexit.register(os.kill, os.getpid(), -status)
+    raise SystemExit(status)
+
+
+def _end(status: int) -> None:
+    """Do what Python does at its end up to where it takes its modules to pieces; return if the output cannot be written."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except (OSError, ValueError):
+        return  # which Python itself tells
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    _EXIT(status & 0xFF)
 
 
 def _end_without_libraries() -> None:
@@ -342,7 +382,8 @@ def _serve_the_workers() -> None:
     vars(subprocess_handler)["Popen"] = Python
 
 
-def _execute(command: _Command) -> None:
+def _execute(command: _Command) -> int:
+    """Run the program; return its status, negative for the signal that is to end it."""
     sys.argv = ["-c" if command.how == "-c" else command.what, *command.arguments]
     options = [*(["-u"] * command.unbuffered), *(["-W", "error"] * command.strict), *filter(None, [command.how])]
     sys.orig_argv = [sys.executable, *options, command.what, *command.arguments]
@@ -368,19 +409,28 @@ def _execute(command: _Command) -> None:
             path = os.path.abspath(command.what)  # noqa: PTH100  # as the interpreter does it
             names |= {"__file__": path, "__cached__": None}
             exec(compile(Path(path).read_bytes(), path, "exec"), names)  # noqa: S102
-    except SystemExit:
-        raise
+    except SystemExit as left:
+        return _status_of(left.code)
     except BaseException as error:  # noqa: BLE001  # told as the interpreter would, without frames of ours
-        _tell(error)
+        return _tell(error)
+    return 0
 
 
-def _tell(error: BaseException) -> None:
-    """Do what an interpreter does about an exception that nobody has caught."""
+def _status_of(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    sys.stdout.flush()
+    print(code, file=sys.stderr)  # noqa: T201  # as the interpreter does
+    return 1
+
+
+def _tell(error: BaseException) -> int:
+    """Do what an interpreter does about an exception that nobody has caught; return the status."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename in {__file__, "<frozen runpy>", runpy.__file__}:
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
     if isinstance(error, KeyboardInterrupt):  # whoever waits for it is to see that a signal has ended it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        atexit.register(os.kill, os.getpid(), signal.SIGINT)
-    raise SystemExit(1) from None
+        return -signal.SIGINT
+    return 1

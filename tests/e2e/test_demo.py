@@ -22,6 +22,7 @@ from tests.support import wait_until
 pytestmark = pytest.mark.timeout(200)  # the demo itself may take nearly two minutes
 
 STEPS = 80  # a baseline for the loss, then the learning rate is blown up at step 48
+SMALL = ("--layers", "2", "--width", "64", "--batch-size", "8", "--characters", "200000")
 MARK = "DEMO_OF_THIS_TEST"
 
 
@@ -131,7 +132,7 @@ def test_on_a_terminal_the_shipped_alert_fires_and_the_page_is_there_from_before
 ) -> None:
     """By the real rules in a real Prometheus; the page's address is printed first, and in the end it has the finished ranks."""
     program("prometheus")
-    demo = start_demo("--steps", str(STEPS), terminal=terminal)
+    demo = start_demo("--steps", str(STEPS), *SMALL, terminal=terminal)
     page = wait_until(lambda: demo.page, timeout_s=60)
     assert "<html" in fetch(page)
     assert "What torchobs saw" not in demo.output
@@ -154,7 +155,7 @@ def test_on_a_terminal_the_shipped_alert_fires_and_the_page_is_there_from_before
 
 def test_ctrl_c_ends_everything_at_once(start_demo: Callable[..., Demo]) -> None:
     """In the middle of training: exit code 130 within seconds, no rank, exporter, Prometheus or directory left."""
-    demo = start_demo("--steps", "5000")
+    demo = start_demo("--steps", "5000", *SMALL)
     output = run_to_its_end(demo, lambda: demo.process.send_signal(signal.SIGINT), timeout_s=20)
 
     assert demo.process.returncode == 130
@@ -166,7 +167,7 @@ def test_a_killed_rank_fails_the_demo_and_is_shown_as_lost(start_demo: Callable[
 
     Nobody has to end it, for there is no terminal. Without a Prometheus it says how to get one.
     """
-    demo = start_demo("--steps", "5000", path=str(Path(sys.executable).parent))
+    demo = start_demo("--steps", "5000", *SMALL, path=str(Path(sys.executable).parent))
 
     def kill() -> None:
         flight = Path(demo.directory()) / "flight"  # the rank that is shown by now may be the other one

@@ -40,7 +40,8 @@ def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
     (tmp_path / "train.py").write_text(script)
     environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
     argv = command or (sys.executable, "train.py")
-    child = fork_server.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    given: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240}
+    child = fork_server.run(argv, **given, finalized=True)
     (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(os.fspath(path))
     try:

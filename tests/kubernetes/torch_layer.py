@@ -7,6 +7,8 @@ import re
 import shutil
 import sys
 from importlib.metadata import Distribution, distribution
+from importlib.util import cache_from_source
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -25,12 +27,17 @@ def required(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution
 
 
 def copy(found: Distribution, to: Path) -> None:
-    """Copy what was installed of a distribution, with its times: compiled modules are believed by them."""
-    for path in found.files or ():
-        if not LEFT_OUT.match(path.as_posix()):
-            target = to / path
+    """Copy what was installed of a distribution, with its times: compiled modules are believed by them.
+
+    Not every installer lists those. Without them each rank of a pod, whose image it may not write, compiles torch anew.
+    """
+    listed = [Path(path) for path in found.files or () if not LEFT_OUT.match(path.as_posix())]
+    compiled = (Path(cache_from_source(path)) for path in listed if path.suffix == ".py")
+    for path in chain(listed, compiled):
+        source, target = Path(str(found.locate_file(path))), to / path
+        if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path.locate(), target)
+            shutil.copy2(source, target)
 
 
 for one in required("torch", {}).values():

@@ -132,6 +132,7 @@ def test_only_the_guard_catches_everything() -> None:
         "guard/inference.py": "the exception is returned to a caller who asked for that",
         "guard/pickles.py": "a damaged file raises anything in what reads it, which the verdict says",
         "injection/sitecustomize.py": "the guard is not to be imported: torchobs itself may be what does not fit",
+        "probes/nonfinite/compiled_calls.py": "the guard's own decision, inline, as in steps.py: it is in every compiled call",
         "probes/step/loss.py": "the guard's own decision, inline: in every step its frame would cost more than what it guards",
         "probes/step/steps.py": "the same",
         "support/error_guard.py": "it is the guard",
