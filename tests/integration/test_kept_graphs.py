@@ -112,7 +112,7 @@ def test_a_graph_that_is_meant_to_stay() -> None:
 
     def train(look: Look) -> None:
         weight = nn.Parameter(torch.randn(8, 8))
-        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        optimizer = torch.optim.SGD([weight], lr=1e-2)
         derived = (weight.detach().clone().requires_grad_() * 2.0).tanh()
         for _ in range(STEPS):
             optimizer.zero_grad()
