@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -66,6 +67,15 @@ def _no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test, and no child of one, learns its rank or its endpoint from where the tests happen to run."""
     for name in os.environ.keys() - support.clean_environment().keys():
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _log_level_of_one_test() -> Iterator[None]:
+    """``init(log_level=...)`` sets the logger's level for the rest of the process, and other tests read its warnings."""
+    logger = logging.getLogger("torchobs")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -83,6 +83,27 @@ def test_a_generator_that_was_spoiled_before_is_blamed_still() -> None:
     assert told["module"] == "Linear"
 
 
+@pytest.mark.parametrize("sick", [0, 1])
+@pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
+def test_each_player_of_an_iteration_has_its_step(sick: int, gradient: bool) -> None:  # noqa: FBT001  # a parameter of the test
+    """Both players' optimizers make one step: a NaN of the second is not dated to the next."""
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+
+    def train(look: Look) -> None:
+        players = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        for number in range(1, AT + 3):
+            for index, player in enumerate(players):
+                player.zero_grad()
+                made = models[index](torch.randn(8, 4)).square().mean()
+                if number == AT and index == sick:
+                    made = made + torch.sqrt(0.0 * made) if gradient else made * float("inf")
+                torch.autograd.backward(made)
+                player.step()
+            look.stepped()
+
+    assert origin(observe(train, grad_interval=1))["step"] == AT
+
+
 def test_a_constant_of_the_code_is_no_input() -> None:
     """``loss * float("inf")`` is the operator's fault."""
 

@@ -88,6 +88,10 @@ class OptimizerCycle:
             return False
         return seen == expected or all(seen.get(key, 0) >= times for key, times in tuple(expected.items()))
 
+    def is_within(self) -> bool:
+        """Return True if only optimizers that are expected have stepped, and others of those have yet to."""
+        return bool(self.seen) and self.seen.keys() <= self.expected.keys() and not self.are_complete()
+
     def learn(self, step: int) -> None:
         """Take the optimizers that have stepped since ``step`` ended as the cycle."""
         self.expected, self._run_from = dict(self.seen), step

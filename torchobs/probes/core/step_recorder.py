@@ -71,6 +71,11 @@ class StepRecorder(OpenStep):
         return self.step + (self._provisional is not None)
 
     @property
+    def in_progress(self) -> int:
+        """Number of the step in progress: the same for all optimizers of a cycle, once it is learned."""
+        return self.step + 1 if self._cycle.is_within() else self.ended + 1
+
+    @property
     def last_complete(self) -> int:
         """The same with a manual step that has probably ended: what the rank's end would write."""
         return self.ended + (self.likely_end is not None and not self.direct)

@@ -140,7 +140,7 @@ class NonfiniteProbe:
 
     def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
         """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they do not run any more."""
-        step = self._context.recorder.ended + 1
+        step = self._context.recorder.in_progress
         self._open = "nonfinite_loss", step, monotonic()
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
@@ -154,10 +154,11 @@ class NonfiniteProbe:
             origin = tracer.forward(earliest=held is not None)
             origin = self._within_compiled(tracer, frames, step) or origin
             if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
-                other = rank_notices.another(step - 1)
-                origin = from_rank(other, step - 1) if other is not None else self._by_optimizer(step - 1) or origin
+                stepped = self._context.recorder.ended  # this step's number, if another optimizer has stepped in it already
+                other = rank_notices.another(stepped)
+                origin = from_rank(other, stepped) if other is not None else self._by_optimizer(stepped) or origin
             if origin is not None and origin.kind == "parameter" and held is None:
-                origin = self._by_overflow(step - 1, tracer.nodes) or origin
+                origin = self._by_overflow(self._context.recorder.ended, tracer.nodes) or origin
             if held is not None:
                 follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
                 self._report(origin if origin is not None and origin.kind not in follows_from else held)
@@ -203,7 +204,7 @@ class NonfiniteProbe:
 
         ``keys``: ids of their parameters before clipping, which makes all of them NaN; empty if unknown.
         """
-        step = self._context.recorder.ended + 1
+        step = self._context.recorder.in_progress
         if step == self._lost_step or skips_by_itself(optimizer):
             return
         self._open = "nonfinite_gradient", step, monotonic()
@@ -250,14 +251,15 @@ class NonfiniteProbe:
             self._open = "", 0, 0.0  # the script's own words stand in the log already
         if not isinstance(error, KeyboardInterrupt):
             self._last_gradients(logged=not isinstance(error, _REFUSALS))
-        step, frames = self._context.recorder.ended + 1, ending.frames_of(error)
+        step, frames = self._context.recorder.in_progress, ending.frames_of(error)
         if step - self._lost_step <= 1 and self._found is not None:
             return
         parameters, losses = self._known()[1], ending.bad_losses(frames)
         bad = ending.bad_parameters(parameters)
         if len(bad) > 1 and not losses:  # the last step has made them so
-            origin = self._inferred({id(each) for each in bad}, frames, step - 1)
-            self._report(origin or self._by_overflow(step - 1) or of_parameters(bad, self._known()[0], step))
+            stepped = self._context.recorder.ended
+            origin = self._inferred({id(each) for each in bad}, frames, stepped)
+            self._report(origin or self._by_overflow(stepped) or of_parameters(bad, self._known()[0], step))
             return
         losses = losses or ending.refused_by_torch(error)
         if losses:
@@ -316,14 +318,14 @@ class NonfiniteProbe:
             if not losses[0].is_cpu:
                 self._loss(losses)
             return
-        step, frames = self._context.recorder.ended + 1, user_frames(sys._getframe())
+        step, frames = self._context.recorder.in_progress, user_frames(sys._getframe())
         tracer = GraphTracer(losses, frames, step, *self._known())
         tracer.release()
         self._watch = BackwardWatch(tracer.nodes, partial(self._seen, tracer), self._breaker)
 
     def _seen(self, tracer: GraphTracer, node: Any) -> None:
         self._armed = 0
-        self._lost_step = self._context.recorder.ended + 1
+        self._lost_step = self._context.recorder.in_progress
         self._report(tracer.seen(node))
 
     def _known(self) -> tuple[list[Any], list[Any]]:
