@@ -152,11 +152,13 @@ class GradientProbe:
         if due:
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
-            self._mistakes.before_step(optimizer, sample)
+            self._mistakes.before_step(optimizer, sample, step + 1)
             self._left_out.before_step()
             if sample is not None:
                 self._no_gradients.trained = step
-            if sample is None or not 0 < step - self._without_last < _WITHOUT_EVERY:
+                if not 0 < step - self._without_last < _WITHOUT_EVERY:
+                    self._look_for_gradients(optimizer, sample, step)
+            else:
                 self._look_for_gradients(optimizer, sample, step)
             pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
@@ -171,9 +173,9 @@ class GradientProbe:
             self._measure(optimizer, begun_ns, within=True)
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
-            self._mistakes.look_at_modes(optimizer, sample)
-            self._left_out.before_step()
             step = self._context.recorder.step
+            self._mistakes.look_at_modes(optimizer, sample, step + 1)
+            self._left_out.before_step()
             if sample is not None:
                 self._no_gradients.trained = step
             self._look_for_gradients(optimizer, sample, step)

@@ -85,6 +85,8 @@ class LoopMistakes:
         self._gradients: dict[int, _Gradient] = {}
         self._optimizers: dict[int, Any] = {}
         """Weak references by id: the next training of a process may get the id of an optimizer that is gone"""
+        self._gone: list[int] = []
+        """ids of optimizers that were deleted since the last look"""
         self._models: dict[int, list[_Model]] = {}
         self._began: dict[int, bool] = {}
         """By id of an optimizer, whether the module of its last parameter was in training mode in the first measured step: a
@@ -100,27 +102,33 @@ class LoopMistakes:
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None) -> None:
-        """Look at an optimizer that is about to take a measured step. ``sample``: its last parameter with a gradient."""
-        self.look_at_modes(optimizer, sample)
+    def before_step(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
+        """Look at an optimizer that is about to take a measured ``step``. ``sample``: its last parameter with a gradient."""
+        self.look_at_modes(optimizer, sample, step)
         if "gradients_kept" not in self._told and sample is not None:
-            self._look_at_gradient(id(optimizer), sample, self._context.recorder.step + 1)
+            self._look_at_gradient(id(optimizer), sample, step)
 
-    def look_at_modes(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None) -> None:
+    def look_at_modes(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
         """Look at the modes of the models that an optimizer trains; also within its step, after a closure's backward pass."""
-        step, key = self._context.recorder.step + 1, id(optimizer)
-        known = self._optimizers.get(key)
-        if known is None or known() is not optimizer:
-            self._forget([key, *(other for other, each in self._optimizers.items() if each() is None)])
-            self._optimizers[key] = ref(optimizer)
-        if key not in self._began and len(self._began) < _MOST_OPTIMIZERS:
-            owned = (each for each in self._built() if any(one is sample for one in vars(each).get("_parameters", {}).values()))
-            self._began[key] = sample is not None and any(each.training for each in owned)
+        key = id(optimizer)
+        if self._gone:
+            self._forget()
+        if key not in self._began:
+            self._begin(optimizer, sample)
         for model in self._models.get(key, ()):
             self._look_at_mode(model, step)
 
-    def _forget(self, keys: Iterable[int]) -> None:
-        for key in keys:
+    def _begin(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None) -> None:
+        key, gone = id(optimizer), self._gone
+        if key not in self._optimizers:
+            self._optimizers[key] = ref(optimizer, lambda _: gone.append(key))
+        if len(self._began) < _MOST_OPTIMIZERS:
+            owned = (each for each in self._built() if any(one is sample for one in vars(each).get("_parameters", {}).values()))
+            self._began[key] = sample is not None and any(each.training for each in owned)
+
+    def _forget(self) -> None:
+        while self._gone:
+            key = self._gone.pop()
             for known in (self._optimizers, self._began, self._models):
                 known.pop(key, None)
 
