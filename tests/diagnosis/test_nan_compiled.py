@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 AT, WIDTH = 3, 8
 LINES = {"log": "torch.log(", "div": "h / (", "acos": "torch.acos("}
+BACKWARD_LINES = {"sqrt": "torch.sqrt(", "pow": "torch.pow("}
 WAYS = ("whole", "in_place", "blocks", "blocks_in_place")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch's, of a graph that begins within a graph
@@ -51,6 +52,10 @@ class Block(nn.Module):
             h = h / (h - h.detach())
         if self.ill == "acos":
             h = h + torch.acos(2 + h.abs())
+        if self.ill == "sqrt":
+            h = h + torch.sqrt(h.relu() * 0)
+        if self.ill == "pow":
+            h = h + torch.pow(h.relu() * 0, 0.5)
         return torch.as_tensor(x + h)
 
 
@@ -151,6 +156,57 @@ def test_what_the_inductor_has_compiled_is_run_again(run: Recording, tmp_path: P
     called(x).square().mean().backward()
     found = told(run)
     assert (found["operator"], found["module"], found["note"]) == ("log", "Block", NOTE)
+
+
+def train_to_bad_gradients(model: nn.Module, called: Any, sickness: str, *, clips: bool = False) -> None:
+    """Train in a function of its own; of the third step the loss is finite, and gradients are not. ``sickness``: as above."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for number in range(1, AT + 1):
+        x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+        blocks[1].ill = sickness if number == AT else ""
+        optimizer.zero_grad()
+        functional.cross_entropy(called(x), y).backward()  # type: ignore[no-untyped-call]
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize(("way", "sickness"), [*zip(WAYS, BACKWARD_LINES, strict=False)])
+def test_the_operator_whose_derivative_is_infinite_is_named(
+    flight_dir: Path,
+    way: str,
+    sickness: str,
+    clips: bool,  # noqa: FBT001  # a parameter of the test
+) -> None:
+    """The loss is finite; no variable holds it any more as the optimizer steps."""
+    recorder = recording(flight_dir, log_level="ERROR", grad_interval=1)
+    run = next(recorder)
+    train_to_bad_gradients(*made(way), sickness, clips=clips)
+    found = told(run)
+    assert (found["step"], found["origin"], found["operator"], found["module"]) == (AT, "backward", sickness, "blocks.1")
+    assert (found["location"], found["note"]) == (source_line(BACKWARD_LINES[sickness]), NOTE)
+    next(recorder, None)
+
+
+def test_gradients_that_an_eager_part_spoils_are_not_blamed_on_a_compiled_one(flight_dir: Path) -> None:
+    """Its own backward pass, run again, is finite."""
+    recorder = recording(flight_dir, log_level="ERROR", grad_interval=1)
+    run = next(recorder)
+    model, called = made("whole")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(1, AT + 1):
+        out = called(torch.randn(6, 4))
+        optimizer.zero_grad()
+        loss = out.square().mean()
+        if number == AT:
+            loss = loss + (out * 0).square().sum().sqrt()
+        loss.backward()
+        optimizer.step()
+    found = told(run)
+    assert (found["step"], found["origin"], found["operator"]) == (AT, "backward", "sqrt")
+    next(recorder, None)
 
 
 def test_a_bad_sample_of_a_compiled_model_is_named(run: Recording) -> None:
@@ -295,8 +351,8 @@ class Logs(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("way", ["whole", "blocks"])
-def test_training_is_as_without_torchobs(flight_dir: Path, way: str) -> None:
+@pytest.mark.parametrize(("way", "sickness"), [("whole", "log"), ("blocks", "log"), ("whole", "sqrt")])
+def test_training_is_as_without_torchobs(flight_dir: Path, way: str, sickness: str) -> None:
     """Weights, gradients, statistics, random states and the models' own counts are those of a run without torchobs.
 
     Users' hooks are not called, and nothing is compiled again.
@@ -311,14 +367,17 @@ def test_training_is_as_without_torchobs(flight_dir: Path, way: str) -> None:
         hooked: list[int] = []
         model.last.register_forward_hook(lambda *_: hooked.append(1))
         torch._dynamo.utils.counters.clear()
-        train(model, called, "log", steps=6)
+        if sickness in LINES:
+            train(model, called, sickness, steps=6)
+        else:
+            train_to_bad_gradients(model, called, sickness)
         return state(model), model.calls, len(hooked), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     plain = once()
-    recorder = recording(flight_dir, log_level="ERROR")
+    recorder = recording(flight_dir, log_level="ERROR", grad_interval=1)
     run = next(recorder)
     assert once() == plain
-    assert told(run)["operator"] == "log"
+    assert told(run)["operator"] == sickness
     assert len(run.frames("called")) == (0 if way == "whole" else plain[1])  # nothing is recorded within compiled code
     next(recorder, None)
 

@@ -13,7 +13,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.boundaries import LONG_TRACE, PIN, STEP_ENDS, cut_after_backward
+from torchobs.probes.core.boundaries import LONG_TRACE, PIN, STEP_ENDS, cut, cut_after_backward
 from torchobs.probes.core.model_tracker import Models
 from torchobs.probes.core.open_step import METER_EVERY, U32, OpenStep
 from torchobs.probes.core.optimizer_cycle import MOST_WITHOUT, OptimizerCycle, first_gradient
@@ -379,15 +379,12 @@ class StepRecorder(OpenStep):
         likely, self.likely_end = self.likely_end, None
         if likely is None or likely[0] > len(self.trace) or self.direct:
             return
-        trace, arguments = self.trace, self.arguments
-        since, named = trace[likely[0] :], arguments[likely[1] :]
-        del trace[likely[0] :], arguments[likely[1] :]
+        trace, arguments = cut(self.trace, self.arguments, *likely)
         values, self.values = self.values, StepValues()
-        now_ns = trace[-1] >> 4
-        self.sole = 0
+        now_ns, self.sole = self.trace[-1] >> 4, 0
         self._perturbed.append(StepEnd(now_ns, self._times(now_ns, values), values, backward=True, perturbed=perturbed))
-        trace += since
-        arguments += named
+        self.trace += trace
+        self.arguments += arguments
         if self._manual or len(self._perturbed) > MOST_PERTURBATIONS:
             self._manual = True
             self._write_all(self._deferred)

@@ -109,11 +109,17 @@ class CompiledCalls:
 
     def among(self, numbers: list[int]) -> list[CompiledCall]:
         """Return the outermost calls that made nodes of these numbers, in the order of the calls."""
+        return [call for call in self._outermost() if any(call.first <= number < call.last for number in numbers)]
+
+    def latest(self) -> list[CompiledCall]:
+        """Return the outermost calls that made any node, the last one first."""
+        return [call for call in self._outermost() if call.first < call.last][::-1]
+
+    def _outermost(self) -> list[CompiledCall]:
         found: list[CompiledCall] = []
         calls = [CompiledCall(begun[0], last, module, *begun[1:]) for begun, last, module in self._calls]
         for call in sorted(calls, key=lambda call: (call.first, -call.last)):
-            within = bool(found) and call.last <= found[-1].last
-            if not within and any(call.first <= number < call.last for number in numbers):
+            if not found or call.last > found[-1].last:
                 found.append(call)
         return found
 

@@ -1,6 +1,8 @@
 """Run a compiled part of a model once more without the compiler, to find the operator within that made a NaN or an infinity.
 
 The compiled call is repeated as it was: its own arguments, its autocast, the parameters that no optimizer has changed since.
+For gradients that are not finite its backward pass is run, too, from gradients of the result that are made up: a derivative
+that is infinite makes an infinity of any, and NaN of zero.
 Nothing of the user's changes: random states, buffers and attributes of the modules are put back, forward hooks of the user's
 do not run, no step, loss or value is recorded. The run is given up, and nothing is said, if an argument is gone or was
 changed, or as soon as it would write to a tensor that was there before, call a collective, or take too long or too much memory.
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchobs.probes.nonfinite.backward import LEAST_AGREEMENT, BackwardWatch
 from torchobs.probes.nonfinite.compiled_calls import GoneError
 from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import GraphTracer
@@ -27,13 +30,15 @@ from torchobs.support.graph_safe import as_if_compiling
 from torchobs.support.kept_state import attributes_kept, state_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from types import FrameType
 
     from torch import nn
 
     from torchobs.probes.core.training_state import TrainingState
     from torchobs.probes.nonfinite.compiled_calls import CompiledCall, CompiledCalls
+    from torchobs.probes.nonfinite.graph import GraphNode
+    from torchobs.probes.nonfinite.locate import ModuleNames
     from torchobs.probes.nonfinite.origin import NonfiniteOrigin
 
 NOTE = "found by running the compiled part again without the compiler"
@@ -135,9 +140,41 @@ class EagerReplay:
             suspects.append(each)
         return suspects[::-1]
 
+    def gradients(
+        self, bad: Collection[int], names: ModuleNames, frames: Sequence[FrameType], step: int
+    ) -> NonfiniteOrigin | None:
+        """Return the origin of non-finite gradients of these parameters (ids); ``None`` if it was not found.
+
+        No optimizer must have stepped since. ``names``: of the parameters.
+        """
+        until_s = monotonic() + LONGEST_S
+        for each in self._calls.latest():  # the first to spoil gradients is the last of those that would
+            own = {id(one) for one in _parameters(_uncompiled(each.module()))}
+            if own.isdisjoint(bad):
+                continue
+
+            def look(outputs: list[torch.Tensor], sites: CallSites, own: set[int] = own) -> NonfiniteOrigin | None:
+                return _backward_origin(outputs, own.intersection(bad), frames, step, names, sites)
+
+            found = self._run(each, look, names, until_s)
+            if found is not None or monotonic() > until_s:
+                return found
+        return None
+
     def _trace(
         self, made: CompiledCall, tracer: GraphTracer, frames: Sequence[FrameType], step: int, until_s: float
     ) -> NonfiniteOrigin | None:
+        def look(outputs: list[torch.Tensor], sites: CallSites) -> NonfiniteOrigin | None:
+            bad = [one for one in outputs if condition(one) is Condition.BAD]
+            return _origin(bad, frames, step, tracer, sites) if bad else None
+
+        return self._run(made, look, tracer.names, until_s)
+
+    def _run(
+        self, made: CompiledCall, look: Callable[[list[torch.Tensor], CallSites], NonfiniteOrigin | None],
+        names: ModuleNames, until_s: float,
+    ) -> NonfiniteOrigin | None:  # fmt: skip
+        """Repeat a call and ``look`` at its outputs, until there is a result, or random numbers are not the reason for none."""
         module = _uncompiled(made.module())
         if module is None or not _is_whole(module) or _has_global_hooks():
             return None
@@ -145,7 +182,7 @@ class EagerReplay:
             arguments, keywords = made.inputs()
         except GoneError:
             return None
-        path = next((path for path, known in tracer.names.modules.items() if known is module), "")
+        path = next((path for path, known in names.modules.items() if known is module), "")
         sites: list[CallSites] = []
 
         def run() -> NonfiniteOrigin | None:
@@ -154,15 +191,14 @@ class EagerReplay:
                 drawn = torch.get_rng_state()
                 sites[:] = [CallSites(module, path)]
                 try:
-                    with sites[0], _Bounds(writable, until_s):
-                        output = module(*_cut_off(arguments), **_cut_off(keywords))
+                    with _Bounds(writable, until_s):
+                        with sites[0]:
+                            output = module(*_cut_off(arguments), **_cut_off(keywords))
+                        found = look([one for one in _tensors(output) if one.grad_fn is not None], sites[0])
                 finally:
                     sites[0].remove()
-                bad = [one for one in _tensors(output) if one.grad_fn is not None and condition(one) is Condition.BAD]
-                if bad:
-                    return _origin(bad, frames, step, tracer, sites[0])
-                if drawn.equal(torch.get_rng_state()):
-                    break
+                if found is not None or drawn.equal(torch.get_rng_state()):
+                    return found
             return None
 
         return self._beside_the_training(module, made, run)
@@ -206,6 +242,37 @@ def _origin(
         return None  # the last: what came out of another part of the graph held it
     origin = placed(origin, again.node, sites)
     return replace(origin, note="; ".join(filter(None, (origin.note, NOTE))))
+
+
+def _backward_origin(
+    outputs: list[torch.Tensor], bad: set[int], frames: Sequence[FrameType], step: int, names: ModuleNames, sites: CallSites,
+) -> NonfiniteOrigin | None:  # fmt: skip
+    """Return the origin of non-finite gradients of these parameters (ids) in the backward pass of a run's outputs."""
+    outputs = [one for one in outputs if one.is_floating_point() and condition(one) is Condition.FINITE]
+    tracer = GraphTracer(outputs, frames, step, names=names)
+    leaves = [node.parameter for node in tracer.nodes if node.parameter is not None and node.parameter.requires_grad]
+    if not outputs or not leaves or any(leaf._backward_hooks for leaf in leaves):
+        return None  # the last: hooks of the user's, which autograd.grad runs
+    found: list[tuple[GraphNode, NonfiniteOrigin]] = []
+    watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), CircuitBreaker("eager_replay"))
+    try:
+        made: Sequence[Any] = torch.autograd.grad(outputs, leaves, [_made_up(one) for one in outputs], allow_unused=True)
+    finally:
+        watch.remove()
+    spoiled = {id(leaf) for leaf, one in zip(leaves, made, strict=True) if one is not None and condition(one) is Condition.BAD}
+    if not found or not spoiled or len(spoiled & bad) < LEAST_AGREEMENT * len(spoiled | bad):
+        return None
+    node, origin = found[0]
+    return replace(placed(origin, node, sites), note=NOTE)
+
+
+def _made_up(output: torch.Tensor) -> torch.Tensor:
+    """Return a gradient without zeros: of as many values as the output has, none of them alike."""
+    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
+
+
+def _parameters(module: Any) -> list[Any]:
+    return list(module.parameters()) if module is not None else []
 
 
 def _uncompiled(module: Any) -> Any:

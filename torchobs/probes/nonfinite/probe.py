@@ -15,14 +15,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.hook_removal import remove_hooks
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.nonfinite import ending, last_step, overflow, rank_notices
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
 from torchobs.probes.nonfinite.compiled_calls import CompiledCalls
-from torchobs.probes.nonfinite.errors import NonFiniteError
 from torchobs.probes.nonfinite.gradients import bad_gradients
+from torchobs.probes.nonfinite.locate import ModuleNames
 from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import (
     GraphTracer,
@@ -34,6 +32,7 @@ from torchobs.probes.nonfinite.origin import (
     of_parameters,
     user_frames,
 )
+from torchobs.probes.nonfinite.raising import NonfiniteRaiser, skips_by_itself
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.probes.nonfinite.zero_eps import divided_by_zero
 from torchobs.support.rate_limit import RateLimiter
@@ -41,8 +40,6 @@ from torchobs.support.rate_limit import RateLimiter
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
-
-    from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.nonfinite.graph import GraphNode
@@ -81,12 +78,10 @@ class NonfiniteProbe:
         self._calls = CompiledCalls()
         self._armed = 0
         self._watch: BackwardWatch | None = None
-        self._pending: NonFiniteError | None = None
+        self._raising: NonfiniteRaiser | None = None
         self._told: list[str] = []
         self._open = ("", 0, 0.0)
         """What was last seen that is not finite (a kind of anomaly), in which step, and when"""
-        self._patches: list[Patch] = []
-        self._handles: list[RemovableHandle] = []
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -100,7 +95,7 @@ class NonfiniteProbe:
         context.hooks.ends.register(self._breaker, self._last_gradients)
         self._calls.install(context, self._breaker)
         if "nonfinite" in context.settings.raise_on:
-            self._install_raising()
+            self._raising = NonfiniteRaiser(context, self._breaker, self._gradient)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -108,11 +103,9 @@ class NonfiniteProbe:
         self._open = *self._open[:2], 0.0
         self._breaker.guard(self._warn_of_open_step)()
         self._breaker.guard(self._release)()
-        if self._handles:
-            remove_hooks(self._handles)
-        for patch in reversed(self._patches):
-            patch.undo()
-        self._handles, self._patches = [], []
+        if self._raising is not None:
+            self._raising.remove()
+        self._raising = None
         self._disarm()
 
     def observe(self) -> None:
@@ -167,7 +160,8 @@ class NonfiniteProbe:
                 self._found = self._held = origin  # a detached tensor, whose own graph may come next: a GAN's generator
             else:
                 self._report(origin)
-        self._expect_error(f"The loss is not finite in step {step}.")
+        if self._raising is not None:
+            self._raising.expect(f"The loss is not finite in step {step}.", self._found)
 
     def _within_compiled(self, tracer: GraphTracer, frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
         """Return the origin if it lies in a compiled part of a model that can be run again without the compiler."""
@@ -176,6 +170,16 @@ class NonfiniteProbe:
         from torchobs.probes.nonfinite.eager_replay import EagerReplay  # needs torch
 
         return EagerReplay(self._calls, self._context.training).within(tracer, frames, step)
+
+    def _gradients_within_compiled(self, bad: set[int], frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
+        """Return the origin of these parameters' (ids) gradients if a compiled part of a model makes such, run again."""
+        if not self._calls.latest() or self._context.device.cuda.capturing():
+            return None
+        from torchobs.probes.nonfinite.eager_replay import EagerReplay  # needs torch
+
+        models, parameters = self._known()
+        names = ModuleNames([each for each in parameters if id(each) in bad], models)
+        return EagerReplay(self._calls, self._context.training).gradients(bad, names, frames, step)
 
     def _by_optimizer(self, step: int) -> NonfiniteOrigin | None:
         """Return the origin if an optimizer's own arithmetic has spoiled the parameters in that step."""
@@ -217,9 +221,13 @@ class NonfiniteProbe:
                 if other is not None:
                     self._report(from_rank(other, step))
                 else:
-                    self._report(self._inferred(bad, user_frames(sys._getframe()), step))
-                    self._arm()
-        self._expect_error(f"Gradients are not finite in step {step}, of a finite loss.")
+                    frames = user_frames(sys._getframe())
+                    seen = self._gradients_within_compiled(bad, frames, step)
+                    self._report(seen or self._inferred(bad, frames, step))
+                    if seen is None:
+                        self._arm()
+        if self._raising is not None:
+            self._raising.expect(f"Gradients are not finite in step {step}, of a finite loss.", self._found)
 
     def _inferred(self, bad: set[int], frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
         """Return the origin by the graph of a loss that a running function of the user's still holds."""
@@ -346,52 +354,6 @@ class NonfiniteProbe:
         if self._reports.take(monotonic(), (origin.kind, origin.operator, origin.module, origin.parameter)):
             context.writer.event(catalog.EVENT_NONFINITE_ORIGIN.name, attributes_of(origin), step)
             self._told.append(f"where the NaN or infinity of step {step} was born: {origin.sentence()}")
-
-    # -- ``raise_on`` ------------------------------------------------------------------------------------------------------
-
-    def _expect_error(self, what: str) -> None:
-        if self._patches:
-            self._pending = NonFiniteError(what, self._found)
-
-    def _look_at_gradients(self, optimizer: Any) -> None:
-        if self._pending is not None or skips_by_itself(optimizer) or self._context.device.cuda.capturing():
-            return
-        if bad_gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
-            self._gradient(optimizer)
-
-    def _install_raising(self) -> None:
-        """Raise when the backward of such a loss returns, and before an optimizer steps with such gradients."""
-        import torch
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        def raise_pending() -> None:
-            error, self._pending = self._pending, None
-            if error is not None:
-                raise error
-
-        def watched(original: Any) -> Any:
-            def backward(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                raise_pending()
-                return result
-
-            return backward
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            del args, kwargs
-            look(optimizer)
-            raise_pending()
-
-        look = self._breaker.guard(self._look_at_gradients)
-        self._patches = [Patch(torch.autograd, "backward", watched)]
-        self._handles = [register_optimizer_step_pre_hook(before)]
-
-
-def skips_by_itself(optimizer: Any) -> bool:
-    """Return True for a fused step that a loss scaler has told whether to skip: its overflow is no fault."""
-    import torch  # torch is optional until training begins
-
-    return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
 
 
 def _listed(tensors: Any) -> list[Any]:
