@@ -1154,10 +1154,11 @@ EVENT_NO_GRADIENT = _info(
 )
 EVENT_LEFT_OUT_PARAMETERS = _info(
     "torchobs.loop.left_out",
-    "Parameters get gradients and are in no optimizer: they learn nothing.",
+    "Parameters get gradients and are in no optimizer, or in one that never steps: they learn nothing.",
     Attribute("parameters", "which, the first eight"),
     Attribute("parameters_affected", "how many"),
-    Attribute("parameters_trained", "how many the optimizers have"),
+    Attribute("parameters_trained", "how many the optimizers that step have"),
+    Attribute("optimizer", "class of the one that has them and has not stepped"),
 )
 EVENT_AMP_SCALE_COLLAPSED = _warning(
     "torchobs.amp.scale_collapsed",

@@ -179,9 +179,15 @@ class Heads(nn.Module):
         return found
 
 
-def left_out(run: Recording, model: nn.Module, optimizer: torch.optim.Optimizer, each: Callable[[], object]) -> list[Any]:
+def left_out(
+    run: Recording,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    each: Callable[[], object],
+    count: int = 5 * LASTING_STEPS,
+) -> list[Any]:
     """Train with looks; what is told."""
-    for number in range(5 * LASTING_STEPS):
+    for number in range(count):
         model.zero_grad()
         backward(model)
         optimizer.step()
@@ -211,6 +217,17 @@ def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
 
     assert left_out(run, model, optimizer, step) == []
     assert later.param_groups
+
+
+def test_an_optimizer_that_never_steps_beside_one_that_does(run: Recording) -> None:
+    """The step of the second one was forgotten: told when hundreds of steps have gone by, not as soon."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    forgotten = torch.optim.AdamW(model.second.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == []
+    assert left_out(run, model, optimizer, lambda: None, 8 * LASTING_STEPS) == [["second.weight", "second.bias"]]
+    (frame,) = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
+    assert frame["attrs"]["optimizer"] == type(forgotten).__name__
 
 
 def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:

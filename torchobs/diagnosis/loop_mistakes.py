@@ -51,10 +51,13 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
             )
             yield Finding(WARNING, fact.text("kind"), said)
     for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
-        count = fact.count("parameters_affected")
-        text = (
-            f"{_parameters(fact)} got gradients but {'is' if count == 1 else 'are'} in no optimizer: nothing was learned there."
+        are = "is" if fact.count("parameters_affected") == 1 else "are"
+        optimizer = text_format.clean(fact.text("optimizer"), 80)
+        where = (
+            f"of an optimizer ({optimizer}) that had not stepped by step {fact.step or 0:,}" if optimizer else "in no optimizer"
         )
+        question = " Is its step() missing?" if optimizer else ""
+        text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
         yield Finding(INFO, "left_out", text)
     for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
         text = f"{_parameters(fact)} of the optimizer never had a gradient until step {fact.step or 0:,}"

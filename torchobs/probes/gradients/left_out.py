@@ -1,9 +1,9 @@
 """Find parameters that get gradients and are in no optimizer: a head, an adapter or a whole model that was forgotten.
 
 A model of which a part is trained may leave the rest out on purpose, and has its gradients computed for nothing then: it is
-information, no warning. Not told are a model as a whole in evaluation mode (a teacher, a perceptual loss), what an optimizer
-has that has not stepped yet, what changes by other means, and parameters of another type than those that are trained beside
-them (copies of master weights).
+information, no warning. Not told are a model as a whole in evaluation mode (a teacher, a perceptual loss), what changes by
+other means, and parameters of another type than those that are trained beside them (copies of master weights). Those of an
+optimizer that has not stepped yet are told after some hundred steps, at the last look.
 """
 
 from __future__ import annotations
@@ -112,15 +112,23 @@ class LeftOutParameters:
                 yield _Candidate(ref(each), title + clean(name))
 
     def _tell(self, found: list[_Candidate]) -> None:
-        """Tell what no optimizer has that exists; the search for them holds the GIL for some 100 ms, once."""
+        """Tell what no optimizer has that exists, or at last what one has that never steps.
+
+        The search for them holds the GIL for some 100 ms, once for each look.
+        """
         self._context.yield_gil()
-        has = {id(each) for each in _parameters_of(living_optimizers())}
-        names = [one.name for one in found if id(one.parameter()) not in has]
-        self._told, self._found = bool(names), False
-        trained = len(set(map(id, _parameters_of(self._context.recorder.optimizers()))))
-        if names:
-            told = {"parameters": names[:_NAMED], "parameters_affected": len(names), "parameters_trained": trained}
-            self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, told)
+        kinds = {id(each): type(one).__name__ for one in living_optimizers() for each in _parameters_of([one])}
+        names = {kind: list[str]() for kind in ("", *kinds.values())}
+        for one in found:
+            names[kinds.get(id(one.parameter()), "")].append(one.name)
+        waiting = next((kind for kind, them in names.items() if kind and them), "") if self._looks >= _MOST_LOOKS else ""
+        kind = "" if names[""] else waiting
+        told, self._found = names[kind], False
+        self._told = bool(told)
+        if told:
+            trained = len(set(map(id, _parameters_of(self._context.recorder.optimizers()))))
+            attributes = {"parameters": told[:_NAMED], "parameters_affected": len(told), "parameters_trained": trained}
+            self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, attributes | ({"optimizer": kind} if kind else {}))
 
 
 def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Any]:
