@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0+cpu
 PROGRAMS := $(CURDIR)/.cache/debian
 # For two cores: half of its time a test waits for a program or a timer.
-WORKERS ?= 3
+WORKERS ?= 4
 # A process for each file, which shares its pods among its tests, and mostly waits for them.
 KUBE_WORKERS ?= 3
 # Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.

@@ -71,6 +71,7 @@ NEEDED_BY_TORCH = frozenset(
         *("_has_any_global_hook", "_is_any_autocast_enabled"),  # asked for by getattr with a default
         *(
             "_world",
+            "_backward_hooks",
             "_get_root_mesh",
             "_get_default_store",
             "_compiled_call_impl",

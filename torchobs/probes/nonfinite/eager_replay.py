@@ -251,7 +251,7 @@ def _backward_origin(
     outputs = [one for one in outputs if one.is_floating_point() and condition(one) is Condition.FINITE]
     tracer = GraphTracer(outputs, frames, step, names=names)
     leaves = [node.parameter for node in tracer.nodes if node.parameter is not None and node.parameter.requires_grad]
-    if not outputs or not leaves or any(leaf._backward_hooks for leaf in leaves):
+    if not outputs or not leaves or any(getattr(leaf, "_backward_hooks", None) for leaf in leaves):
         return None  # the last: hooks of the user's, which autograd.grad runs
     found: list[tuple[GraphNode, NonfiniteOrigin]] = []
     watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), CircuitBreaker("eager_replay"))
