@@ -54,3 +54,21 @@ def test_a_loss_that_cannot_fall_is_told_with_its_cause(make: Any, limit: float 
     assert run_status(observed.reports).ranks[0].no_progress == cause
     assert [fact.text("cause") for fact in observed.events(catalog.EVENT_NO_PROGRESS)] == ([cause] if cause else [])
     assert ("no_progress" in observed.kinds()) == bool(cause)
+
+
+def test_a_backbone_that_hardly_learns_beside_a_head_that_does() -> None:
+    """The first group's rate explains nothing where another group has the training's."""
+
+    def train(look: Look) -> None:
+        torch.manual_seed(5)
+        backbone, head = nn.Linear(16, 32), nn.Linear(32, 10)
+        groups: list[dict[str, Any]] = [{"params": backbone.parameters(), "lr": 1e-9}, {"params": head.parameters()}]
+        optimizer = torch.optim.Adam(groups, lr=1e-4)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss: Any = nn.functional.cross_entropy(head(backbone(torch.randn(64, 16)).relu()), torch.randint(0, 10, (64,)))
+            loss.backward()
+            optimizer.step()
+            look.stepped()
+
+    assert "no_progress" not in observe(train).kinds()

@@ -59,6 +59,8 @@ class Hyperparameters(NamedTuple):
     beta2: float | None = None
     max_norm: float | None = None
     """limit of clipping"""
+    other_rates: float = 0.0
+    """highest learning rate of the other groups"""
 
     @property
     def repeats(self) -> float:
@@ -89,6 +91,8 @@ def _weight_decay(course: Course, given: Hyperparameters) -> Cause | None:
 def _short_steps(course: Course, given: Hyperparameters) -> Cause | None:
     if not course.rate or course.last_rate > RISING * course.rate:
         return None  # another finding, or a warm-up
+    if given.other_rates > RISING * course.rate:
+        return None  # what is trained is trained there
     if given.beta2 is not None:
         moved = course.rate * course.steps
         return Cause(SMALL_RATE, moved) if moved < LEAST_MOVED else None

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
 
+_FIRST = "0"
+"""The first parameter group"""
 _READ = (
-    (catalog.OPTIMIZER_WEIGHT_DECAY, "0"), (catalog.OPTIMIZER_MOMENTUM, "0"), (catalog.OPTIMIZER_BETA2, "0"),
+    (catalog.OPTIMIZER_WEIGHT_DECAY, _FIRST), (catalog.OPTIMIZER_MOMENTUM, _FIRST), (catalog.OPTIMIZER_BETA2, _FIRST),
     (catalog.GRAD_CLIP_MAX_NORM, ""),
 )  # fmt: skip
-"""Of the first parameter group"""
 
 
 class ProgressWatch:
@@ -27,6 +28,7 @@ class ProgressWatch:
         self._context = context
         self._given = Hyperparameters()
         self._cells: list[Cell | None] = []
+        self._rates: list[Cell] = []
         self._series = 0
         self._told: Cause | None = None
         self._told_at = 0
@@ -65,8 +67,10 @@ class ProgressWatch:
         if len(table) != self._series:
             self._series = len(table)
             self._cells = [table.cells_of(metric).get(attribute) for metric, attribute in _READ]
+            self._rates = [cell for group, cell in table.cells_of(catalog.LEARNING_RATE).items() if group != _FIRST]
         values = [cell.read() if cell is not None else nan for cell in self._cells]
         decay, momentum, beta2, limit = (value if isfinite(value) else None for value in values)
         if (decay, momentum, beta2) != (None, None, None):
-            self._given = Hyperparameters(decay, momentum, beta2)
+            rates = [rate for cell in self._rates if isfinite(rate := cell.read())]
+            self._given = Hyperparameters(decay, momentum, beta2, other_rates=max(rates, default=0.0))
         return self._given._replace(max_norm=limit)
