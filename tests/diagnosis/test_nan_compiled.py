@@ -6,7 +6,7 @@ import gc
 import random
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -321,17 +321,17 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("what", ["collective", "writing"])
 def test_a_run_is_given_up_before_others_notice(run: Recording, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a collective that the other ranks do not call, and before a tensor is written to that was there before."""
-    model, called = ill_model()
-    x, others, reached = torch.randn(6, 4), torch.zeros(1), list[str]()
+    _, called = ill_model()
+    x, others, reached, plain = torch.randn(6, 4), torch.zeros(1), list[str](), Net.forward
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(model: Net, x: torch.Tensor) -> torch.Tensor:
         reached.append("before")
         dist.all_reduce(others) if what == "collective" else others.add_(1)
         reached.append("after")
-        return Net.forward(model, x)
+        return plain(model, x)
 
     loss = called(x).square().mean()
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(Net, "forward", forward)
     loss.backward()
     refused(run)
     assert (reached, float(others)) == (["before"], 0.0)
@@ -384,6 +384,94 @@ def test_training_is_as_without_torchobs(flight_dir: Path, way: str, sickness: s
     assert once() == plain
     assert told(run)["operator"] == sickness
     assert len(run.frames("called")) == (0 if way == "whole" else plain[1])  # nothing is recorded within compiled code
+    next(recorder, None)
+
+
+class Annealed(nn.Module):
+    """Counts its calls in a buffer, which the loss of the script uses."""
+
+    weight: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("weight", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 4)`` to the same; NaN for large numbers."""
+        self.weight.add_(0.01)
+        h = self.linear(x)
+        return torch.as_tensor(torch.log(h.abs() * (1 - (x.abs().max() > 1e9).float() * 2)))
+
+
+def test_a_buffer_that_the_loss_has_used_keeps_its_version(run: Recording) -> None:
+    """Else the backward pass of the user's, which follows, would raise."""
+    model = Annealed()
+    called: Any = torch.compile(model, backend="aot_eager")
+    x = torch.full((6, 4), 1e10)
+    (model.weight * called(x).mean(0)).sum().backward()
+    assert told(run)["operator"] == "log"
+    assert float(model.weight) == pytest.approx(0.01)
+
+
+class Features(NamedTuple):
+    """What an encoder makes."""
+
+    h: torch.Tensor
+
+
+class Head(nn.Module):
+    """Takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 1), [0]
+
+    def forward(self, given: Features) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 1)``; the derivative is infinite."""
+        return torch.as_tensor(torch.sqrt(self.linear(given.h).relu() * 0))
+
+
+def test_the_graph_that_an_argument_comes_from_is_left_alone(flight_dir: Path) -> None:
+    """Neither hooks of the user's run, nor is it freed: another backward pass goes through it."""
+    recorder = recording(flight_dir, log_level="ERROR", grad_interval=1)
+    run = next(recorder)
+    encoder, head, fired = nn.Linear(4, 4), Head(), list[int]()
+    called: Any = torch.compile(head, backend="aot_eager")
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+    features = Features(encoder(torch.randn(6, 4)).tanh())
+    features.h.register_hook(lambda _: fired.append(1))  # type: ignore[no-untyped-call]
+    called(features).sum().backward(retain_graph=True, inputs=list(head.parameters()))
+    optimizer.step()
+    assert fired == []
+    assert told(run)["operator"] == "sqrt"
+    features.h.sum().backward()  # type: ignore[no-untyped-call]
+    next(recorder, None)
+
+
+def test_few_calls_are_repeated_where_none_is_the_cause(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batch in each step; the derivative that is infinite lies outside."""
+    runs, recorder = list[int](), recording(flight_dir, log_level="ERROR", grad_interval=1)
+    run, plain, x = next(recorder), Net.forward, torch.randn(6, 4)
+    model, called = made("whole")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def forward(model: Net, x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return plain(model, x)
+
+    for number in range(20):
+        out = called(x)
+        optimizer.zero_grad()
+        loss = out.square().mean()
+        if number == 19:
+            loss = loss + (out * 0).square().sum().sqrt()
+        loss.backward()
+        monkeypatch.setattr(Net, "forward", forward)
+        optimizer.step()
+        monkeypatch.setattr(Net, "forward", plain)
+    assert told(run)["operator"] == "sqrt"
+    assert 1 <= len(runs) <= 3
     next(recorder, None)
 
 

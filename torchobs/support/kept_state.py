@@ -1,9 +1,8 @@
-"""Random states, a model's buffers and attributes as they were: for what runs a model, or takes batches, beside a training."""
+"""Random states and a model's buffers as they were: for functions that run a model, or take batches, beside a training."""
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,37 +55,3 @@ def state_kept(model: nn.Module) -> Iterator[None]:
                 if buffer is not None and before is not None:
                     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                         buffer.data.copy_(before)  # which raises no version that a graph of the user's relies on
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put the attributes of all modules back when the block ends, and what was in their lists, dictionaries and sets."""
-    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
-    inner = [(value, _contents(value)) for _, before in kept for value in before.values() if type(value) in _CONTAINERS]
-    try:
-        yield
-    finally:
-        for attributes, before in kept:
-            if not _same(attributes, before):
-                attributes.clear()
-                attributes.update(before)
-        for value, contents in inner:
-            if not _same(value, contents):
-                value.clear()
-                (value.extend if isinstance(value, (list, deque)) else value.update)(contents)
-
-
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict})
-
-
-def _contents(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value)
-
-
-def _same(value: Any, before: Any) -> bool:
-    """Return True for the same objects in the same order; they are not compared, which may be slow, or the user's code."""
-    if len(value) != len(before):
-        return False
-    if isinstance(value, dict):
-        return all(name in before and each is before[name] for name, each in value.items())
-    return all(each is other for each, other in zip(value, before, strict=True))

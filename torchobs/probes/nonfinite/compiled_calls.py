@@ -15,7 +15,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
+from enum import Enum
 from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -37,6 +39,7 @@ _ROUNDS = 3
 """Of the sampler's slower work, in which modules that were compiled before ``init()`` are looked for"""
 _OURS = "_torchobs_notes_calls"
 _TENSOR, _PLAIN, _SEQUENCE, _MAPPING, _OBJECT = range(5)
+_OF_TORCH = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
 
 
 class GoneError(LookupError):
@@ -53,6 +56,8 @@ class CompiledCall(NamedTuple):
     keywords: dict[str, Any]
     autocast: tuple[tuple[str, bool, Any], ...]
     """For each type of device whether autocast was enabled, and its data type"""
+    step: int
+    """The last one that had ended"""
 
     def inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments as they were given. Raises :class:`GoneError`."""
@@ -112,8 +117,9 @@ class CompiledCalls:
         return [call for call in self._outermost() if any(call.first <= number < call.last for number in numbers)]
 
     def latest(self) -> list[CompiledCall]:
-        """Return the outermost calls that made any node, the last one first."""
-        return [call for call in self._outermost() if call.first < call.last][::-1]
+        """Return the outermost calls of the step in progress that made any node, the last one first."""
+        step = self._context.recorder.step
+        return [call for call in self._outermost() if call.first < call.last and call.step == step][::-1]
 
     def _outermost(self) -> list[CompiledCall]:
         found: list[CompiledCall] = []
@@ -179,6 +185,7 @@ class CompiledCalls:
         import torch
 
         calls, breaker, training, kind = self._calls.append, self._breaker, self._context.training, torch.Tensor
+        recorder = self._context.recorder
         with_gradient, number = torch.is_grad_enabled, torch._C._autograd._get_sequence_nr
         autocasts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -191,7 +198,7 @@ class CompiledCalls:
                     name: (_TENSOR, ref(each), each._version) if type(each) is kind else _held(kind, each)
                     for name, each in kwargs.items()
                 } if kwargs else kwargs  # fmt: skip
-                return number(), held, named, _autocast() if autocasts() else ()
+                return number(), held, named, _autocast() if autocasts() else (), recorder.step
             except (TypeError, RuntimeError):  # an argument takes no weak reference, or has no version
                 return None
             except Exception as error:  # this is the guard
@@ -217,7 +224,7 @@ def _held(tensor: type, value: Any) -> Any:
     if isinstance(value, tensor):
         return _TENSOR, ref(value), value._version  # type: ignore[attr-defined]  # a tensor's
     kind = type(value)
-    if value is None or kind in {bool, int, float, complex, str} or kind.__module__ == "torch":  # a device, a data type
+    if value is None or kind in {bool, int, float, complex, str} or (kind.__module__ == "torch" and kind.__name__ in _OF_TORCH):
         return _PLAIN, value
     if isinstance(value, (tuple, list, dict)) and len(value) > _MOST_HELD:
         raise TypeError(kind)
@@ -225,7 +232,9 @@ def _held(tensor: type, value: Any) -> Any:
         return _SEQUENCE, kind, [_held(tensor, each) for each in value]
     if kind is dict:
         return _MAPPING, {key: _held(tensor, each) for key, each in value.items()}
-    return _OBJECT, ref(value)
+    if isinstance(value, (FunctionType, type, Enum)):
+        return _OBJECT, ref(value)
+    raise TypeError(kind)  # it may be changed, by the call or since: a batch of a class of its own, a generator
 
 
 def _restored(held: Any) -> Any:

@@ -1,16 +1,17 @@
 """Run a compiled part of a model once more without the compiler, to find the operator within that made a NaN or an infinity.
 
-The compiled call is repeated as it was: its own arguments, its autocast, the parameters that no optimizer has changed since.
+The compiled call is repeated as it was: its own arguments, its autocast, the parameters that no optimizer has changed since;
+but with a copy of the module (``module_copies``), so that nobody who uses the module meanwhile, in whichever thread, notices.
 For gradients that are not finite its backward pass is run, too, from gradients of the result that are made up: a derivative
 that is infinite makes an infinity of any, and NaN of zero.
-Nothing of the user's changes: random states, buffers and attributes of the modules are put back, forward hooks of the user's
-do not run, no step, loss or value is recorded. The run is given up, and nothing is said, if an argument is gone or was
-changed, or as soon as it would write to a tensor that was there before, call a collective, or take too long or too much memory.
+Nothing of the user's changes: random states are put back, hooks of the user's do not run, no step, loss or value is recorded.
+The run is given up, and nothing is said, if an argument is gone or was changed, if the module holds what cannot be copied, or
+as soon as it would write to a tensor that was there before, call a collective, or take too long or too much memory.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,14 @@ from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import GraphTracer
 from torchobs.probes.nonfinite.replay import CallSites, placed
 from torchobs.probes.nonfinite.values import Condition, condition
-from torchobs.support import cgroup
-from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.support import cgroup, signal_handlers
+from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.graph_safe import as_if_compiling
-from torchobs.support.kept_state import attributes_kept, state_kept
+from torchobs.support.kept_state import random_states_kept
+from torchobs.support.module_copies import ModuleCopier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from types import FrameType
 
     from torch import nn
@@ -46,12 +48,15 @@ LONGEST_S = 5.0
 """For all runs of one trace"""
 _SHARE_OF_MEMORY = 0.5
 """Of what is free: a run may make tensors of this size in all"""
+_MOST_RUNS = 4
+"""Calls that are repeated for one trace"""
 _ATTEMPTS = 3
 """Where random numbers are drawn, which are others than those of the call"""
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor", "fsdp")
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
 """Classes whose forward pass prepares their backward pass"""
 _MOST_OUTPUTS = 64
+_CPU = torch.device("cpu")
 
 
 class _GivenUp(BaseException):
@@ -121,7 +126,7 @@ class EagerReplay:
         if tracer.node is None or tracer.node.operator != COMPILED:
             return None
         until_s = monotonic() + LONGEST_S
-        for each in self._suspects(tracer):
+        for each in self._suspects(tracer)[:_MOST_RUNS]:
             found = self._trace(each, tracer, frames, step, until_s)
             if found is not None or monotonic() > until_s:
                 return found
@@ -148,10 +153,11 @@ class EagerReplay:
         No optimizer must have stepped since. ``names``: of the parameters.
         """
         until_s = monotonic() + LONGEST_S
-        for each in self._calls.latest():  # the first to spoil gradients is the last of those that would
-            own = {id(one) for one in _parameters(_uncompiled(each.module()))}
-            if own.isdisjoint(bad):
-                continue
+        likely = [
+            (each, own) for each in self._calls.latest()
+            if not (own := {id(one) for one in _parameters(_uncompiled(each.module()))}).isdisjoint(bad)
+        ]  # fmt: skip
+        for each, own in likely[:_MOST_RUNS]:  # the first to spoil gradients is the last of those that would
 
             def look(outputs: list[torch.Tensor], sites: CallSites, own: set[int] = own) -> NonfiniteOrigin | None:
                 return _backward_origin(outputs, own.intersection(bad), frames, step, names, sites)
@@ -182,30 +188,36 @@ class EagerReplay:
             arguments, keywords = made.inputs()
         except GoneError:
             return None
+        if {each.device.type for each in [*_tensors([arguments, keywords]), *module.parameters()]} - {"cpu", "cuda"}:
+            return None  # whose random state is not known here
+        if sum(each.untyped_storage().nbytes() for each in module.buffers()) > _SHARE_OF_MEMORY * _free_bytes(_CPU):
+            return None
         path = next((path for path, known in names.modules.items() if known is module), "")
         sites: list[CallSites] = []
 
         def run() -> NonfiniteOrigin | None:
-            writable = {_memory(buffer) for buffer in module.buffers()}
+            copier = ModuleCopier()
+            copied = copier.copy(module)
+            for copy, original in copier.buffers:
+                names.alias(copy, original)
+            writable = {_memory(copy) for copy, _ in copier.buffers}
             for _ in range(_ATTEMPTS):
-                drawn = torch.get_rng_state()
-                sites[:] = [CallSites(module, path)]
+                drawn = _random_states()
+                sites[:] = [CallSites(copied, path)]
                 try:
                     with _Bounds(writable, until_s):
                         with sites[0]:
-                            output = module(*_cut_off(arguments), **_cut_off(keywords))
+                            output = copied(*_cut_off(arguments), **_cut_off(keywords))
                         found = look([one for one in _tensors(output) if one.grad_fn is not None], sites[0])
                 finally:
                     sites[0].remove()
-                if found is not None or drawn.equal(torch.get_rng_state()):
+                if found is not None or all(map(torch.equal, drawn, _random_states())):
                     return found
             return None
 
-        return self._beside_the_training(module, made, run)
+        return self._beside_the_training(made, run)
 
-    def _beside_the_training(
-        self, module: nn.Module, made: CompiledCall, run: Callable[[], NonfiniteOrigin | None]
-    ) -> NonfiniteOrigin | None:
+    def _beside_the_training(self, made: CompiledCall, run: Callable[[], NonfiniteOrigin | None]) -> NonfiniteOrigin | None:
         """Call ``run`` so that the training notices nothing of it, whatever it raises."""
         training, backwards = self._training, self._training.backwards
 
@@ -214,8 +226,7 @@ class EagerReplay:
                 enter = stack.enter_context
                 enter(torch.compiler.set_stance("force_eager"))
                 enter(as_if_compiling())
-                for kept in (state_kept(module), attributes_kept(module), _without_hooks(module)):
-                    enter(kept)
+                enter(random_states_kept())
                 enter(torch.enable_grad())
                 for kind, enabled, dtype in made.autocast or [("cpu", False, None), ("cuda", False, None)]:
                     enter(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
@@ -225,9 +236,13 @@ class EagerReplay:
         disabled: Callable[[], NonfiniteOrigin | None] = torch.compiler.disable(unnoticed)  # type: ignore[no-untyped-call]
         self._calls.paused, training.backwards = True, 1  # a backward pass within is not the training's
         try:
-            return call(CircuitBreaker("eager_replay"), disabled)  # what the model raises says that it is not as it was
+            return disabled()
         except _GivenUp:
             return None
+        except Exception as error:
+            if signal_handlers.raising(error) is not None:
+                raise
+            return None  # what the model raises says that it is not as it was
         finally:
             self._calls.paused, training.backwards = False, backwards
 
@@ -253,6 +268,8 @@ def _backward_origin(
     leaves = [node.parameter for node in tracer.nodes if node.parameter is not None and node.parameter.requires_grad]
     if not outputs or not leaves or any(getattr(leaf, "_backward_hooks", None) for leaf in leaves):
         return None  # the last: hooks of the user's, which autograd.grad runs
+    if any(node.parameter is None and node.number < sites.first for node in tracer.nodes):
+        return None  # the user's own graph, to which something has led
     found: list[tuple[GraphNode, NonfiniteOrigin]] = []
     watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), CircuitBreaker("eager_replay"))
     try:
@@ -299,25 +316,10 @@ def _has_global_hooks() -> bool:
     return has is None or bool(has())
 
 
-@contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Have only torch's own hooks run in a block: ``weight_norm`` computes a weight by one."""
-    taken = []
-    for attributes in [vars(module) for module in model.modules()]:
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-            hooks = attributes.get(name)
-            if hooks:
-                taken.append((attributes, name, hooks))
-                attributes[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_torchs(hook))
-    try:
-        yield
-    finally:
-        for attributes, name, hooks in taken:
-            attributes[name] = hooks
-
-
-def _is_torchs(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
+def _random_states() -> list[torch.Tensor]:
+    """Return the states of the generators that dropout draws from."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpu else [])]
 
 
 def _cut_off(value: Any) -> Any:
@@ -326,6 +328,9 @@ def _cut_off(value: Any) -> Any:
         return value.detach().requires_grad_(value.requires_grad) if value.grad_fn is not None else value
     if type(value) in {list, tuple}:
         return type(value)(_cut_off(each) for each in value)
+    kind: Any = type(value)
+    if isinstance(value, tuple) and hasattr(kind, "_make"):
+        return kind._make(_cut_off(each) for each in value)
     return {name: _cut_off(each) for name, each in value.items()} if type(value) is dict else value
 
 

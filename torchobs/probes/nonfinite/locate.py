@@ -79,6 +79,10 @@ class ModuleNames:
         """Return the name of a parameter or buffer, or of the one whose memory the tensor uses; ``""`` for any other."""
         return self._names.get(id(tensor)) or self._storages.get(_storage(tensor) or -1, "")
 
+    def alias(self, copy: Any, original: Any) -> None:
+        """Let the copy of a buffer have its name."""
+        self._names[id(copy)] = self.of(original)
+
     def owner(self, name: str) -> str:
         """Return the path of the module that holds this parameter."""
         return name.rpartition(".")[0]

@@ -39,6 +39,8 @@ class CallSites(TorchFunctionMode):
         import torch
 
         super().__init__()
+        self.first = torch._C._autograd._get_sequence_nr()
+        """Number of the first node that can be made"""
         self.sites: list[CallSite] = []
         self._running: list[tuple[str, str]] = []
         self._handles = []
