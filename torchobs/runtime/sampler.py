@@ -108,11 +108,13 @@ class Sampler:
         survive_limits()
         captures = self._context.training.captures
         while not self._pauses.stop.wait(INTERVAL_S):
-            if captures.begin_round("sampler"):
-                self._beat_and_sample()
-            else:
-                self._beat_alone()
-            captures.end_round("sampler")
+            try:
+                if captures.begin_round("sampler"):
+                    self._beat_and_sample()
+                else:
+                    self._beat_alone()
+            finally:
+                captures.end_round("sampler")
 
     def _beat_alone(self) -> None:
         """Only keep the heartbeat, without a garbage collection in this thread (``captures``)."""

@@ -52,4 +52,5 @@ class Captures:
 
     def in_progress(self) -> bool:
         """Return True if a graph is being captured."""
-        return bool(self._begun_s) and max(self._begun_s.values()) > time.monotonic() - LONGEST_S
+        begun_s = tuple(self._begun_s.values())  # another thread's capture may end meanwhile
+        return bool(begun_s) and max(begun_s) > time.monotonic() - LONGEST_S

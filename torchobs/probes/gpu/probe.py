@@ -82,9 +82,11 @@ class GpuProbe:
             if self._ending:
                 break
             self._busy_since = time.monotonic()
-            if captures.begin_round(self.name):  # it may collect garbage as any thread may, and asks torch's allocator
-                call(self._breaker, self._monitor.round)
-            captures.end_round(self.name)
+            try:
+                if captures.begin_round(self.name):  # it may collect garbage as any thread may, and asks torch's allocator
+                    call(self._breaker, self._monitor.round)
+            finally:
+                captures.end_round(self.name)
             self._busy_since = None
             if not self._monitor.absent:  # most machines without one would have a series for nothing
                 self._context.spent_ns[self.name] = time.thread_time_ns()
