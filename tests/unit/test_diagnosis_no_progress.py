@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from tests import flights
 from tests.diagnosis_files import fact, facts
 from torchobs import catalog
-from torchobs.detect.no_progress import Course, Hyperparameters, cause_of
+from torchobs.detect.no_progress import Course, Hyperparameters, cause_of, rule_of
 from torchobs.diagnosis.no_progress import no_progress
 from torchobs.flight.format.step_record import StepFlag, StepRecord
 from torchobs.flight.metrics.fold import fold
@@ -18,8 +19,8 @@ from torchobs.flight.metrics.loss_course import course
 
 HEADER = flights.header()
 SHORT = "steps are too short for more than"
-SGD, MOMENTUM = Hyperparameters(momentum=0.0), Hyperparameters(momentum=0.9)
-ADAM = Hyperparameters(momentum=0.9, beta2=0.999)
+SGD, MOMENTUM = Hyperparameters("SGD", momentum=0.0), Hyperparameters("SGD", momentum=0.9)
+ADAM = Hyperparameters("adaptive", decoupled=True, momentum=0.9)
 ALL = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 
 
@@ -64,6 +65,27 @@ def test_the_cause_is_found(history: list[StepRecord], given: Hyperparameters, k
     assert found is not None
     assert found.kind == kind
     assert found.amount == pytest.approx(amount)
+
+
+class Lars(torch.optim.SGD):
+    """One whose steps are as long as the weights are large."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "rule"),
+    [
+        (torch.optim.SGD, {}, ("SGD", False)), (torch.optim.Adam, {}, ("adaptive", False)),
+        (torch.optim.AdamW, {}, ("adaptive", True)), (torch.optim.RMSprop, {}, ("adaptive", False)),
+        (torch.optim.NAdam, {"decoupled_weight_decay": True}, ("adaptive", True)), (Lars, {}, ("", False)),
+        (torch.optim.Adafactor, {}, ("", False)), (torch.optim.Rprop, {}, ("", False)),
+    ],
+)  # fmt: skip
+def test_formulas_are_those_of_the_optimizer_s_class(optimizer: Any, options: dict[str, Any], rule: tuple[str, bool]) -> None:
+    """Of others none is taken, nor where the learning rate is a factor on the optimizer's own."""
+    made = optimizer([torch.nn.Parameter(torch.ones(2, 2))], lr=1.0, **options)
+    classes = [kind.__name__ for kind in type(made).__mro__]
+    assert rule_of(classes, made.param_groups[0]) == rule
+    assert rule_of(classes, {**made.param_groups[0], "d": 1e-6}) == ("", False)
 
 
 DECAY = SGD._replace(weight_decay=0.5)

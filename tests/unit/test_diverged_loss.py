@@ -40,10 +40,14 @@ def folded(batches: list[list[StepRecord]]) -> tuple[bool, list[Anomaly]]:
         ([-4.0, 50.0, *[-3.0, 60.0] * 60], None),
         ([*[2.0] * 30, *[200.0] * 100], None),
         ([4.1, 271.0, *[100.0] * 30, nan, *[100.0] * 100], None),
+        ([18.0 * min(number, 100) for number in range(1, 300)], None),
+        ([0.0, 1e-6, *[10.8 - number / 100 for number in range(300)]], None),
+        ([0.0, 4.0, 271.0, *[100.0] * 100], 53),
     ],
     ids=[
         "at once", "in the twentieth step", "healthy", "too early to say", "came back once", "grows", "begins near zero",
-        "both signs", "later", "not finite: another anomaly",
+        "both signs", "later", "not finite: another anomaly", "a weight that is ramped up", "a first batch of nothing",
+        "a first batch of nothing, and then away",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 7, 1000])
@@ -52,7 +56,7 @@ def test_a_loss_that_leaves_its_start_for_good_has_diverged(losses: list[float],
     records = [step(number, loss) for number, loss in enumerate(losses, 1)]
     is_away, found = folded([records[begin : begin + batch] for begin in range(0, len(records), batch)])
     told = [(one.step, one.baseline) for one in found if one.kind == "diverged"]
-    assert told == ([] if at is None else [(at, losses[0])])
+    assert told == ([] if at is None else [(at, next(loss for loss in losses if loss))])
     assert is_away == (at is not None)
 
 

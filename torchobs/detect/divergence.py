@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from torchobs.detect.spikes import LEAST_SCALE, WARM_UP
 
-LEFT, NEAR = 10.0, 2.0
+LEFT, NEAR, RAMP = 10.0, 2.0, 3.0
 """Factors on the first loss: at the one, within the first ``WARM_UP`` losses, a loss has left its start; below the other it has
-come back. A policy gradient's loss is as long as its episodes: it may leave its start, and comes back with each short one."""
+come back. A policy gradient's loss is as long as its episodes: it may leave its start, and comes back with each short one. A
+loss whose weight is ramped up grows with the steps' number: it has to be so many times that"""
+LEAST_FIRST = 1e-3
+"""A loss below that is none of an untrained model: of a batch in which all is masked, or a policy's in its first step"""
 LEAST_AFTER = 50
 """Losses after that without a return"""
 AT_START, BACK = 0, (1 << 63) - 1
@@ -24,7 +27,8 @@ def follow(loss: float, first: float, number: int, left: int) -> int:
     start = max(abs(first), LEAST_SCALE)
     if left != AT_START:
         return left if loss >= NEAR * start else BACK
-    return number if 1 < number <= WARM_UP and loss >= LEFT * start else AT_START
+    away = loss >= max(LEFT * start, RAMP * number * abs(first))
+    return number if 1 < number <= WARM_UP and away else AT_START
 
 
 def has_diverged(number: int, left: int) -> bool:

@@ -4,16 +4,21 @@ By itself a loss that stays as it is proves nothing: those of reinforcement lear
 be noise. So it is a verdict with a cause only:
 
 - *weight decay* that takes a percent of the weights or more in each step: for SGD ``lr * weight_decay / (1 - momentum)``,
-  since momentum repeats what is taken; for others without the division;
+  since momentum repeats what is taken; where decay is decoupled (AdamW, Lion, Muon) without the division;
 - *steps that are too short* for the loss to fall: to first order a step of SGD lowers the loss by its length times the
   gradient's norm, ``lr / (1 - momentum) * min(norm, limit of clipping) * norm`` at most; Adam's moves no weight by more than
   about ``lr`` (Kingma & Ba 2015, section 2.1).
+
+Of an optimizer of another class nothing is known, nor of one whose ``lr`` is a factor on a rate of its own (D-Adaptation).
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 LEAST_LOSSES = 100
 FIRST_LOSSES = 10
@@ -31,6 +36,8 @@ LEAST_MOVED = 1e-5
 makes of a weight of 0.02, which is what initialisations give"""
 RISING = 1.5
 """Factor on the mean learning rate, above which it still rises, or did lately: after a linear warm-up it is twice the mean"""
+SGD, ADAPTIVE = "SGD", "adaptive"
+_ADAPTIVE, _DECOUPLED = frozenset({"RMSprop", "Lion"}), frozenset({"Lion", "Muon"})
 WEIGHT_DECAY, SHORT_STEPS, CLIPPED, SMALL_RATE = "weight_decay", "short_steps", "clipped", "small_rate"
 
 
@@ -54,9 +61,12 @@ class Course(NamedTuple):
 class Hyperparameters(NamedTuple):
     """Of the optimizer's first parameter group; ``None`` where it has none."""
 
+    rule: str = ""
+    """``SGD``, ``ADAPTIVE`` or, where the length of its steps is not known, empty"""
+    decoupled: bool = False
+    """Whether weight decay takes its share of the weights by itself, and not by way of the gradient"""
     weight_decay: float | None = None
     momentum: float | None = None
-    beta2: float | None = None
     max_norm: float | None = None
     """limit of clipping"""
     other_rates: float = 0.0
@@ -66,7 +76,19 @@ class Hyperparameters(NamedTuple):
     def repeats(self) -> float:
         """How often momentum repeats what a step of SGD does; 1 for other optimizers, whose momentum averages."""
         momentum = self.momentum or 0.0
-        return 1.0 if self.beta2 is not None or not 0.0 <= momentum < 1.0 else 1.0 / (1.0 - momentum)
+        return 1.0 / (1.0 - momentum) if self.rule == SGD and 0.0 <= momentum < 1.0 else 1.0
+
+
+def rule_of(classes: Sequence[str], group: Mapping[str, object]) -> tuple[str, bool]:
+    """Return ``rule`` and ``decoupled`` of an optimizer by the names of its class and those it inherits from, and a group."""
+    names = set(classes)
+    if "d" in group:  # D-Adaptation's and Prodigy's own rate
+        return "", False
+    rule = SGD if classes[0] == "SGD" else ADAPTIVE if names & _ADAPTIVE or any("Adam" in name for name in names) else ""
+    decoupled = (
+        bool(names & _DECOUPLED) or any("AdamW" in name for name in names) or group.get("decoupled_weight_decay") is True
+    )
+    return rule, decoupled
 
 
 class Cause(NamedTuple):
@@ -84,6 +106,8 @@ def cause_of(course: Course, given: Hyperparameters) -> Cause | None:
 
 
 def _weight_decay(course: Course, given: Hyperparameters) -> Cause | None:
+    if given.rule != SGD and not given.decoupled:
+        return None
     taken = course.rate * (given.weight_decay or 0.0) * given.repeats
     return Cause(WEIGHT_DECAY, taken) if taken >= LEAST_DECAY and course.steps * taken >= DECAYED else None
 
@@ -93,11 +117,11 @@ def _short_steps(course: Course, given: Hyperparameters) -> Cause | None:
         return None  # another finding, or a warm-up
     if given.other_rates > RISING * course.rate:
         return None  # what is trained is trained there
-    if given.beta2 is not None:
+    if given.rule == ADAPTIVE:
         moved = course.rate * course.steps
         return Cause(SMALL_RATE, moved) if moved < LEAST_MOVED else None
-    if course.norm is None or given.momentum is None:
-        return None  # not SGD
+    if course.norm is None or given.rule != SGD:
+        return None
     limit = given.max_norm or inf
     lowered = course.rate * given.repeats * course.steps * min(course.square, limit * course.norm)
     if lowered >= (1.0 - FALLEN) * course.first:

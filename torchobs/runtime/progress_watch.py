@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from math import isfinite, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.no_progress import Cause, Course, Hyperparameters, cause_of
+from torchobs.detect.no_progress import Cause, Course, Hyperparameters, cause_of, rule_of
 from torchobs.flight.metrics.loss_course import course
 
 if TYPE_CHECKING:
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 _FIRST = "0"
 """The first parameter group"""
-_READ = (
-    (catalog.OPTIMIZER_WEIGHT_DECAY, _FIRST), (catalog.OPTIMIZER_MOMENTUM, _FIRST), (catalog.OPTIMIZER_BETA2, _FIRST),
-    (catalog.GRAD_CLIP_MAX_NORM, ""),
-)  # fmt: skip
+_READ = ((catalog.OPTIMIZER_WEIGHT_DECAY, _FIRST), (catalog.OPTIMIZER_MOMENTUM, _FIRST), (catalog.GRAD_CLIP_MAX_NORM, ""))
 
 
 class ProgressWatch:
@@ -29,6 +26,8 @@ class ProgressWatch:
         self._given = Hyperparameters()
         self._cells: list[Cell | None] = []
         self._rates: list[Cell] = []
+        self._classes: set[type] = set()
+        self._rule = "", False
         self._series = 0
         self._told: Cause | None = None
         self._told_at = 0
@@ -69,8 +68,18 @@ class ProgressWatch:
             self._cells = [table.cells_of(metric).get(attribute) for metric, attribute in _READ]
             self._rates = [cell for group, cell in table.cells_of(catalog.LEARNING_RATE).items() if group != _FIRST]
         values = [cell.read() if cell is not None else nan for cell in self._cells]
-        decay, momentum, beta2, limit = (value if isfinite(value) else None for value in values)
-        if (decay, momentum, beta2) != (None, None, None):
+        decay, momentum, limit = (value if isfinite(value) else None for value in values)
+        if optimizers := self._context.recorder.optimizers():
+            self._note_rule(optimizers)
             rates = [rate for cell in self._rates if isfinite(rate := cell.read())]
-            self._given = Hyperparameters(decay, momentum, beta2, other_rates=max(rates, default=0.0))
+            self._given = Hyperparameters(*self._rule, decay, momentum, other_rates=max(rates, default=0.0))
         return self._given._replace(max_norm=limit)
+
+    def _note_rule(self, optimizers: list[Any]) -> None:
+        """Find the optimizers' rule, where all have the same; else nothing is known."""
+        classes = {type(one) for one in optimizers}
+        if classes != self._classes:
+            self._classes = classes
+            by_class = {type(one): one.param_groups[0] for one in optimizers}
+            rules = {rule_of([each.__name__ for each in kind.__mro__], group) for kind, group in by_class.items()}
+            self._rule = rules.pop() if len(rules) == 1 else ("", False)

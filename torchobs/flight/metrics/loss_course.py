@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
-from torchobs.detect.divergence import AT_START, BACK, follow, has_diverged
+from torchobs.detect.divergence import AT_START, BACK, LEAST_FIRST, follow, has_diverged
 from torchobs.detect.no_progress import FIRST_LOSSES, LATE_SHARE, Course
 from torchobs.detect.spikes import WARM_UP
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -83,6 +83,8 @@ def _fold_losses(totals: Totals, records: Sequence[StepRecord], found: list[Anom
         if number == 1:
             first, known = loss, record.step <= max(ints[Word.MODEL_STEP], 1) + _NEAR_FIRST
             left = left if known else BACK
+        elif abs(first) < LEAST_FIRST and number <= WARM_UP:
+            first = loss
         elif left != BACK and (left != AT_START or number <= WARM_UP):
             left = follow(loss, first, number, left)
         if has_diverged(number, left) != diverged:

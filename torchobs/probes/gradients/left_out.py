@@ -118,16 +118,17 @@ class LeftOutParameters:
         """
         self._context.yield_gil()
         kinds = {id(each): type(one).__name__ for one in living_optimizers() for each in _parameters_of([one])}
+        steps = set(map(id, _parameters_of(self._context.recorder.optimizers())))  # some since the candidates were found
         names = {kind: list[str]() for kind in ("", *kinds.values())}
         for one in found:
-            names[kinds.get(id(one.parameter()), "")].append(one.name)
+            if id(one.parameter()) not in steps:
+                names[kinds.get(id(one.parameter()), "")].append(one.name)
         waiting = next((kind for kind, them in names.items() if kind and them), "") if self._looks >= _MOST_LOOKS else ""
         kind = "" if names[""] else waiting
         told, self._found = names[kind], False
         self._told = bool(told)
         if told:
-            trained = len(set(map(id, _parameters_of(self._context.recorder.optimizers()))))
-            attributes = {"parameters": told[:_NAMED], "parameters_affected": len(told), "parameters_trained": trained}
+            attributes = {"parameters": told[:_NAMED], "parameters_affected": len(told), "parameters_trained": len(steps)}
             self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, attributes | ({"optimizer": kind} if kind else {}))
 
 
