@@ -133,14 +133,19 @@ def test_a_rank_s_exporter_serves_it_and_says_where(trainer: Trainer, flight_dir
     assert psutil.Process(found.pid).memory_info().rss < 60 * 2**20
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """What the kernel says of a process's first thread."""
+    return dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+
+
 def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, flight_dir: Path) -> None:
     """Affinity, signals, umask, descriptors, a working directory that is gone, the environment: all its own."""
     child = trainer(hostile=HOSTILE)
     found = announced(flight_dir)
-    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{found.pid}/status").read_text().splitlines() if ":\t" in line)
+    wait_until(lambda: int(status_of(found.pid)["SigBlk"], 16) == 0)  # while a thread is started, all signals are blocked
+    status = status_of(found.pid)
     assert status["Name"] == NAME
     assert status["Umask"] == "0077"
-    assert int(status["SigBlk"], 16) == 0
     ignored = {number for number in signal.valid_signals() if int(status["SigIgn"], 16) >> (number - 1) & 1}
     assert ignored <= {signal.SIGPIPE, signal.SIGXFSZ}
     assert status["Cpus_allowed_list"] == Path("/proc/1/status").read_text().split("Cpus_allowed_list:\t")[1].split("\n")[0]
