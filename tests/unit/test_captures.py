@@ -88,3 +88,19 @@ def test_a_capture_waits_for_the_rounds_in_progress_but_not_long(clock: Clock) -
     clock.each_time, before = lambda: None, clock.now
     found.begin(2)
     assert clock.now - before == pytest.approx(0.2, abs=0.01)
+
+
+class Ending(dict[int, float]):
+    """The captures in progress, of which the only one ends while its presence is asked for."""
+
+    def __len__(self) -> int:
+        found = super().__len__()
+        self.clear()
+        return found
+
+
+def test_a_capture_may_end_in_another_thread_while_it_is_asked_for() -> None:
+    """Neither the sampler nor the user's backward pass, which ask, meets an error."""
+    found = Captures()
+    found._begun_s = Ending({1: LONGEST_S})
+    assert found.in_progress() in {True, False}
