@@ -11,6 +11,7 @@ as soon as it would write to a tensor that was there before, call a collective, 
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
@@ -56,7 +57,6 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_m
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"})
 """Classes whose forward pass prepares their backward pass"""
 _MOST_OUTPUTS = 64
-_CPU = torch.device("cpu")
 
 
 class _GivenUp(BaseException):
@@ -190,7 +190,7 @@ class EagerReplay:
             return None
         if {each.device.type for each in [*_tensors([arguments, keywords]), *module.parameters()]} - {"cpu", "cuda"}:
             return None  # whose random state is not known here
-        if sum(each.untyped_storage().nbytes() for each in module.buffers()) > _SHARE_OF_MEMORY * _free_bytes(_CPU):
+        if not _fit(list(module.buffers())):
             return None
         path = next((path for path, known in names.modules.items() if known is module), "")
         sites: list[CallSites] = []
@@ -314,6 +314,14 @@ def _is_whole(module: nn.Module) -> bool:
 def _has_global_hooks() -> bool:
     has = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
     return has is None or bool(has())
+
+
+def _fit(tensors: list[torch.Tensor]) -> bool:
+    """Return True if there is room for copies of them."""
+    sizes = Counter[torch.device]()
+    for each in tensors:
+        sizes[each.device] += each.untyped_storage().nbytes()
+    return all(size < _SHARE_OF_MEMORY * _free_bytes(device) for device, size in sizes.items())
 
 
 def _random_states() -> list[torch.Tensor]:
