@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ class Model(nn.Module):
         self.part = functools.partial(self.activated, slope=0.1)
         self.cache: Any = self.norm.running_mean
         nn.utils.parametrizations.weight_norm(self.linear)
+        self.register_state_dict_post_hook(lambda *_: self.loads.clear())  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(lambda *_: self.loads.clear())  # type: ignore[no-untyped-call]
 
     def activated(self, x: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
         """A function of the model's own, which counts."""
@@ -72,6 +75,34 @@ def test_a_tensor_with_a_graph_is_cut_off_from_it() -> None:
     assert model.state.grad_fn is not None
     assert copy.state.grad_fn is None
     assert copy.state.requires_grad
+
+
+class Frozen(OrderedDict[str, Any]):
+    """A configuration that nobody may change, as diffusers has them."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.whole = True
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if vars(self).get("whole"):
+            raise TypeError(key)
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    "held", [Frozen(width=[1], depth=2), OrderedDict(b=1, a=[2]), defaultdict(list, a=[1]), Counter("aab"), {"a": {1: [2]}}]
+)
+def test_dictionaries_of_any_class_are_copied(held: dict[str, Any]) -> None:
+    """With their order, their default and their attributes; what they hold is a copy."""
+    model: Any = nn.Linear(2, 2)
+    model.held = held
+    copy: Any = ModuleCopier().copy(model)
+    assert (copy.held, type(copy.held), list(copy.held)) == (held, type(held), list(held))
+    assert copy.held is not held
+    assert getattr(copy.held, "whole", None) == getattr(held, "whole", None)
+    assert getattr(copy.held, "default_factory", None) is getattr(held, "default_factory", None)
+    assert all(one is not other for one, other in zip(copy.held.values(), held.values(), strict=True) if isinstance(one, list))
 
 
 def closure(model: nn.Module) -> Any:

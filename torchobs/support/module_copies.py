@@ -29,7 +29,8 @@ _TORCHS = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
 _HOOKS = frozenset(
     {
         *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs"),
-        *("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
+        *("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     }
 )
 _COMPILED = "OptimizedModule"
@@ -111,10 +112,8 @@ class ModuleCopier:
             made = self._keep(value, kind(*([[], value.maxlen] if kind is deque else [])))
             (made.update if kind is set else made.extend)(self._copy(each) for each in list(value))
             return made
-        if kind in {dict, OrderedDict, defaultdict}:
-            made = self._keep(value, kind(*([self._copy(value.default_factory)] if kind is defaultdict else [])))
-            made.update((self._copy(key), self._copy(each)) for key, each in list(value.items()))
-            return made
+        if kind is defaultdict or (isinstance(value, dict) and not isinstance(value, defaultdict)):
+            return self._mapping(value)
         if kind in {tuple, frozenset}:
             return kind(self._copy(each) for each in value)
         if isinstance(value, tuple) and hasattr(kind, "_make"):
@@ -122,6 +121,21 @@ class ModuleCopier:
         if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and not value.dtype.hasobject:
             return self._keep(value, value.copy())
         return self._object(value)
+
+    def _mapping(self, value: dict[Any, Any]) -> Any:
+        """Return a copy of a dictionary, also of a class of its own, whose methods are not called: it may be frozen."""
+        kind: Any = type(value)
+        if kind.__new__ not in {dict.__new__, OrderedDict.__new__} or any(vars(each).get("__slots__") for each in kind.__mro__):
+            raise NotCopyableError(kind)
+        made = self._keep(value, kind.__new__(kind))
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        for key, each in list(base.items(value)):
+            base.__setitem__(made, self._copy(key), self._copy(each))
+        for name, each in list(getattr(value, "__dict__", {}).items()):
+            vars(made)[name] = self._copy(each)
+        if isinstance(value, defaultdict):
+            made.default_factory = self._copy(value.default_factory)
+        return made
 
     def _object(self, value: Any) -> Any:
         """Return a copy of an object whose class is plain Python: all that it has is in its ``__dict__``."""
