@@ -33,11 +33,13 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")  # torch's own, of trainings that are broken on purpose
 @pytest.mark.parametrize("name", SICKNESSES)
 def test_a_sickness_is_found_and_its_culprit_named(name: str, share_of: Callable[[int], int]) -> None:
-    """Nineteen of twenty, and of the culprits as many; by default one of each."""
-    results = []
-    for seed in range(100, 100 + share_of(20)):
+    """Nineteen of twenty, and of the culprits as many; by default one of each, and where that is missed all twenty."""
+    results: list[tuple[str, bool, bool | None, int | None, str]] = []
+    for seed in range(100, 120):
         setup, verdict = try_one(name, seed)
         results.append((name, verdict.found, verdict.culprit, verdict.steps, f"{setup} {verdict}"))
+        if len(results) >= share_of(20) and enough(results):
+            break
     assert enough(results), [note for _, found, right, _, note in results if not found or right is False]
 
 

@@ -54,7 +54,7 @@ def test_the_same_is_not_timed_twice_and_noise_is_no_recommendation() -> None:
 
     batch = torch.ones(1), torch.ones(1)
     options: dict[str, Any] = {"amp_dtype": torch.bfloat16}
-    found = tune.auto(Sleeping(), batch, None, same, budget_s=0.5, modes=("amp", "memory_efficient"), **options)
+    found = tune.auto(Sleeping(), batch, None, same, budget_s=2.0, modes=("amp", "memory_efficient"), **options)
     assert [(each.mode, each.reason) for each in found.left_out] == [("memory_efficient", "the same as amp here")]
     assert found.evidence is not None
     if found.evidence["amp"].is_noise:  # as it is but once in twenty runs

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.1
 _BLOWN_UP = frozenset({"gradient_explosion", "loss_spike"})
 OVERHEAD_INTERVAL_S = 1.0
+_LEAST_NS = 1_000_000
+"""Time of a probe from which on it has a series: what has been asked once and is never used has none"""
 NAME_CHECK_INTERVAL_S = 5.0
 OBSERVE_INTERVAL_S = 10.0
 FIRST_OBSERVE_S = 1.0
@@ -250,6 +252,8 @@ class Sampler:
         context = self._context
         for probe, spent in list(context.spent_ns.items()):
             fresh = spent - self._published.get(probe, 0)
+            if spent < _LEAST_NS:
+                continue
             if fresh > 0 and context.count(catalog.OVERHEAD, fresh / 1e9, {"probe": probe}):
                 self._published[probe] = spent
         for what, dropped in (("series", context.writer.table.dropped), ("event", context.writer.events.dropped)):
