@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -33,4 +34,6 @@ def digest(*models: torch.nn.Module) -> str:
 
 def report(name: str, steps: int, loss: float, *models: torch.nn.Module, **more: object) -> None:
     """Print one line of JSON: what was trained, in how many steps, and what came out of it, to the last bit."""
-    print(json.dumps({"name": name, "steps": steps, "loss": loss.hex(), "digest": digest(*models), **more}), flush=True)
+    line = json.dumps({"name": name, "steps": steps, "loss": loss.hex(), "digest": digest(*models), **more})
+    sys.stdout.write(f"{line}\n")  # in one piece, buffered or not: ranks may share the pipe
+    sys.stdout.flush()
