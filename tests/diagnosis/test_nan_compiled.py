@@ -23,7 +23,7 @@ from torchobs import catalog
 from torchobs.probes.nonfinite.eager_replay import NOTE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 AT, WIDTH = 3, 8
 LINES = {"log": "torch.log(", "div": "h / (", "acos": "torch.acos("}
@@ -447,6 +447,32 @@ def test_the_graph_that_an_argument_comes_from_is_left_alone(flight_dir: Path) -
     assert told(run)["operator"] == "sqrt"
     features.h.sum().backward()  # type: ignore[no-untyped-call]
     next(recorder, None)
+
+
+class Scored(nn.Module):
+    """Calls a function that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 1)``."""
+        return score(self.linear(x))
+
+
+def test_a_function_that_is_an_argument_is_not_called_more_often(run: Recording) -> None:
+    """It counts its calls in a list that is no copy: nothing is run again."""
+    calls = [0]
+
+    def score(h: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return torch.log(-1 - h.abs())
+
+    called: Any = torch.compile(Scored(), backend="aot_eager")
+    called(torch.randn(6, 4), score).mean().backward()
+    told(run)
+    assert calls == [1]
 
 
 def test_few_calls_are_repeated_where_none_is_the_cause(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

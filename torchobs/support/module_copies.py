@@ -24,8 +24,7 @@ MOST_OBJECTS = 20_000
 """A trainer that a module refers to has all of a program behind it"""
 _PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, range, slice, type(Ellipsis)})
 _SHARED = (type, Enum, ModuleType, BuiltinFunctionType, CodeType)
-_TORCHS = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
-"""Classes of torch's whose objects do not change"""
+_OF_TORCH = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
 _HOOKS = frozenset(
     {
         *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs"),
@@ -40,8 +39,14 @@ class NotCopyableError(TypeError):
     """Something is not known to be left alone by a run of its copy."""
 
 
+def is_constant(value: Any) -> bool:
+    """Return True for an object that cannot change: a number, a text, one of torch's types, devices and sizes."""
+    kind = type(value)
+    return kind in _PLAIN or (kind.__module__ == "torch" and kind.__name__ in _OF_TORCH)
+
+
 class ModuleCopier:
-    """Copies modules; what several refer to is copied once."""
+    """Copies modules and their arguments; what several refer to is copied once."""
 
     def __init__(self) -> None:
         import torch  # torch is optional until training begins
@@ -62,6 +67,10 @@ class ModuleCopier:
                     self._keep(buffer, made)
                     self.buffers.append((made, buffer))
         return cast("nn.Module", self._copy(module))
+
+    def copy_arguments(self, arguments: Any) -> Any:
+        """Return a copy of what the module is called with. Raises :class:`NotCopyableError`."""
+        return self._copy(arguments)
 
     def _keep(self, original: Any, made: Any) -> Any:
         self._copies[id(original)] = made
@@ -84,8 +93,8 @@ class ModuleCopier:
 
     def _is_shared(self, value: Any) -> bool:
         """Return True for what does not change, or of which every change is seen: a scripted module's attributes are in C++."""
-        kind, torch = type(value), self._torch
-        if kind in _PLAIN or isinstance(value, _SHARED) or (kind.__module__ == "torch" and kind.__name__ in _TORCHS):
+        torch = self._torch
+        if is_constant(value) or isinstance(value, _SHARED):
             return True
         is_of_parameter = isinstance(value, weakref.ref) and isinstance(value(), (NoneType, torch.Tensor))
         return is_of_parameter or isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction))

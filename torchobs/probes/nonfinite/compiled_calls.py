@@ -23,6 +23,7 @@ from weakref import ref
 
 from torchobs.probes.core.patch import Patch
 from torchobs.support.import_hooks import after_import, cancel, imported
+from torchobs.support.module_copies import is_constant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,6 @@ _ROUNDS = 3
 """Of the sampler's slower work, in which modules that were compiled before ``init()`` are looked for"""
 _OURS = "_torchobs_notes_calls"
 _TENSOR, _PLAIN, _SEQUENCE, _MAPPING, _OBJECT = range(5)
-_OF_TORCH = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
 
 
 class GoneError(LookupError):
@@ -224,7 +224,7 @@ def _held(tensor: type, value: Any) -> Any:
     if isinstance(value, tensor):
         return _TENSOR, ref(value), value._version  # type: ignore[attr-defined]  # a tensor's
     kind = type(value)
-    if value is None or kind in {bool, int, float, complex, str} or (kind.__module__ == "torch" and kind.__name__ in _OF_TORCH):
+    if is_constant(value):
         return _PLAIN, value
     if isinstance(value, (tuple, list, dict)) and len(value) > _MOST_HELD:
         raise TypeError(kind)

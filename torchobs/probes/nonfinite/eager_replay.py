@@ -123,8 +123,6 @@ class EagerReplay:
 
     def within(self, tracer: GraphTracer, frames: Sequence[FrameType], step: int) -> NonfiniteOrigin | None:
         """Return the origin of a loss whose non-finite values come from a compiled part; ``None`` if it was not found."""
-        if tracer.node is None or tracer.node.operator != COMPILED:
-            return None
         until_s = monotonic() + LONGEST_S
         for each in self._suspects(tracer)[:_MOST_RUNS]:
             found = self._trace(each, tracer, frames, step, until_s)
@@ -193,24 +191,17 @@ class EagerReplay:
         if not _fit(list(module.buffers())):
             return None
         path = next((path for path, known in names.modules.items() if known is module), "")
-        sites: list[CallSites] = []
 
         def run() -> NonfiniteOrigin | None:
-            copier = ModuleCopier()
-            copied = copier.copy(module)
-            for copy, original in copier.buffers:
-                names.alias(copy, original)
-            writable = {_memory(copy) for copy, _ in copier.buffers}
             for _ in range(_ATTEMPTS):
-                drawn = _random_states()
-                sites[:] = [CallSites(copied, path)]
-                try:
-                    with _Bounds(writable, until_s):
-                        with sites[0]:
-                            output = copied(*_cut_off(arguments), **_cut_off(keywords))
-                        found = look([one for one in _tensors(output) if one.grad_fn is not None], sites[0])
-                finally:
-                    sites[0].remove()
+                drawn, copier = _random_states(), ModuleCopier()
+                copied, given, named = copier.copy(module), copier.copy_arguments(arguments), copier.copy_arguments(keywords)
+                names.alias(copier.buffers)
+                sites = CallSites(copied, path)
+                with _Bounds({_memory(copy) for copy, _ in copier.buffers}, until_s):
+                    with sites:
+                        output = copied(*given, **named)
+                    found = look([one for one in _tensors(output) if one.grad_fn is not None], sites)
                 if found is not None or all(map(torch.equal, drawn, _random_states())):
                     return found
             return None
@@ -328,18 +319,6 @@ def _random_states() -> list[torch.Tensor]:
     """Return the states of the generators that dropout draws from."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpu else [])]
-
-
-def _cut_off(value: Any) -> Any:
-    """Return the arguments without the graph that they come from."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.requires_grad) if value.grad_fn is not None else value
-    if type(value) in {list, tuple}:
-        return type(value)(_cut_off(each) for each in value)
-    kind: Any = type(value)
-    if isinstance(value, tuple) and hasattr(kind, "_make"):
-        return kind._make(_cut_off(each) for each in value)
-    return {name: _cut_off(each) for name, each in value.items()} if type(value) is dict else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

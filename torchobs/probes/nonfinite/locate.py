@@ -44,6 +44,7 @@ class ModuleNames:
         self.modules: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._storages: dict[int, str] = {}
+        self._aliases: dict[int, str] = {}
         found = self._holding(known, wanted)
         missing = wanted - {id(p) for root in found for p in root.parameters()}
         # a look through all objects for what is a module's alone: not for an input, a received activation, a loose tensor
@@ -77,11 +78,11 @@ class ModuleNames:
 
     def of(self, tensor: Any) -> str:
         """Return the name of a parameter or buffer, or of the one whose memory the tensor uses; ``""`` for any other."""
-        return self._names.get(id(tensor)) or self._storages.get(_storage(tensor) or -1, "")
+        return self._names.get(id(tensor)) or self._aliases.get(id(tensor)) or self._storages.get(_storage(tensor) or -1, "")
 
-    def alias(self, copy: Any, original: Any) -> None:
-        """Let the copy of a buffer have its name."""
-        self._names[id(copy)] = self.of(original)
+    def alias(self, copies: Iterable[tuple[Any, Any]]) -> None:
+        """Let these copies of buffers, each beside its original, have their names; earlier copies are gone."""
+        self._aliases = {id(copy): self.of(original) for copy, original in copies}
 
     def owner(self, name: str) -> str:
         """Return the path of the module that holds this parameter."""
