@@ -30,6 +30,7 @@ _RELAXED_S = 10.0
 _ZEROS_S = 0.001
 """Time for zero gradients in one round of the sampler, which come every 100 ms"""
 _APART, _LONG = LASTING_STEPS // 4, 2 * LASTING_STEPS
+_LOOKS = _LONG // _APART
 _MOST_DUE = 8
 _PRESENT, _ABSENT = 4, 5
 """Measured steps with, and then without, the gradient of a parameter that has lost it"""
@@ -43,13 +44,14 @@ class ZeroWatch:
     """Chooses the steps to judge because of zero gradients, by those that an optimizer's norms begin with: 0.3 µs a step.
 
     A model's first 200 steps are judged so in any case: a fast training does thousands of steps in the three seconds that three
-    measurements take, and a short one ends before.
+    measurements take, and a short one ends before. Where it is measured seldom, the 200 steps may be over before the sampler,
+    which sees them late, has asked for more: a change is looked at eight times in any case.
     """
 
-    __slots__ = ("_last", "_number", "_step", "begun", "due", "whole")
+    __slots__ = ("_last", "_looks", "_number", "_step", "begun", "due", "whole")
 
     def __init__(self) -> None:
-        self._number, self._step, self._last = -1, 0, -_LONG
+        self._number, self._step, self._last, self._looks = -1, 0, -_LONG, 0
         self.begun = -_LONG
         """The step in which their number last changed, or the first one"""
         self.due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_MOST_DUE)
@@ -58,21 +60,26 @@ class ZeroWatch:
         """The last step in which no first gradient was zero"""
 
     def note(self, measurements: Sequence[Measurement], step: int, missing: int = 0) -> None:
-        """See a step: of those within 200 steps of a change every 25th is due. ``missing``: first parameters without any."""
+        """See a step: soon after a change every 25th is due. ``missing``: first parameters without any."""
         self._step = step
         number = missing + sum(_leading_zeros(measurement.norms) for measurement in measurements)
         if not number:
             self.whole = step
         if number != self._number:
-            self._number, self.begun = number, step
-        if step - self.begun <= _LONG and step - self._last >= _APART:
+            self._number, self.begun, self._looks = number, step, 0
+        if self._is_recent and step - self._last >= _APART:
             self._last = step
+            self._looks += 1
             self.due.append((step, measurements))
 
     @property
+    def _is_recent(self) -> bool:
+        return self._step - self.begun <= _LONG or self._looks < _LOOKS
+
+    @property
     def doubtful(self) -> bool:
-        """Whether first gradients have been zero for no more than 200 steps."""
-        return self._number > 0 and self._step - self.begun <= _LONG
+        """Whether first gradients have been zero for a short while only."""
+        return self._number > 0 and self._is_recent
 
 
 def _leading_zeros(norms: Sequence[float]) -> int:
