@@ -7,23 +7,27 @@ import random
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.output_graph import OutputGraph
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchobs
 from tests import support
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.probes.nonfinite.eager_replay import NOTE
+from torchobs.probes.nonfinite.graph_run import GraphRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 AT, WIDTH = 3, 8
 LINES = {"log": "torch.log(", "div": "h / (", "acos": "torch.acos("}
@@ -297,15 +301,17 @@ def test_with_a_changed_argument_nothing_is_run_again(run: Recording) -> None:
     refused(run)
 
 
-def test_with_hooks_on_all_modules_nothing_is_run_again(run: Recording) -> None:
-    """They are the user's, and there is no leaving them out."""
+def test_hooks_on_all_modules_are_not_called(run: Recording) -> None:
+    """They are the user's, and no part of a graph."""
+    fired = list[int]()
     _, called = ill_model()
     x = torch.randn(6, 4)
     loss = called(x).square().mean()
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: fired.append(1))
     loss.backward()
     handle.remove()
-    refused(run)
+    assert told(run)["operator"] == "log"
+    assert fired == []
 
 
 @pytest.fixture
@@ -317,24 +323,124 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def ill_block() -> Block:
+    """A block that takes the logarithm of negative numbers."""
+    block = Block()
+    block.ill = "log"
+    return block
+
+
+@torch.library.custom_op("torchobs_test::summed", mutates_args=())
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """An operator of a library, of which nobody knows what it does: this one waits for the other ranks."""
+    REACHED.append("operator")
+    result = x.clone()
+    dist.all_reduce(result)
+    return result
+
+
+summed.register_fake(torch.empty_like)
+summed.register_autograd(lambda _, gradient: gradient)
+REACHED: list[str] = []
+
+
+class Effects(Net):
+    """Does more than to compute."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.others = what, torch.zeros(1)
+        self.blocks[1] = ill_block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 3)``."""
+        if self.what == "operator":
+            x = summed(x)
+        if self.what == "collective":
+            x = dist._functional_collectives.all_reduce(x, "sum", dist.distributed_c10d._get_default_group())
+        if self.what == "writing":
+            self.others.add_(1)
+        return super().forward(x)
+
+
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("what", ["collective", "writing"])
-def test_a_run_is_given_up_before_others_notice(run: Recording, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a collective that the other ranks do not call, and before a tensor is written to that was there before."""
-    _, called = ill_model()
-    x, others, reached, plain = torch.randn(6, 4), torch.zeros(1), list[str](), Net.forward
-
-    def forward(model: Net, x: torch.Tensor) -> torch.Tensor:
-        reached.append("before")
-        dist.all_reduce(others) if what == "collective" else others.add_(1)
-        reached.append("after")
-        return plain(model, x)
-
-    loss = called(x).square().mean()
-    monkeypatch.setattr(Net, "forward", forward)
-    loss.backward()
+@pytest.mark.parametrize("what", ["operator", "collective", "writing"])
+def test_a_run_does_not_begin_that_others_would_notice(run: Recording, what: str) -> None:
+    """What another rank would have to call, too, and what writes to a tensor that was there before."""
+    REACHED.clear()
+    model = Effects(what)
+    x = torch.randn(6, 4)
+    torch.compile(model, backend="aot_eager")(x).square().mean().backward()
     refused(run)
-    assert (reached, float(others)) == (["before"], 0.0)
+    assert (len(REACHED), float(model.others)) == (what == "operator", what == "writing")
+
+
+CALLS: list[int] = []
+counted = 0
+
+
+class Counting(Net):
+    """Leaves traces wherever Python can."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = CALLS.append
+        self.blocks[1] = ill_block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 3)``."""
+        global counted  # noqa: PLW0603  # that is what it is about
+        counted += 1
+        Counting.calls += 1
+        self.note(1)
+        return super().forward(x)
+
+
+def test_effects_of_the_code_are_not_repeated(run: Recording) -> None:
+    """A global variable, an attribute of a class and a list elsewhere are as without torchobs."""
+    x, model = torch.randn(6, 4), Counting()
+    torch.compile(model, backend="aot_eager")(x).square().mean().backward()
+    assert told(run)["operator"] == "log"
+    assert (counted, Counting.calls, CALLS) == (1, 1, [1])
+
+
+def test_a_compiled_function_is_looked_into(run: Recording) -> None:
+    """It is no module; the parameter is an argument."""
+    x, weight = torch.randn(6, 4), nn.Parameter(torch.randn(4, 3))
+
+    @torch.compile(backend="aot_eager")
+    def loss_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        h = x @ weight
+        h = h + torch.log(-1 - h.abs())
+        return h.mean()
+
+    loss_of(x, weight).backward()  # type: ignore[no-untyped-call]
+    found = told(run)
+    assert (found["operator"], found["note"]) == ("log", NOTE)
+    assert found["location"].startswith(f"{__file__}:")
+
+
+class Interrupted(Net):
+    """Two graphs, as Dynamo cannot go on in between; the blocks are recomputed in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 4)`` to ``(N, 3)``."""
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return torch.as_tensor(self.last(self.norm(h)))
+
+
+def test_the_second_of_two_graphs_is_run_again_and_what_it_recomputes(run: Recording) -> None:
+    """From what the first one has handed it."""
+    model = Interrupted()
+    train(model, torch.compile(model, backend="aot_eager"), "log")
+    found = told(run)
+    assert (found["operator"], found["module"], found["step"]) == ("log", "blocks.1", AT)
+    assert (found["location"], found["note"]) == (source_line(LINES["log"]), NOTE)
 
 
 def state(model: nn.Module) -> list[Any]:
@@ -449,43 +555,18 @@ def test_the_graph_that_an_argument_comes_from_is_left_alone(flight_dir: Path) -
     next(recorder, None)
 
 
-class Scored(nn.Module):
-    """Calls a function that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """``(N, 4)`` to ``(N, 1)``."""
-        return score(self.linear(x))
-
-
-def test_a_function_that_is_an_argument_is_not_called_more_often(run: Recording) -> None:
-    """It counts its calls in a list that is no copy: nothing is run again."""
-    calls = [0]
-
-    def score(h: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        return torch.log(-1 - h.abs())
-
-    called: Any = torch.compile(Scored(), backend="aot_eager")
-    called(torch.randn(6, 4), score).mean().backward()
-    told(run)
-    assert calls == [1]
-
-
 def test_few_calls_are_repeated_where_none_is_the_cause(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batch in each step; the derivative that is infinite lies outside."""
     runs, recorder = list[int](), recording(flight_dir, log_level="ERROR", grad_interval=1)
-    run, plain, x = next(recorder), Net.forward, torch.randn(6, 4)
+    run, plain, x = next(recorder), GraphRun.run, torch.randn(6, 4)
     model, called = made("whole")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
-    def forward(model: Net, x: torch.Tensor) -> torch.Tensor:
+    def again(self: GraphRun, *args: Any) -> Any:
         runs.append(1)
-        return plain(model, x)
+        return plain(self, *args)
 
+    monkeypatch.setattr(GraphRun, "run", again)
     for number in range(20):
         out = called(x)
         optimizer.zero_grad()
@@ -493,9 +574,7 @@ def test_few_calls_are_repeated_where_none_is_the_cause(flight_dir: Path, monkey
         if number == 19:
             loss = loss + (out * 0).square().sum().sqrt()
         loss.backward()
-        monkeypatch.setattr(Net, "forward", forward)
         optimizer.step()
-        monkeypatch.setattr(Net, "forward", plain)
     assert told(run)["operator"] == "sqrt"
     assert 1 <= len(runs) <= 3
     next(recorder, None)
@@ -530,15 +609,14 @@ def test_dynamo_traces_through_what_is_watched(run: Recording) -> None:
 
 
 def test_nothing_is_kept_alive_and_nothing_stays(flight_dir: Path) -> None:
-    """Neither batch nor output; after the session calls are torch's own again, those of modules compiled before it, too."""
-    before = Block()
-    before.compile(backend="aot_eager")
-    plain, own = vars(before)["_compiled_call_impl"], torch._dynamo.eval_frame.OptimizedModule.__call__
+    """Neither batch nor output; after the session Dynamo is its own again, and a graph that it has compiled notes nothing."""
+    own = OutputGraph.call_user_compiler
     recorder = recording(flight_dir, log_level="ERROR")
     run = next(recorder)
-    torchobs.watch(before)
-    assert vars(before)["_compiled_call_impl"] is not plain
-    for called in (before, torch.compile(Block(), backend="aot_eager")):
+    assert OutputGraph.call_user_compiler is not own
+    block = Block()
+    block.compile(backend="aot_eager")
+    for called in (block, torch.compile(Block(), backend="aot_eager")):
         x = torch.randn(6, WIDTH)
         called(x).mean().backward()
         del x
@@ -546,5 +624,10 @@ def test_nothing_is_kept_alive_and_nothing_stays(flight_dir: Path) -> None:
     assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (6, WIDTH)]
     run.look()
     next(recorder, None)
-    assert vars(before)["_compiled_call_impl"] is plain
-    assert torch._dynamo.eval_frame.OptimizedModule.__call__ is own
+    assert OutputGraph.call_user_compiler is own
+    block(torch.randn(6, WIDTH)).mean().backward()
+    died = ref(block)
+    del block, called
+    torch._dynamo.reset()
+    gc.collect()
+    assert died() is None

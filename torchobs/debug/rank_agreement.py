@@ -10,6 +10,7 @@ from zlib import crc32
 
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
+from torchobs.support.collectives import let_backend_finish
 from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
@@ -89,6 +90,7 @@ def ddp(model: Any, *, group: Any = None) -> RankAgreement:
     sides: list[Any] = [side] * size
     if size > 1:
         dist.all_gather_object(sides, side, group=group)
+        let_backend_finish()
     return _compared(type(model).__name__, rank, sides, broadcast=bool(getattr(model, "broadcast_buffers", False)))
 
 

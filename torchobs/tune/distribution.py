@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchobs.support.collectives import let_backend_finish
 from torchobs.support.import_hooks import imported
 from torchobs.tune.choices import outermost, repeated_blocks
 from torchobs.tune.plan import model_device
@@ -120,6 +121,7 @@ def of_all_ranks(value: Any) -> list[Any]:
     rank = distributed.get_rank()
     values: list[Any] = [None] * distributed.get_world_size() if rank == 0 else []
     distributed.gather_object(value, values if rank == 0 else None)
+    let_backend_finish()
     return values
 
 

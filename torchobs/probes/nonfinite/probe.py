@@ -108,10 +108,6 @@ class NonfiniteProbe:
         self._raising = None
         self._disarm()
 
-    def observe(self) -> None:
-        """Note the calls of modules, too, that were compiled before the session."""
-        self._calls.observe()
-
     def sample(self) -> None:
         """Log what was found; what was held back, once the training is two steps on."""
         self._warn_of_open_step()

@@ -31,24 +31,36 @@ class CallSite(NamedTuple):
     line: str
 
 
-class CallSites(TorchFunctionMode):
-    """Notes each call of a torch function, with the module that is running and the line of the user's code."""
+class SitesOfNodes:
+    """Knows where the nodes of a forward pass come from."""
 
-    def __init__(self, model: nn.Module, prefix: str = "") -> None:
-        """``prefix``: path of the model within another one."""
+    def __init__(self) -> None:
         import torch
 
-        super().__init__()
         self.first = torch._C._autograd._get_sequence_nr()
         """Number of the first node that can be made"""
         self.sites: list[CallSite] = []
+
+    def find(self, number: int) -> CallSite | None:
+        """Return the innermost call that made the node with this sequence number."""
+        fitting = [site for site in self.sites if site.first <= number < site.last]
+        return min(fitting, key=lambda site: site.last - site.first, default=None)
+
+
+class CallSites(TorchFunctionMode, SitesOfNodes):
+    """Notes each call of a torch function, with the module that is running and the line of the user's code."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import torch
+
+        TorchFunctionMode.__init__(self)
+        SitesOfNodes.__init__(self)
         self._running: list[tuple[str, str]] = []
         self._handles = []
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks
-            whole = clean(".".join(filter(None, (prefix, path))))
-            told = (whole or type(module).__name__, type(module).__name__)
+            told = (clean(path) or type(module).__name__, type(module).__name__)
             self._handles += [
                 module.register_forward_pre_hook(self._entering(told), prepend=True),
                 module.register_forward_hook(self._leaving, always_call=True),
@@ -76,13 +88,8 @@ class CallSites(TorchFunctionMode):
             self.sites.append(CallSite(first, number(), path, kind, _user_line()))
         return result
 
-    def find(self, number: int) -> CallSite | None:
-        """Return the innermost call that made the node with this sequence number."""
-        fitting = [site for site in self.sites if site.first <= number < site.last]
-        return min(fitting, key=lambda site: site.last - site.first, default=None)
 
-
-def placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> NonfiniteOrigin:
+def placed(origin: NonfiniteOrigin, node: GraphNode, sites: SitesOfNodes) -> NonfiniteOrigin:
     """Return the origin with the module and the line that were seen to make the node."""
     site = sites.find(node.number)
     if site is None or origin.kind == "parameter":

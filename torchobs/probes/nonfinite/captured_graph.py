@@ -1,0 +1,168 @@
+"""Keep the graph that Dynamo has made of a compiled region, so that it can be run again operator by operator.
+
+Such a graph has torch's operators and nothing else: no Python code of the user's, no hook, no attribute of an object. A graph
+that could have an effect beyond its tensors is not kept: one with operators of libraries, collectives, kernels, or functions
+that set a state.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from torchobs.probes.gradients.parameter_names import clean
+
+MOST_NODES = 20_000
+NAMESPACES = frozenset({"aten", "prims", "prim"})
+"""Of operators that do nothing but compute"""
+_MODULES = frozenset(
+    {
+        *(
+            "torch",
+            "torch.functional",
+            "torch.nn.functional",
+            "torch._jit_internal",
+            "torch._tensor",
+            "torch.amp.autocast_mode",
+        ),
+        *("torch._C", "torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special", "torch._C._VariableFunctions"),
+        *("_operator", "operator", "math", "builtins"),
+    }
+)
+"""Where the functions of a graph come from that may be called once more"""
+_SETTERS = re.compile(r"(?<!_)set_|seed|rng|init_|destroy|register")
+"""Names of functions in these modules that change a state of torch's; ``_set_grad_enabled`` ends with the run"""
+_INLINED = frozenset({"tag_activation_checkpoint", "wrap"})
+"""Operators that call a graph, whose other effects (recomputation) a run does not need"""
+_KEYS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class NotRepeatableError(TypeError):
+    """The graph has something that must not run, or is too large."""
+
+
+class Site(NamedTuple):
+    """Where in the user's program a node of the graph comes from."""
+
+    module: str
+    """As Dynamo writes it: ``L['self'].blocks.0``"""
+    kind: str
+    line: str
+
+
+class Input(NamedTuple):
+    """What Dynamo calls an input of the graph, in two parts: ``L['self']`` and ``blocks.0.weight``."""
+
+    root: str
+    path: str
+    is_tensor: bool
+    is_parameter: bool
+    is_buffer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """A graph of its own, whose nodes know their :class:`Site` and nothing else; the autocast around it when it was made."""
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    attributes: dict[str, Any]
+    """Tensors and graphs that nodes refer to"""
+    autocast: tuple[tuple[str, bool, Any], ...]
+    """For each type of device whether autocast was enabled, and its data type"""
+
+    def is_inlined(self, node: fx.Node) -> bool:
+        """Return True for a call of another graph that is run in its place."""
+        return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def capture(module: fx.GraphModule) -> CapturedGraph:
+    """Return a copy of what a compiler is about to be given. Raises :class:`NotRepeatableError`."""
+    if len(module.graph.nodes) > MOST_NODES:
+        raise NotRepeatableError(len(module.graph.nodes))
+    attributes = {node.target: _attribute(module, node) for node in module.graph.nodes if node.op == "get_attr"}
+    for node in module.graph.nodes:
+        _require_repeatable(node, attributes)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for original, copy in copies.items():
+        copy.meta = {"site": _site(original.meta)}
+    inputs = tuple(_input(node) for node in module.graph.nodes if node.op == "placeholder")
+    return CapturedGraph(graph, inputs, attributes, _autocast())
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    if isinstance(value, fx.GraphModule):
+        return capture(value)
+    if not isinstance(value, torch.Tensor):
+        raise NotRepeatableError(type(value))
+    return value
+
+
+def _require_repeatable(node: fx.Node, attributes: dict[Any, Any]) -> None:
+    target: Any = node.target
+    if node.op in {"placeholder", "output", "get_attr", "call_method"}:
+        return
+    if node.op == "call_function":
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            called = attributes.get(getattr(node.args[0], "target", None)) if node.args else None
+            if target.__name__ in _INLINED and isinstance(called, CapturedGraph):
+                return
+        elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            if str(target).partition(".")[0] in NAMESPACES:
+                return
+        elif getattr(target, "__module__", None) in _MODULES and not _SETTERS.search(getattr(target, "__name__", "set_")):
+            return
+    raise NotRepeatableError(target)
+
+
+def _site(meta: dict[str, Any]) -> Site:
+    stack = list((meta.get("nn_module_stack") or {}).values())
+    path, kind = stack[-1][:2] if stack else ("", "")
+    lines = _LINE.findall(meta.get("stack_trace") or "")
+    line = f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    return Site(str(path), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
+
+
+def _input(node: fx.Node) -> Input:
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    text = str(name() if callable(name) else name)  # a method in earlier versions
+    keys = _KEYS.findall(text)
+    root = _KEYS.split(text, maxsplit=1)[0] if keys else text
+    is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+    return Input(root, ".".join(keys), is_tensor, "._parameters[" in text, "._buffers[" in text)
+
+
+def _autocast() -> tuple[tuple[str, bool, Any], ...]:
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+class ModulePaths:
+    """Names a graph's modules as the model does, by those of its inputs that are parameters."""
+
+    def __init__(self, captured: CapturedGraph, names: list[str]) -> None:
+        """``names``: of the inputs, as parameters or buffers of the model; ``""`` for others."""
+        self._prefixes: dict[str, str] = {}
+        for each, name in zip(captured.inputs, names, strict=True):
+            path = clean(each.path)
+            if path and name.endswith(path) and each.root not in self._prefixes:
+                self._prefixes[each.root] = name[: len(name) - len(path)].rstrip(".")
+
+    def of(self, site: Site) -> str | None:
+        """Return the path of the module; ``None`` if it is not known."""
+        roots = [root for root in self._prefixes if site.module.startswith(root)]
+        if not site.module:
+            return next(iter(self._prefixes.values())) if len(self._prefixes) == 1 else None
+        if not roots:
+            return None
+        root = max(roots, key=len)
+        return ".".join(filter(None, (self._prefixes[root], clean(site.module[len(root) :].lstrip(".")))))
