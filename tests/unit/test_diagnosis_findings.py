@@ -474,3 +474,12 @@ def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: s
 def test_what_a_damaged_file_says_was_left_out_is_a_count_or_nothing(left_out: object, counted: int) -> None:
     """JSON admits NaN, and numbers of any length."""
     assert fact(catalog.EVENT_ANOMALY, 1.0, left_out=left_out).count("left_out") == counted
+
+
+def test_left_out_parameters_are_taken_back() -> None:
+    """The last event says which are left, if any."""
+    left = {"parameters": ["actor.weight"], "parameters_affected": 1, "optimizer": "Adam"}
+    events = [fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 4.0, 400, **left)]
+    assert "had not stepped by step 400" in told(facts(steps(900), events=events))["left_out"]
+    events.append(fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 7.0, 700, parameters=[], parameters_affected=0, optimizer="Adam"))
+    assert "left_out" not in told(facts(steps(900), events=events))

@@ -51,6 +51,8 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
             )
             yield Finding(WARNING, fact.text("kind"), said)
     for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
+        if not fact.count("parameters_affected"):
+            break  # trained since then
         are = "is" if fact.count("parameters_affected") == 1 else "are"
         optimizer = text_format.clean(fact.text("optimizer"), 80)
         where = (
