@@ -26,20 +26,22 @@ _NOT_JUDGED = -1.0
 def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
     """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves."""
     floats, ints, losses = totals.floats, totals.ints, _Losses(totals)
-    rate_sum, rates = floats[Word.RATE_SUM], ints[Word.RATES]
+    rate_sum, rates, late, top = floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.LATE_RATE], floats[Word.TOP_RATE]
     norms, squares, number = floats[Word.NORMS_SUM], floats[Word.SQUARES_SUM], ints[Word.NORMS]
     for record in records:
         flags, rate, norm = record.flags, record.learning_rate, record.grad_norm
         if flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate_sum + rate):
             rate_sum += rate
             rates += 1
+            late += (rate - late) / max(1.0, LATE_SHARE * rates)
+            top = max(top, rate)
         if flags & StepFlag.GRAD_NORM and isfinite(squares + norm * norm):
             norms += norm
             squares += norm * norm
             number += 1
         if flags & StepFlag.LOSS and record.step >= losses.newest and losses.stays_away_with(record):
             losses.judge(record, rate_sum / rates if rates else None, squares / number if number else None, found)
-    floats[Word.RATE_SUM], ints[Word.RATES] = rate_sum, rates
+    floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.LATE_RATE], floats[Word.TOP_RATE] = rate_sum, rates, late, top
     floats[Word.NORMS_SUM], floats[Word.SQUARES_SUM], ints[Word.NORMS] = norms, squares, number
     losses.store(totals)
 
@@ -48,7 +50,9 @@ def begin_course(totals: Totals) -> None:
     """Reset: another model is trained."""
     for word in (Word.LOSSES, Word.LOSS_LEFT, Word.RATES, Word.NORMS):
         totals.ints[word] = 0
-    for word in (Word.FIRST_LOSS, Word.START_LOSS, Word.LATE_LOSS, Word.RATE_SUM, Word.NORMS_SUM, Word.SQUARES_SUM):
+    for word in (Word.FIRST_LOSS, Word.START_LOSS, Word.LATE_LOSS, Word.NORMS_SUM, Word.SQUARES_SUM):
+        totals.floats[word] = 0.0
+    for word in (Word.RATE_SUM, Word.LATE_RATE, Word.TOP_RATE):
         totals.floats[word] = 0.0
 
 
@@ -63,6 +67,8 @@ def course(totals: Totals) -> Course:
         steps=max(0, ints[Word.LAST_STEP] - max(0, ints[Word.MODEL_STEP] - 1)),
         rate=floats[Word.RATE_SUM] / rates if rates else 0.0,
         last_rate=floats[Word.LEARNING_RATE],
+        late_rate=floats[Word.LATE_RATE],
+        top_rate=floats[Word.TOP_RATE],
         norm=floats[Word.NORMS_SUM] / norms if norms else None,
         square=floats[Word.SQUARES_SUM] / norms if norms else 0.0,
     )
