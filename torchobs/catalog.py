@@ -1141,7 +1141,7 @@ EVENT_LOOP_MISTAKE = _warning(
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients"),
     Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
-    Attribute("parameters_affected", "how many"),
+    Attribute("parameters_affected", "how many; 0 in a later event, when some have come after all"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
 )
 EVENT_NO_GRADIENT = _info(

@@ -483,3 +483,12 @@ def test_left_out_parameters_are_taken_back() -> None:
     assert "had not stepped by step 400" in told(facts(steps(900), events=events))["left_out"]
     events.append(fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 7.0, 700, parameters=[], parameters_affected=0, optimizer="Adam"))
     assert "left_out" not in told(facts(steps(900), events=events))
+
+
+@pytest.mark.parametrize("kind", ["no_gradients", "gradients_stopped"])
+def test_an_optimizer_that_gets_gradients_after_all(kind: str) -> None:
+    """A later event of the same kind about no parameter takes it back."""
+    before = fact(catalog.EVENT_LOOP_MISTAKE, 4.0, 40, kind=kind, parameters=["weight"], parameters_affected=1, optimizer="SGD")
+    after = fact(catalog.EVENT_LOOP_MISTAKE, 9.0, 90, kind=kind, parameters=[], parameters_affected=0, optimizer="SGD")
+    assert kind in told(facts(steps(90), events=[before]))
+    assert kind not in told(facts(steps(90), events=[before, after]))
