@@ -100,3 +100,10 @@ def test_steps_that_become_long_are_told_then() -> None:
     for batch in (1, 50):
         _, found = folded([later[begin : begin + batch] for begin in range(0, len(later), batch)])
         assert [one.step for one in found if one.kind == "diverged"] == [101]
+
+
+def test_long_first_steps_prove_nothing_of_a_loss_that_stays_where_it_is() -> None:
+    """MoCo's norm is 30 in its first steps, and then 0.25."""
+    first, then = measured([0.2, 10.5, 10.5, 10.1], 0.03, 30.0), measured([10.0] * 200, 0.03, 0.25)
+    records = [*first, *(one._replace(seq=number, step=number) for number, one in enumerate(then[4:], 5))]
+    assert folded([records]) == (False, [])

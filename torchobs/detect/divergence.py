@@ -23,7 +23,7 @@ LEAST_AFTER = 50
 """Losses after that without a return"""
 LEAST_SHARE = 0.01
 """Of the loss, that a step lowers it by to first order. Of 180 random trainings with a rate that was too high from the start 32
-stayed away for so long, with 0.2 or more (of SGD; of AdamW 33); MoCo's has 3e-5 to 7e-4 (SGD, queues of 1,024 to 65,536)"""
+stayed away for so long, with 0.39 or more (of SGD; of AdamW 24); MoCo's has 3e-5 to 9e-4 (SGD, queues of 1,024 to 65,536)"""
 LEAST_RATE = 0.01
 """Half of the deviation of weights that transformers begin with, which Adam's first step of that rate takes. Its share of the
 loss grows with the loss's scale: MoCo's by Adam at 1e-3 has 1.5, summed over a batch of 128"""
@@ -48,7 +48,11 @@ def stays_away(number: int, left: int) -> bool:
 
 
 def are_long(loss: float, rate: float | None, square: float | None) -> bool:
-    """Return True if steps can have taken a loss so far. ``rate``, ``square``: means of rates and squared norms, if known."""
+    """Return True if steps can have taken a loss so far.
+
+    ``rate``: their mean. ``square``: that of the last quarter of squared norms, since the first steps of a contrastive loss may
+    be as long. ``None`` if unknown.
+    """
     if rate is None:
         return True
     return rate >= LEAST_RATE and (square is None or rate * square >= LEAST_SHARE * loss)

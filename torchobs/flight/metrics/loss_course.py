@@ -28,6 +28,7 @@ def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anoma
     floats, ints, losses = totals.floats, totals.ints, _Losses(totals)
     rate_sum, rates, late, top = floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.LATE_RATE], floats[Word.TOP_RATE]
     norms, squares, number = floats[Word.NORMS_SUM], floats[Word.SQUARES_SUM], ints[Word.NORMS]
+    late_square = floats[Word.LATE_SQUARE]
     for record in records:
         flags, rate, norm = record.flags, record.learning_rate, record.grad_norm
         if flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate_sum + rate):
@@ -39,10 +40,12 @@ def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anoma
             norms += norm
             squares += norm * norm
             number += 1
+            late_square += (norm * norm - late_square) / max(1.0, LATE_SHARE * number)
         if flags & StepFlag.LOSS and record.step >= losses.newest and losses.stays_away_with(record):
-            losses.judge(record, rate_sum / rates if rates else None, squares / number if number else None, found)
+            losses.judge(record, rate_sum / rates if rates else None, late_square if number else None, found)
     floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.LATE_RATE], floats[Word.TOP_RATE] = rate_sum, rates, late, top
     floats[Word.NORMS_SUM], floats[Word.SQUARES_SUM], ints[Word.NORMS] = norms, squares, number
+    floats[Word.LATE_SQUARE] = late_square
     losses.store(totals)
 
 
@@ -52,7 +55,7 @@ def begin_course(totals: Totals) -> None:
         totals.ints[word] = 0
     for word in (Word.FIRST_LOSS, Word.START_LOSS, Word.LATE_LOSS, Word.NORMS_SUM, Word.SQUARES_SUM):
         totals.floats[word] = 0.0
-    for word in (Word.RATE_SUM, Word.LATE_RATE, Word.TOP_RATE):
+    for word in (Word.RATE_SUM, Word.LATE_RATE, Word.TOP_RATE, Word.LATE_SQUARE):
         totals.floats[word] = 0.0
 
 
@@ -108,7 +111,7 @@ class _Losses:
         return stays and not self.diverged
 
     def judge(self, record: StepRecord, rate: float | None, square: float | None, found: list[Anomaly]) -> None:
-        """Add the anomaly if the steps were long enough for it, by the means of learning rates and of squared norms."""
+        """Add the anomaly if the steps were long enough for it, by the mean learning rate and that of late squared norms."""
         if are_long(record.loss, rate, square):
             self.diverged, self.times = True, self.times + 1
             add_anomaly(found, DIVERGED, record, record.loss, self.first)
