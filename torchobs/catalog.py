@@ -1141,7 +1141,7 @@ EVENT_LOOP_MISTAKE = _warning(
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients"),
     Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
-    Attribute("parameters_affected", "how many"),
+    Attribute("parameters_affected", "how many; 0 in a later event, when some have come after all"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
 )
 EVENT_NO_GRADIENT = _info(
@@ -1156,7 +1156,7 @@ EVENT_LEFT_OUT_PARAMETERS = _info(
     "torchobs.loop.left_out",
     "Parameters get gradients and are in no optimizer, or in one that never steps: they learn nothing.",
     Attribute("parameters", "which, the first eight"),
-    Attribute("parameters_affected", "how many"),
+    Attribute("parameters_affected", "how many; in a later event those that are left, 0 if all are trained by then"),
     Attribute("parameters_trained", "how many the optimizers that step have"),
     Attribute("optimizer", "class of the one that has them and has not stepped"),
 )

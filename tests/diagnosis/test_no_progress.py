@@ -72,3 +72,74 @@ def test_a_backbone_that_hardly_learns_beside_a_head_that_does() -> None:
             look.stepped()
 
     assert "no_progress" not in observe(train).kinds()
+
+
+def classifier() -> nn.Sequential:
+    """One of ten classes."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def guess(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step with labels that nothing tells: the loss stays where it is."""
+    optimizer.zero_grad()
+    loss: Any = nn.functional.cross_entropy(model(torch.randn(128, 16)), torch.randint(0, 10, (128,)))
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda given: torch.optim.SGD(given, 1e-6, momentum=0.9), lambda given: torch.optim.Adam(given, 1e-9)]
+)
+def test_a_run_that_goes_on_from_a_checkpoint(make: Any) -> None:
+    """Its first loss is that of a trained model, and its rate may be the end of a schedule."""
+
+    def train(look: Look) -> None:
+        model = classifier()
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(state)
+        for _ in range(150):
+            guess(model, optimizer)
+            look.stepped()
+
+    trained = classifier()
+    first = make(trained.parameters())
+    guess(trained, first)
+    state = first.state_dict()
+    assert "no_progress" not in observe(train, grad_interval=1).kinds()
+
+
+def test_a_long_warm_up_that_begins_with_a_part_of_the_rate() -> None:
+    """As ``LinearLR`` does: in its first hundreds of steps the rate is a fiftieth."""
+
+    def train(look: Look) -> None:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, 1.0, 5000)
+        for _ in range(150):
+            guess(model, optimizer)
+            scheduler.step()
+            look.stepped()
+
+    observed = observe(train, grad_interval=1)
+    assert observed.events(catalog.EVENT_NO_PROGRESS) == []
+    assert "no_progress" not in observed.kinds()
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_weight_decay_of_several_optimizers_of_one_class(*, last: bool) -> None:
+    """What one of them does with it is not what all do, whichever is asked last."""
+
+    def train(look: Look) -> None:
+        model = classifier()
+        optimizers = [
+            torch.optim.Adam(model[index].parameters(), 0.02, weight_decay=2.0, decoupled_weight_decay=decoupled)
+            for index, decoupled in ((0, not last), (2, last))
+        ]
+        for _ in range(150):
+            guess(model, optimizers[0])
+            optimizers[1].step()
+            model.zero_grad()
+            look.stepped()
+
+    assert "no_progress" not in observe(train, grad_interval=1).kinds()

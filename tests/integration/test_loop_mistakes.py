@@ -13,7 +13,9 @@ from torch import nn
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.probes.gradients import left_out as left_out_parameters
 from torchobs.probes.gradients import loop_mistakes
+from torchobs.probes.optimizer.living import living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -228,6 +230,58 @@ def test_an_optimizer_that_never_steps_beside_one_that_does(run: Recording) -> N
     assert left_out(run, model, optimizer, lambda: None, 8 * LASTING_STEPS) == [["second.weight", "second.bias"]]
     (frame,) = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
     assert frame["attrs"]["optimizer"] == type(forgotten).__name__
+
+
+def test_an_optimizer_that_begins_to_step_late(run: Recording) -> None:
+    """What was told of it is taken back, one part after the other."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    late = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model.first, model.second)]
+    left_out(run, model, optimizer, lambda: None, 13 * LASTING_STEPS)
+    left_out(run, model, optimizer, late[0].step, LASTING_STEPS)
+    told = left_out(run, model, optimizer, lambda: [one.step() for one in late], LASTING_STEPS)
+    assert told == [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight", "second.bias"], []]
+
+
+def test_parameters_that_an_optimizer_is_given_later(run: Recording) -> None:
+    """They were in none for hundreds of steps."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    left_out(run, model, optimizer, lambda: None)
+    optimizer.add_param_group({"params": list(model.second.parameters())})
+    assert left_out(run, model, optimizer, lambda: None, LASTING_STEPS) == [["second.weight", "second.bias"], []]
+
+
+def test_what_was_told_of_a_model_that_is_gone(run: Recording) -> None:
+    """It stays: the function that trained has returned."""
+
+    def train() -> list[Any]:
+        model = Heads()
+        optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+        return left_out(run, model, optimizer, lambda: None)
+
+    told = train()
+    gc.collect()
+    run.look()
+    frames = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
+    assert [frame["attrs"]["parameters"] for frame in frames] == told == [["second.weight", "second.bias"]]
+
+
+def test_optimizers_are_looked_for_once(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training waits while all objects of the process are looked at."""
+    scans = list[int]()
+
+    def scan() -> list[Any]:
+        scans.append(run.session.context.recorder.step if run.session.context is not None else 0)
+        return living_optimizers()
+
+    monkeypatch.setattr(left_out_parameters, "living_optimizers", scan)
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    waits = torch.optim.AdamW(model.second.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None, 13 * LASTING_STEPS) == [["second.weight", "second.bias"]]
+    assert waits.param_groups
+    assert len(scans) == 1
 
 
 def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:

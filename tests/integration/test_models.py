@@ -112,7 +112,22 @@ def one_each_few_steps() -> None:
         fit(*new(task), steps=5)
 
 
-@pytest.mark.parametrize("train", [two_networks, another_optimizer, one_each_few_steps])
+def late_part() -> None:
+    """An actor whose optimizer begins to step late, with the gradients of the critic's backward pass."""
+    torch.manual_seed(0)
+    critic, actor = torch.nn.Linear(8, 1), torch.nn.Linear(8, 4)
+    first, second = torch.optim.SGD(critic.parameters(), lr=0.01), torch.optim.SGD(actor.parameters(), lr=0.01)
+    for number in range(STEPS):
+        inputs = torch.randn(16, 8)
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        torch.autograd.backward((critic(inputs) - inputs[:, :1]).square().mean() + actor(inputs).square().mean())
+        first.step()
+        if number >= 2 * LEAST_STEPS:
+            second.step()
+
+
+@pytest.mark.parametrize("train", [two_networks, another_optimizer, one_each_few_steps, late_part])
 def test_one_training_of_several_optimizers_is_one(run: Recording, train: Callable[[], None]) -> None:
     """Nothing begins anew."""
     train()

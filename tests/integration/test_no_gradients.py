@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.training import Recording, recording
 from torchobs import catalog
@@ -129,6 +130,43 @@ def test_a_loss_that_is_cut_off_in_the_middle_of_a_training(run: Recording, comp
             compute(model)
         optimizer.step()
     assert told(run, ("gradients_stopped",)) == told(run) == [("Adam", APART + 1, ALL)]
+
+
+def batches(count: int) -> DataLoader[Any]:
+    """Of one sample each; each is fetched for a step."""
+    loader: DataLoader[Any] = DataLoader(list(torch.randn(count, 8)))  # type: ignore[arg-type]
+    return loader
+
+
+@pytest.mark.parametrize("interval", [1, 16])
+def test_an_optimizer_that_steps_in_each_of_many_micro_batches(flight_dir: Path, interval: int) -> None:
+    """Only every fortieth has a gradient: more apart than it is waited for, and no look may fall on one."""
+    for run in recording(flight_dir, grad_interval=interval):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for number, batch in enumerate(batches(6 * APART)):
+            optimizer.zero_grad()
+            if not number % (APART + 7):
+                backward(model(batch).square().mean())
+            optimizer.step()
+        assert told(run) == []
+
+
+def test_gradients_that_come_again_are_told(run: Recording) -> None:
+    """After a pause that nothing announced, by an event of the same kind about no parameter."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number, batch in enumerate(batches(5 * APART)):
+        optimizer.zero_grad()
+        if not APART <= number < 3 * APART:
+            backward(model(batch).square().mean())
+        optimizer.step()
+        if number == 3 * APART - 1:
+            assert told(run) == [("Adam", APART + 1, ALL)]
+    (_, (_, step, parameters)) = told(run)
+    assert not parameters
+    assert step is not None
+    assert 3 * APART < step < 4 * APART
 
 
 @pytest.mark.parametrize("turns", [1, APART + 20])

@@ -474,3 +474,21 @@ def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: s
 def test_what_a_damaged_file_says_was_left_out_is_a_count_or_nothing(left_out: object, counted: int) -> None:
     """JSON admits NaN, and numbers of any length."""
     assert fact(catalog.EVENT_ANOMALY, 1.0, left_out=left_out).count("left_out") == counted
+
+
+def test_left_out_parameters_are_taken_back() -> None:
+    """The last event says which are left, if any."""
+    left = {"parameters": ["actor.weight"], "parameters_affected": 1, "optimizer": "Adam"}
+    events = [fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 4.0, 400, **left)]
+    assert "had not stepped by step 400" in told(facts(steps(900), events=events))["left_out"]
+    events.append(fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 7.0, 700, parameters=[], parameters_affected=0, optimizer="Adam"))
+    assert "left_out" not in told(facts(steps(900), events=events))
+
+
+@pytest.mark.parametrize("kind", ["no_gradients", "gradients_stopped"])
+def test_an_optimizer_that_gets_gradients_after_all(kind: str) -> None:
+    """A later event of the same kind about no parameter takes it back."""
+    before = fact(catalog.EVENT_LOOP_MISTAKE, 4.0, 40, kind=kind, parameters=["weight"], parameters_affected=1, optimizer="SGD")
+    after = fact(catalog.EVENT_LOOP_MISTAKE, 9.0, 90, kind=kind, parameters=[], parameters_affected=0, optimizer="SGD")
+    assert kind in told(facts(steps(90), events=[before]))
+    assert kind not in told(facts(steps(90), events=[before, after]))

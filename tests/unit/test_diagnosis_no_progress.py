@@ -11,7 +11,7 @@ import torch
 from tests import flights
 from tests.diagnosis_files import fact, facts
 from torchobs import catalog
-from torchobs.detect.no_progress import Course, Hyperparameters, cause_of, rule_of
+from torchobs.detect.no_progress import Course, Hyperparameters, Rule, cause_of, rule_of
 from torchobs.diagnosis.no_progress import no_progress
 from torchobs.flight.format.step_record import StepFlag, StepRecord
 from torchobs.flight.metrics.fold import fold
@@ -19,8 +19,9 @@ from torchobs.flight.metrics.loss_course import course
 
 HEADER = flights.header()
 SHORT = "steps are too short for more than"
-SGD, MOMENTUM = Hyperparameters("SGD", momentum=0.0), Hyperparameters("SGD", momentum=0.9)
-ADAM = Hyperparameters("adaptive", decoupled=True, momentum=0.9)
+SGD, MOMENTUM = Hyperparameters(Rule("SGD"), momentum=0.0), Hyperparameters(Rule("SGD"), momentum=0.9)
+ADAM = Hyperparameters(Rule("adaptive", decoupled=True), momentum=0.9)
+DAMPENED = MOMENTUM._replace(rule=Rule("SGD", dampening=0.9))
 ALL = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 
 
@@ -48,15 +49,21 @@ def course_of(records: Sequence[StepRecord], batch: int = 64) -> Course:
         (flat(0.1), SGD._replace(weight_decay=0.5), "weight_decay", 0.05),
         (flat(0.01), MOMENTUM._replace(weight_decay=0.9), "weight_decay", 0.09),
         (flat(0.01), ADAM._replace(weight_decay=10.0), "weight_decay", 0.1),
+        (flat(0.1), DAMPENED._replace(weight_decay=0.5), "weight_decay", 0.05),
         (flat(0.1), SGD._replace(max_norm=1e-4), "clipped", 0.002),
         (flat(1e-6), MOMENTUM._replace(max_norm=1.0), "short_steps", 0.001),
         (flat(1e-9), ADAM, "small_rate", 4e-7),
+        ([record(n, 2.3, 2e-7 + 2e-8 * min(n, 40)) for n in range(1, 401)], SGD._replace(initial_rate=1e-6),
+         "short_steps", 9.61e-5),
         ([*flat(0.1, 50), *flat(0.0, 350, first=51)], SGD._replace(weight_decay=0.9), "weight_decay", 0.01125),
         ([record(n, 0.1, flags=ALL | (StepFlag.NEW_MODEL if n == 51 else 0)) for n in range(1, 51)]
          + [record(n, 2.3, flags=ALL | (StepFlag.NEW_MODEL if n == 51 else 0)) for n in range(51, 300)],
          SGD._replace(weight_decay=0.5), "weight_decay", 0.05),
     ],
-    ids=["decay", "decay with momentum", "decay of Adam", "clipped", "rate", "rate of Adam", "the rate's mean", "second model"],
+    ids=[
+        "decay", "decay with momentum", "decay of Adam", "decay with dampening", "clipped", "rate", "rate of Adam",
+        "long after a warm-up", "the rate's mean", "second model",
+    ],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_cause_is_found(history: list[StepRecord], given: Hyperparameters, kind: str, amount: float, batch: int) -> None:
@@ -74,18 +81,19 @@ class Lars(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("optimizer", "options", "rule"),
     [
-        (torch.optim.SGD, {}, ("SGD", False)), (torch.optim.Adam, {}, ("adaptive", False)),
-        (torch.optim.AdamW, {}, ("adaptive", True)), (torch.optim.RMSprop, {}, ("adaptive", False)),
-        (torch.optim.NAdam, {"decoupled_weight_decay": True}, ("adaptive", True)), (Lars, {}, ("", False)),
-        (torch.optim.Adafactor, {}, ("", False)), (torch.optim.Rprop, {}, ("", False)),
+        (torch.optim.SGD, {}, ("SGD",)), (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, ("SGD", False, 0.5)),
+        (torch.optim.Adam, {}, ("adaptive",)), (torch.optim.AdamW, {}, ("adaptive", True)),
+        (torch.optim.RMSprop, {}, ("adaptive",)),
+        (torch.optim.NAdam, {"decoupled_weight_decay": True}, ("adaptive", True)), (Lars, {}, ()),
+        (torch.optim.Adafactor, {}, ()), (torch.optim.Rprop, {}, ()),
     ],
 )  # fmt: skip
-def test_formulas_are_those_of_the_optimizer_s_class(optimizer: Any, options: dict[str, Any], rule: tuple[str, bool]) -> None:
+def test_formulas_are_those_of_the_optimizer_s_class(optimizer: Any, options: dict[str, Any], rule: tuple[Any, ...]) -> None:
     """Of others none is taken, nor where the learning rate is a factor on the optimizer's own."""
     made = optimizer([torch.nn.Parameter(torch.ones(2, 2))], lr=1.0, **options)
     classes = [kind.__name__ for kind in type(made).__mro__]
-    assert rule_of(classes, made.param_groups[0]) == rule
-    assert rule_of(classes, {**made.param_groups[0], "d": 1e-6}) == ("", False)
+    assert rule_of(classes, made.param_groups[0]) == Rule(*rule)
+    assert rule_of(classes, {**made.param_groups[0], "d": 1e-6}) == Rule()
 
 
 DECAY = SGD._replace(weight_decay=0.5)
@@ -98,11 +106,19 @@ NO_RATE, NO_NORM = StepFlag.LOSS | StepFlag.GRAD_NORM, StepFlag.LOSS | StepFlag.
         (flat(0.1), SGD),
         (flat(1e-3), ADAM._replace(max_norm=1e-4)),
         (flat(0.1), SGD._replace(weight_decay=5e-4)),
+        (flat(0.01), DAMPENED._replace(weight_decay=0.5)),
         (flat(0.1), Hyperparameters(weight_decay=0.0, max_norm=1e-4)),
         (flat(0.0), SGD),
         (flat(0.1, flags=NO_RATE), DECAY),
         (flat(1e-6, flags=NO_NORM), SGD),
         ([record(n, 2.3, 1e-6 * n) for n in range(1, 200)], SGD),
+        ([record(n, 2.3, 2e-5 + 1e-7 * n) for n in range(1, 200)], SGD),
+        ([record(n, 2.3, 1e-7 * n) for n in range(1, 100)] + [record(n, 2.3, 1e-5) for n in range(100, 150)], SGD),
+        (flat(1e-6), SGD._replace(initial_rate=0.1)),
+        ([record(n, 2.3, 1e-8 * (1_000 - n)) for n in range(1, 400)], SGD._replace(initial_rate=0.1)),
+        (flat(1e-6), MOMENTUM._replace(resumed=True)),
+        (flat(1e-9), ADAM._replace(resumed=True)),
+        (flat(0.1), SGD._replace(weight_decay=0.5, resumed=True)),
         (flat(0.1, 90), DECAY),
         (flat(0.1, first=1_000), DECAY),
         ([record(n, 2.3 / (1 + n / 100)) for n in range(1, 400)], DECAY),
@@ -111,8 +127,10 @@ NO_RATE, NO_NORM = StepFlag.LOSS | StepFlag.GRAD_NORM, StepFlag.LOSS | StepFlag.
         ([record(n, 2.3 if n != 50 else float("nan")) for n in range(1, 400)], DECAY),
     ],
     ids=[
-        "labels may be noise", "Adam's steps do not shrink with the gradient", "usual decay", "another optimizer",
-        "no rate: another finding", "rate not known", "no norms", "warm-up", "too early",
+        "labels may be noise", "Adam's steps do not shrink with the gradient", "usual decay", "dampened decay",
+        "another optimizer", "no rate: another finding", "rate not known", "no norms", "warm-up",
+        "warm-up from a part of the rate", "after a warm-up", "a schedule that waits", "a schedule's end", "resumed",
+        "resumed with Adam", "resumed with decay", "too early",
         "its begin is not known", "falls", "rises", "of both signs", "not finite",
     ],
 )  # fmt: skip

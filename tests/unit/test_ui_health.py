@@ -12,7 +12,7 @@ from torchobs.catalog import Severity
 from torchobs.detect.stragglers import SLOW, Slowness
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms
+from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, mistakes_after
 from torchobs.exporter.ui.view_model import NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -40,6 +40,14 @@ def test_mistakes_of_the_loop_are_told_once_for_all_ranks() -> None:
     assert found.text == training(8) + "Gradients are never set to zero (optimizer.zero_grad())."
     assert found.level is Severity.WARNING
     assert run(row(0, mistakes=("never_stepped",), steps=0, loss=None)).health.text.endswith("The optimizer never steps.")
+
+
+def test_a_mistake_that_is_taken_back_is_none() -> None:
+    """By a later event about no parameter."""
+    stopped, again = ({"kind": "gradients_stopped", "parameters_affected": count} for count in (4, 0))
+    assert mistakes_after(("gradients_kept",), [stopped]) == ("gradients_kept", "gradients_stopped")
+    assert mistakes_after(("gradients_kept",), [stopped, again]) == ("gradients_kept",)
+    assert mistakes_after(("gradients_stopped",), [again, {"kind": "unheard of"}, {"kind": ["list"]}]) == ()
 
 
 @pytest.mark.parametrize("kind", catalog.LOOP_MISTAKES)

@@ -2,6 +2,11 @@
 
 Its own recent past does not show that, for there is none: :mod:`torchobs.detect.spikes` learns the new level. The measure is
 the first loss, which is that of an untrained model.
+
+That loss proves nothing by itself, either. A contrastive one begins near 0 against a queue of random keys, and rises a
+thousandfold as the queue fills (MoCo, He et al. 2020); the weight of a term may be raised. So the steps must have been long
+enough to take it there: to first order a step of SGD lowers the loss by the learning rate times the square of the norm, and
+Adam's moves no weight by more than about the rate.
 """
 
 from __future__ import annotations
@@ -16,6 +21,12 @@ LEAST_FIRST = 1e-3
 """A loss below that is none of an untrained model: of a batch in which all is masked, or a policy's in its first step"""
 LEAST_AFTER = 50
 """Losses after that without a return"""
+LEAST_SHARE = 0.01
+"""Of the loss, that a step lowers it by to first order. Of 180 random trainings with a rate that was too high from the start 32
+stayed away for so long, with 0.39 or more (of SGD; of AdamW 24); MoCo's has 3e-5 to 9e-4 (SGD, queues of 1,024 to 65,536)"""
+LEAST_RATE = 0.01
+"""Half of the deviation of weights that transformers begin with, which Adam's first step of that rate takes. Its share of the
+loss grows with the loss's scale: MoCo's by Adam at 1e-3 has 1.5, summed over a batch of 128"""
 AT_START, BACK = 0, (1 << 63) - 1
 """The two states besides the number of the loss that left: it has not, or it has come back and is not judged any more"""
 
@@ -31,6 +42,17 @@ def follow(loss: float, first: float, number: int, left: int) -> int:
     return number if 1 < number <= WARM_UP and away else AT_START
 
 
-def has_diverged(number: int, left: int) -> bool:
+def stays_away(number: int, left: int) -> bool:
     """Return True if the loss has been away for long enough."""
     return AT_START < left < BACK and number - left >= LEAST_AFTER
+
+
+def are_long(loss: float, rate: float | None, square: float | None) -> bool:
+    """Return True if steps can have taken a loss so far.
+
+    ``rate``: their mean. ``square``: that of the last quarter of squared norms, since the first steps of a contrastive loss may
+    be as long. ``None`` if unknown.
+    """
+    if rate is None:
+        return True
+    return rate >= LEAST_RATE and (square is None or rate * square >= LEAST_SHARE * loss)

@@ -10,6 +10,7 @@ be noise. So it is a verdict with a cause only:
   about ``lr`` (Kingma & Ba 2015, section 2.1).
 
 Of an optimizer of another class nothing is known, nor of one whose ``lr`` is a factor on a rate of its own (D-Adaptation).
+A training that goes on from a checkpoint has no first loss of an untrained model, and its schedule may be at its end.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ LEAST_MOVED = 1e-5
 makes of a weight of 0.02, which is what initialisations give"""
 RISING = 1.5
 """Factor on the mean learning rate, above which it still rises, or did lately: after a linear warm-up it is twice the mean"""
+STILL_RISING = 1.02
+"""The same on the mean of about the last quarter, which a warm-up that began with a part of the rate exceeds, too: a tenth more
+than at first makes 2 %, as it rises"""
+SCHEDULED = 0.5
+"""Share of the rate that a schedule was given (``initial_lr``): where no step has had so much, it has made them short"""
 SGD, ADAPTIVE = "SGD", "adaptive"
 _ADAPTIVE, _DECOUPLED = frozenset({"RMSprop", "Lion"}), frozenset({"Lion", "Muon"})
 WEIGHT_DECAY, SHORT_STEPS, CLIPPED, SMALL_RATE = "weight_decay", "short_steps", "clipped", "small_rate"
@@ -52,43 +58,58 @@ class Course(NamedTuple):
     rate: float
     """mean learning rate; 0 if unknown"""
     last_rate: float
+    late_rate: float
+    """mean of about the last quarter of learning rates"""
+    top_rate: float
     norm: float | None
     """mean gradient norm, if it was measured"""
     square: float
     """mean of its square"""
 
 
-class Hyperparameters(NamedTuple):
-    """Of the optimizer's first parameter group; ``None`` where it has none."""
+class Rule(NamedTuple):
+    """What is known of how an optimizer makes its steps."""
 
-    rule: str = ""
+    name: str = ""
     """``SGD``, ``ADAPTIVE`` or, where the length of its steps is not known, empty"""
     decoupled: bool = False
     """Whether weight decay takes its share of the weights by itself, and not by way of the gradient"""
+    dampening: float = 0.0
+    """Share of the gradient that does not go into SGD's momentum"""
+
+
+class Hyperparameters(NamedTuple):
+    """Of the optimizer's first parameter group; ``None`` where it has none."""
+
+    rule: Rule = Rule()
     weight_decay: float | None = None
     momentum: float | None = None
     max_norm: float | None = None
     """limit of clipping"""
     other_rates: float = 0.0
     """highest learning rate of the other groups"""
+    initial_rate: float | None = None
+    """highest one that a schedule was given"""
+    resumed: bool = False
+    """whether the optimizer had a state before its first step here"""
 
     @property
     def repeats(self) -> float:
         """How often momentum repeats what a step of SGD does; 1 for other optimizers, whose momentum averages."""
         momentum = self.momentum or 0.0
-        return 1.0 / (1.0 - momentum) if self.rule == SGD and 0.0 <= momentum < 1.0 else 1.0
+        return (1.0 - self.rule.dampening) / (1.0 - momentum) if self.rule.name == SGD and 0.0 < momentum < 1.0 else 1.0
 
 
-def rule_of(classes: Sequence[str], group: Mapping[str, object]) -> tuple[str, bool]:
-    """Return ``rule`` and ``decoupled`` of an optimizer by the names of its class and those it inherits from, and a group."""
-    names = set(classes)
+def rule_of(classes: Sequence[str], group: Mapping[str, object]) -> Rule:
+    """Return an optimizer's rule by the names of its class and those it inherits from, and a group."""
+    names, dampening = set(classes), group.get("dampening")
     if "d" in group:  # D-Adaptation's and Prodigy's own rate
-        return "", False
-    rule = SGD if classes[0] == "SGD" else ADAPTIVE if names & _ADAPTIVE or any("Adam" in name for name in names) else ""
+        return Rule()
+    name = SGD if classes[0] == "SGD" else ADAPTIVE if names & _ADAPTIVE or any("Adam" in name for name in names) else ""
     decoupled = (
         bool(names & _DECOUPLED) or any("AdamW" in name for name in names) or group.get("decoupled_weight_decay") is True
     )
-    return rule, decoupled
+    return Rule(name, decoupled, float(dampening) if isinstance(dampening, (int, float)) else 0.0)
 
 
 class Cause(NamedTuple):
@@ -100,30 +121,36 @@ class Cause(NamedTuple):
 
 def cause_of(course: Course, given: Hyperparameters) -> Cause | None:
     """Return why the loss has not fallen; ``None`` if it has, or if nothing explains it."""
-    if course.losses < LEAST_LOSSES or not FALLEN * course.first <= course.late <= RISEN * course.first:
+    if given.resumed or course.losses < LEAST_LOSSES or not FALLEN * course.first <= course.late <= RISEN * course.first:
         return None
     return _weight_decay(course, given) or _short_steps(course, given)
 
 
 def _weight_decay(course: Course, given: Hyperparameters) -> Cause | None:
-    if given.rule != SGD and not given.decoupled:
+    if given.rule.name != SGD and not given.rule.decoupled:
         return None
     taken = course.rate * (given.weight_decay or 0.0) * given.repeats
     return Cause(WEIGHT_DECAY, taken) if taken >= LEAST_DECAY and course.steps * taken >= DECAYED else None
 
 
 def _short_steps(course: Course, given: Hyperparameters) -> Cause | None:
-    if not course.rate or course.last_rate > RISING * course.rate:
-        return None  # another finding, or a warm-up
+    if not course.rate or _may_get_longer(course, given):
+        return None  # another finding, or a schedule
     if given.other_rates > RISING * course.rate:
         return None  # what is trained is trained there
-    if given.rule == ADAPTIVE:
+    if given.rule.name == ADAPTIVE:
         moved = course.rate * course.steps
         return Cause(SMALL_RATE, moved) if moved < LEAST_MOVED else None
-    if course.norm is None or given.rule != SGD:
+    if course.norm is None or given.rule.name != SGD:
         return None
     limit = given.max_norm or inf
     lowered = course.rate * given.repeats * course.steps * min(course.square, limit * course.norm)
     if lowered >= (1.0 - FALLEN) * course.first:
         return None
     return Cause(CLIPPED if course.norm > limit else SHORT_STEPS, lowered)
+
+
+def _may_get_longer(course: Course, given: Hyperparameters) -> bool:
+    """Return True during a warm-up, or where a schedule has not reached the rate that it was given, or is past it."""
+    rises = course.last_rate > min(RISING * course.rate, STILL_RISING * course.late_rate)
+    return rises or (given.initial_rate is not None and course.top_rate < SCHEDULED * given.initial_rate)

@@ -8,6 +8,7 @@ from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.diagnosis.status import mistakes_of
 
 _NAMED = 3
 _HOW = {
@@ -39,9 +40,10 @@ _HOW = {
 
 def loop_mistakes(report: RankReport) -> Iterator[Finding]:
     """Yield what is wrong with the loop."""
+    known = {*mistakes_of(report.events)} - ({"never_stepped"} if report.last_step else set())
     for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
         text = _HOW.get(fact.text("kind"))
-        if text is not None and not (fact.text("kind") == "never_stepped" and report.last_step):
+        if text is not None and fact.text("kind") in known:
             said = text.format(
                 step=f"{fact.step or 0:,}",
                 optimizer=text_format.clean(fact.text("optimizer"), 80),
@@ -51,6 +53,8 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
             )
             yield Finding(WARNING, fact.text("kind"), said)
     for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
+        if not fact.count("parameters_affected"):
+            break  # trained since then
         are = "is" if fact.count("parameters_affected") == 1 else "are"
         optimizer = text_format.clean(fact.text("optimizer"), 80)
         where = (

@@ -289,8 +289,19 @@ def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
 
 def mistakes_of(events: Iterable[Fact]) -> tuple[str, ...]:
     """Return the kinds of the loop's mistakes among the events, each once."""
-    found = (event.text("kind") for event in events if event.name == catalog.EVENT_LOOP_MISTAKE.name)
-    return tuple(dict.fromkeys(kind for kind in found if kind in catalog.LOOP_MISTAKES))
+    return mistakes_after((), (event.attributes for event in events if event.name == catalog.EVENT_LOOP_MISTAKE.name))
+
+
+def mistakes_after(known: Iterable[str], told: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the kinds that are known after more events (their attributes): one of no parameter takes its kind back."""
+    found = dict.fromkeys(known)
+    for attributes in told:
+        kind = attributes.get("kind")
+        if kind in catalog.LOOP_MISTAKES and isinstance(kind, str):
+            found[kind] = None
+            if attributes.get("parameters_affected") == 0:
+                del found[kind]
+    return tuple(found)
 
 
 def replicas_of(events: Iterable[Fact], losses: Mapping[int, float]) -> Replicas:

@@ -6,10 +6,13 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.no_progress import Cause, Course, Hyperparameters, cause_of, rule_of
+from torchobs.detect.no_progress import Cause, Course, Hyperparameters, Rule, cause_of, rule_of
 from torchobs.flight.metrics.loss_course import course
+from torchobs.probes.optimizer.hyperparameters import number_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
 
@@ -26,8 +29,8 @@ class ProgressWatch:
         self._given = Hyperparameters()
         self._cells: list[Cell | None] = []
         self._rates: list[Cell] = []
-        self._classes: set[type] = set()
-        self._rule = "", False
+        self._known: set[tuple[Any, ...]] = set()
+        self._rule = Rule()
         self._series = 0
         self._told: Cause | None = None
         self._told_at = 0
@@ -72,14 +75,25 @@ class ProgressWatch:
         if optimizers := self._context.recorder.optimizers():
             self._note_rule(optimizers)
             rates = [rate for cell in self._rates if isfinite(rate := cell.read())]
-            self._given = Hyperparameters(*self._rule, decay, momentum, other_rates=max(rates, default=0.0))
-        return self._given._replace(max_norm=limit)
+            other, initial = max(rates, default=0.0), _initial_rate(optimizers)
+            self._given = Hyperparameters(self._rule, decay, momentum, other_rates=other, initial_rate=initial)
+        return self._given._replace(max_norm=limit, resumed=self._context.recorder.models.resumed)
 
     def _note_rule(self, optimizers: list[Any]) -> None:
         """Find the optimizers' rule, where all have the same; else nothing is known."""
-        classes = {type(one) for one in optimizers}
-        if classes != self._classes:
-            self._classes = classes
-            by_class = {type(one): one.param_groups[0] for one in optimizers}
-            rules = {rule_of([each.__name__ for each in kind.__mro__], group) for kind, group in by_class.items()}
-            self._rule = rules.pop() if len(rules) == 1 else ("", False)
+        kinds = {(type(one), *_deciding(one.param_groups[0])): one for one in optimizers}
+        if kinds.keys() != self._known:
+            self._known = set(kinds)
+            rules = {rule_of([each.__name__ for each in type(one).__mro__], one.param_groups[0]) for one in kinds.values()}
+            self._rule = rules.pop() if len(rules) == 1 else Rule()
+
+
+def _deciding(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what of a group decides about its rule."""
+    return "d" in group, group.get("decoupled_weight_decay") is True, number_of(group.get("dampening"))
+
+
+def _initial_rate(optimizers: list[Any]) -> float | None:
+    """Return the highest rate that a scheduler has found in a group when it was made."""
+    found = [number_of(group.get("initial_lr")) for one in optimizers for group in one.param_groups]
+    return max((rate for rate in found if rate is not None), default=None)

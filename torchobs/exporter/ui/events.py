@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.status import replica_values
+from torchobs.diagnosis.status import mistakes_after, replica_values
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class EventRow(NamedTuple):
     """the kind of anomaly; empty for other events"""
     number: int = 1
     """number of events that it stands for, including those the rank left out before it"""
-    mistake: str = ""
-    """of ``catalog.LOOP_MISTAKES``; empty for other events"""
+    mistake: Mapping[str, object] | None = None
+    """attributes of one of the loop's; ``None`` for other events"""
     replica: tuple[str, tuple[float, ...]] = ("", ())
     """name and values of an event by which ranks are compared"""
 
@@ -101,10 +101,10 @@ class RankEvents:
                 groups[event.kind] = EventGroup(known.number + event.number, known.first, event)
             elif len(groups) < MOST_KINDS:
                 groups[event.kind] = EventGroup(event.number, event, event)
-        mistakes = dict.fromkeys((*self.mistakes, *(event.mistake for event in later if event.mistake)))
+        mistakes = mistakes_after(self.mistakes, (event.mistake for event in later if event.mistake is not None))
         weights = self._compared(self.weights, catalog.EVENT_REPLICA_WEIGHTS, later)
         batches = self._compared(self.batches, catalog.EVENT_REPLICA_BATCHES, later)
-        return RankEvents((*self.newest, *later)[-KEPT:], groups, tuple(mistakes), weights, batches)
+        return RankEvents((*self.newest, *later)[-KEPT:], groups, mistakes, weights, batches)
 
     @staticmethod
     def _compared(
@@ -187,8 +187,8 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
     kind, left_out = attributes.get("kind"), attributes.get("left_out")
     if known in {catalog.EVENT_REPLICA_WEIGHTS, catalog.EVENT_REPLICA_BATCHES}:
         return row._replace(replica=(name, replica_values(attributes)))
-    if known is catalog.EVENT_LOOP_MISTAKE and kind in catalog.LOOP_MISTAKES:
-        return row._replace(mistake=kind)
+    if known is catalog.EVENT_LOOP_MISTAKE:
+        return row._replace(mistake={"kind": kind, "parameters_affected": attributes.get("parameters_affected")})
     if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
         return row
     number = 1 + max(0, left_out) if isinstance(left_out, int) else 1

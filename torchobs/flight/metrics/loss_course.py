@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
-from torchobs.detect.divergence import AT_START, BACK, LEAST_FIRST, follow, has_diverged
+from torchobs.detect.divergence import AT_START, BACK, LEAST_FIRST, are_long, follow, stays_away
 from torchobs.detect.no_progress import FIRST_LOSSES, LATE_SHARE, Course
 from torchobs.detect.spikes import WARM_UP
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -25,28 +25,37 @@ _NOT_JUDGED = -1.0
 
 def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
     """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves."""
-    _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found)
-    floats, ints = totals.floats, totals.ints
-    rate_sum, rates = floats[Word.RATE_SUM], ints[Word.RATES]
+    floats, ints, losses = totals.floats, totals.ints, _Losses(totals)
+    rate_sum, rates, late, top = floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.LATE_RATE], floats[Word.TOP_RATE]
     norms, squares, number = floats[Word.NORMS_SUM], floats[Word.SQUARES_SUM], ints[Word.NORMS]
+    late_square = floats[Word.LATE_SQUARE]
     for record in records:
         flags, rate, norm = record.flags, record.learning_rate, record.grad_norm
         if flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate_sum + rate):
             rate_sum += rate
             rates += 1
+            late += (rate - late) / max(1.0, LATE_SHARE * rates)
+            top = max(top, rate)
         if flags & StepFlag.GRAD_NORM and isfinite(squares + norm * norm):
             norms += norm
             squares += norm * norm
             number += 1
-    floats[Word.RATE_SUM], ints[Word.RATES] = rate_sum, rates
+            late_square += (norm * norm - late_square) / max(1.0, LATE_SHARE * number)
+        if flags & StepFlag.LOSS and record.step >= losses.newest and losses.stays_away_with(record):
+            losses.judge(record, rate_sum / rates if rates else None, late_square if number else None, found)
+    floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.LATE_RATE], floats[Word.TOP_RATE] = rate_sum, rates, late, top
     floats[Word.NORMS_SUM], floats[Word.SQUARES_SUM], ints[Word.NORMS] = norms, squares, number
+    floats[Word.LATE_SQUARE] = late_square
+    losses.store(totals)
 
 
 def begin_course(totals: Totals) -> None:
     """Reset: another model is trained."""
     for word in (Word.LOSSES, Word.LOSS_LEFT, Word.RATES, Word.NORMS):
         totals.ints[word] = 0
-    for word in (Word.FIRST_LOSS, Word.START_LOSS, Word.LATE_LOSS, Word.RATE_SUM, Word.NORMS_SUM, Word.SQUARES_SUM):
+    for word in (Word.FIRST_LOSS, Word.START_LOSS, Word.LATE_LOSS, Word.NORMS_SUM, Word.SQUARES_SUM):
+        totals.floats[word] = 0.0
+    for word in (Word.RATE_SUM, Word.LATE_RATE, Word.TOP_RATE, Word.LATE_SQUARE):
         totals.floats[word] = 0.0
 
 
@@ -61,40 +70,58 @@ def course(totals: Totals) -> Course:
         steps=max(0, ints[Word.LAST_STEP] - max(0, ints[Word.MODEL_STEP] - 1)),
         rate=floats[Word.RATE_SUM] / rates if rates else 0.0,
         last_rate=floats[Word.LEARNING_RATE],
+        late_rate=floats[Word.LATE_RATE],
+        top_rate=floats[Word.TOP_RATE],
         norm=floats[Word.NORMS_SUM] / norms if norms else None,
         square=floats[Word.SQUARES_SUM] / norms if norms else 0.0,
     )
 
 
-def _fold_losses(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
-    ints, floats = totals.ints, totals.floats
-    newest, number, left, first = ints[Word.LOSS_STEP], ints[Word.LOSSES], ints[Word.LOSS_LEFT], floats[Word.FIRST_LOSS]
-    diverged, times, values, known = is_active(totals, DIVERGED), 0, list[float](), True
-    for record in records:
-        loss = record.loss
-        if record.step < newest:
-            continue  # delivered by a device after a newer step's value
-        newest = record.step
-        values.append(loss)
+class _Losses:
+    """A model's losses while records are added: whether they have left their start."""
+
+    __slots__ = ("diverged", "first", "known", "least_known", "left", "newest", "number", "times", "values")
+
+    def __init__(self, totals: Totals) -> None:
+        ints = totals.ints
+        self.newest, self.number, self.left = ints[Word.LOSS_STEP], ints[Word.LOSSES], ints[Word.LOSS_LEFT]
+        self.first, self.diverged = totals.floats[Word.FIRST_LOSS], is_active(totals, DIVERGED)
+        self.least_known, self.known = max(ints[Word.MODEL_STEP], 1) + _NEAR_FIRST, True
+        self.times = 0
+        self.values: list[float] = []
+
+    def stays_away_with(self, record: StepRecord) -> bool:
+        """Add the loss of a record that is none of an earlier step's; return True if it stays away and was not yet told."""
+        loss, left = record.loss, self.left
+        self.newest = record.step  # a device may deliver an earlier one later
+        self.values.append(loss)
         if not isfinite(loss):
-            left, diverged = BACK if left != AT_START else left, False  # another anomaly
-            continue
-        number += 1
+            self.left, self.diverged = BACK if left != AT_START else left, False  # another anomaly
+            return False
+        self.number = number = self.number + 1
         if number == 1:
-            first, known = loss, record.step <= max(ints[Word.MODEL_STEP], 1) + _NEAR_FIRST
-            left = left if known else BACK
-        elif abs(first) < LEAST_FIRST and number <= WARM_UP:
-            first = loss
+            self.first, self.known = loss, record.step <= self.least_known
+            self.left = left if self.known else BACK
+        elif abs(self.first) < LEAST_FIRST and number <= WARM_UP:
+            self.first = loss
         elif left != BACK and (left != AT_START or number <= WARM_UP):
-            left = follow(loss, first, number, left)
-        if has_diverged(number, left) != diverged:
-            diverged = not diverged
-            if diverged:
-                times += 1
-                add_anomaly(found, DIVERGED, record, loss, first)
-    _fold_means(totals, values, known=known)
-    ints[Word.LOSSES], ints[Word.LOSS_LEFT], floats[Word.FIRST_LOSS] = number, left, first
-    count(totals, DIVERGED, times, active=diverged)
+            self.left = follow(loss, self.first, number, left)
+        stays = stays_away(number, self.left)
+        self.diverged = self.diverged and stays
+        return stays and not self.diverged
+
+    def judge(self, record: StepRecord, rate: float | None, square: float | None, found: list[Anomaly]) -> None:
+        """Add the anomaly if the steps were long enough for it, by the mean learning rate and that of late squared norms."""
+        if are_long(record.loss, rate, square):
+            self.diverged, self.times = True, self.times + 1
+            add_anomaly(found, DIVERGED, record, record.loss, self.first)
+
+    def store(self, totals: Totals) -> None:
+        """Write all into the fold's state."""
+        _fold_means(totals, self.values, known=self.known)
+        totals.ints[Word.LOSSES], totals.ints[Word.LOSS_LEFT] = self.number, self.left
+        totals.floats[Word.FIRST_LOSS] = self.first
+        count(totals, DIVERGED, self.times, active=self.diverged)
 
 
 def _fold_means(totals: Totals, losses: Sequence[float], *, known: bool) -> None:

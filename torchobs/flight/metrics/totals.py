@@ -71,11 +71,13 @@ class Word:
     """sum of its learning rates, and their number"""
     NORMS_SUM, SQUARES_SUM = 94, 95
     NORM_DISTRIBUTION = 96
+    LATE_RATE, TOP_RATE, LATE_SQUARE = 113, 114, 115
+    """of the present model: mean of about the last quarter of its learning rates, the highest, and the mean of such squares"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
-WORDS = NORM_SUM + 3
+WORDS = Word.LATE_SQUARE + 1
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 

@@ -1,6 +1,7 @@
 """Detect a change of model in the same process: the next fold of a cross-validation, the next trial of a sweep.
 
-A change is the first step of an optimizer none of whose parameters was ever stepped, while training is in progress. Baselines
+A change is the first step of an optimizer none of whose parameters was ever stepped, while training is in progress, and not
+with the gradients of another one's step: an actor's may begin late, and uses the critic's backward pass. Baselines
 of the former model (loss, norms, step times) do not apply to the new one, so the first record of the new one carries
 ``StepFlag.NEW_MODEL``. A new optimizer over the same parameters, or over more besides them, continues the same model.
 """
@@ -28,12 +29,14 @@ _ROOM = 1024
 class Models:
     """Optimizers and parameters that have been stepped. In the training thread."""
 
-    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
+    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "resumed", "since")
 
     def __init__(self) -> None:
         self.changes = 0
         self.since = 0
         """The step after which the current model began"""
+        self.resumed = False
+        """Whether an optimizer of the current model had a state before its first step here: of a checkpoint, or older"""
         self._begun = 0
         """The step after which the last set of unseen parameters began, whether or not it counted as another model"""
         self._optimizers: dict[int, ref[Any]] = {}
@@ -44,17 +47,21 @@ class Models:
         """Return True if it has stepped before."""
         return _knows(self._optimizers, optimizer)
 
-    def begins(self, optimizer: Any, step: int) -> bool:
-        """Return True if another model begins with this optimizer's step, the one after ``step``."""
+    def begins(self, optimizer: Any, step: int, *, goes_on: bool = True) -> bool:
+        """Return True if another model begins with this optimizer's step, the one after ``step``.
+
+        ``goes_on``: whether training has gone on since the last optimizer's step.
+        """
         if self.knows(optimizer):
             return False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unseen = bool(self._parameters) and not any(_knows(self._parameters, parameter) for parameter in parameters)
-        another = unseen and bool(parameters) and step - self._begun >= LEAST_STEPS
+        another = unseen and goes_on and bool(parameters) and step - self._begun >= LEAST_STEPS
         if unseen and parameters:
             self._begun = step
         if another:
-            self.changes, self.since = self.changes + 1, step
+            self.changes, self.since, self.resumed = self.changes + 1, step, False
+        self.resumed = self.resumed or bool(getattr(optimizer, "state", None))
         self._optimizers[id(optimizer)] = ref(optimizer)
         self._parameters.update((id(parameter), ref(parameter)) for parameter in parameters)
         self._make_room()

@@ -149,11 +149,12 @@ class StepRecorder(OpenStep):
 
         ``evaluates``: its closure does the backward. Return True if it has never stepped.
         """
-        key, cycle = id(optimizer), self._cycle
+        key, cycle, fresh = id(optimizer), self._cycle, not self.models.knows(optimizer)
         if self.likely_end is not None or self._perturbed:
             for values in (self.values, *(part.values for part in self._perturbed)):
                 values.leave_norm_out()  # measured for a manual step; it is measured again for this one
         self.likely_end, self._manual = None, False
+        goes_on = fresh and (evaluates or self._goes_on())
         cycle.catch_up()
         if (key in cycle.seen and self.alive(key) is optimizer) or cycle.replaces(optimizer):
             self._settle_repeat(gets_gradients=evaluates or self._has_new_gradient(optimizer))
@@ -168,8 +169,7 @@ class StepRecorder(OpenStep):
         if key in cycle.expected:
             self._merge_all(self._deferred)
         self._merge_all(self._perturbed)
-        fresh = not self.models.knows(optimizer)
-        if fresh and self.models.begins(optimizer, self.step):
+        if fresh and self.models.begins(optimizer, self.step, goes_on=goes_on):
             self.values.flags |= StepFlag.NEW_MODEL
         return fresh
 

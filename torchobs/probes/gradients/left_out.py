@@ -3,7 +3,7 @@
 A model of which a part is trained may leave the rest out on purpose, and has its gradients computed for nothing then: it is
 information, no warning. Not told are a model as a whole in evaluation mode (a teacher, a perceptual loss), what changes by
 other means, and parameters of another type than those that are trained beside them (copies of master weights). Those of an
-optimizer that has not stepped yet are told after some hundred steps, at the last look.
+optimizer that has not stepped yet are told after some hundred steps, at the last look, and taken back if it steps later.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps between two looks: of each parameter more than ``LASTING_SAMPLES`` are made"""
 _MOST_LOOKS = 12
 """Looks that end without a result; one takes 1 µs for each parameter"""
+_MOST_SCANS = 3
+"""Scans for optimizers, each of which holds the GIL for some 100 ms: one, and others for parameters that are new by then"""
 _LOOKED_AT = 16
 """Elements of a parameter on the CPU that must stay as they are"""
 _SHARDS = "FullyShardedDataParallel"
@@ -52,6 +54,37 @@ class _Seen(NamedTuple):
     looks: int
 
 
+class _Owners:
+    """Knows which optimizers have parameters that are not trained: found by a scan, for which the training has to wait."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._known: dict[int, tuple[ref[Any], ref[Any]]] = {}
+        self._scans = 0
+
+    def of(self, parameters: list[Any]) -> list[Any] | None:
+        """Return each parameter's optimizer, ``None`` where none has it; ``None`` at all if it is not known any more."""
+        owners = [self._owner(each) for each in parameters]
+        if None not in owners:
+            return owners
+        if self._scans >= _MOST_SCANS:
+            return None
+        self._scan({id(each): each for each in parameters})
+        return [self._owner(each) for each in parameters]
+
+    def _owner(self, parameter: Any) -> Any:
+        known, owner = self._known.get(id(parameter), (None, None))
+        return owner() if known is not None and owner is not None and known() is parameter else None
+
+    def _scan(self, wanted: dict[int, Any]) -> None:
+        self._scans += 1
+        self._context.yield_gil()
+        for one in living_optimizers():
+            for each in _parameters_of([one]):
+                if id(each) in wanted:
+                    self._known[id(each)] = ref(each), ref(one)
+
+
 class LeftOutParameters:
     """A part of the gradient probe; the sampler thread finds the candidates, the training thread looks at them. Told once."""
 
@@ -60,7 +93,11 @@ class LeftOutParameters:
         self._seen: dict[int, _Seen] = {}
         self._candidates: list[_Candidate] = []
         self._due = self._found = False
-        self._looks, self._next_step, self._told = 0, _APART, False
+        self._looks, self._next_step = 0, _APART
+        self._owners, self._kind = _Owners(context), ""
+        self._told: list[_Candidate] | None = None
+        """What was told and is not trained; ``None`` before"""
+        self._trained_by: list[tuple[int, int]] = []
 
     def before_step(self) -> None:
         """Look at the candidates; a measured step is about to be done. In the training thread."""
@@ -82,10 +119,13 @@ class LeftOutParameters:
 
     def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
         """Find the candidates anew every thirty-third step, until something is found. ``modules``: the outermost ones known."""
-        step = self._context.recorder.step
-        if self._found and not self._told:
+        if self._found and self._told is None:
             self._tell([one.candidate for one in self._seen.values() if one.looks > 1])
-        if self._told or self._due or self._looks >= _MOST_LOOKS or step < self._next_step:
+        if self._told is not None:
+            self._take_back(self._told)
+            return
+        step = self._context.recorder.step
+        if self._due or self._looks >= _MOST_LOOKS or step < self._next_step:
             return
         roots = list(modules())
         self._looks += bool(roots)  # models that were built before init() are found by a scan, later
@@ -112,24 +152,40 @@ class LeftOutParameters:
                 yield _Candidate(ref(each), title + clean(name))
 
     def _tell(self, found: list[_Candidate]) -> None:
-        """Tell what no optimizer has that exists, or at last what one has that never steps.
+        """Tell what no optimizer has that exists, or at last what one has that never steps."""
+        self._found, self._trained_by = False, self._stepping()
+        # some may be trained, or gone, since they were found
+        found = [one for one in self._untrained(found) if one.parameter() is not None]
+        owners = self._owners.of([one.parameter() for one in found])
+        if not owners:
+            return
+        kinds = [type(owner).__name__ if owner is not None else "" for owner in owners]
+        self._kind = "" if "" in kinds else kinds[0]
+        if not self._kind or self._looks >= _MOST_LOOKS:
+            self._write([one for one, kind in zip(found, kinds, strict=True) if kind == self._kind])
 
-        The search for them holds the GIL for some 100 ms, once for each look.
-        """
-        self._context.yield_gil()
-        kinds = {id(each): type(one).__name__ for one in living_optimizers() for each in _parameters_of([one])}
-        steps = set(map(id, _parameters_of(self._context.recorder.optimizers())))  # some since the candidates were found
-        names = {kind: list[str]() for kind in ("", *kinds.values())}
-        for one in found:
-            if id(one.parameter()) not in steps:
-                names[kinds.get(id(one.parameter()), "")].append(one.name)
-        waiting = next((kind for kind, them in names.items() if kind and them), "") if self._looks >= _MOST_LOOKS else ""
-        kind = "" if names[""] else waiting
-        told, self._found = names[kind], False
-        self._told = bool(told)
-        if told:
-            attributes = {"parameters": told[:_NAMED], "parameters_affected": len(told), "parameters_trained": len(steps)}
-            self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, attributes | ({"optimizer": kind} if kind else {}))
+    def _take_back(self, told: list[_Candidate]) -> None:
+        """Write which are still not trained, if others are by an optimizer that has begun to step, or was given them."""
+        stepping = self._stepping() if told else self._trained_by
+        if stepping != self._trained_by:
+            self._trained_by, left = stepping, self._untrained(told)
+            if len(left) < len(told):
+                self._write(left)
+
+    def _stepping(self) -> list[tuple[int, int]]:
+        """Return what changes when an optimizer begins to step, or gets parameters."""
+        return [(id(one), len(getattr(one, "param_groups", ()))) for one in self._context.recorder.optimizers()]
+
+    def _untrained(self, found: list[_Candidate]) -> list[_Candidate]:
+        trained = set(map(id, _parameters_of(self._context.recorder.optimizers())))
+        return [one for one in found if id(one.parameter()) not in trained]
+
+    def _write(self, left: list[_Candidate]) -> None:
+        self._told = left
+        trained = sum(1 for _ in _parameters_of(self._context.recorder.optimizers()))
+        names = [one.name for one in left[:_NAMED]]
+        attributes = {"parameters": names, "parameters_affected": len(left), "parameters_trained": trained}
+        self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, attributes | ({"optimizer": self._kind} if self._kind else {}))
 
 
 def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Any]:

@@ -5,7 +5,7 @@ or the optimizer has the parameters of a model that was replaced since (by a cop
 are an optimizer that changes its parameters without gradients, one that begins to step while its parameters are frozen and
 others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One that has had gradients is
 told only where no other one has any meanwhile, and only if it could have some: players that train in turn, and parts that are
-frozen, are no mistake.
+frozen, are no mistake. Gradients that came in few of its steps are waited for longer, and if they come again that is told, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps without a gradient; as many as between two looks for parameters that are in no optimizer"""
 NAMED = 8
+_SELDOM, _PAUSES = 10, 2
+"""How many times as long it is waited for gradients that have not come in several looks in a row, and how many of the longest
+pauses so far: some loops step in each micro-batch, and have a gradient in every fortieth"""
 _MOST_OPTIMIZERS = 16
 _CHOSEN, _LOOKED_AT = 3, 16
 """Parameters of an optimizer that must stay as they are, and their elements that are compared"""
@@ -32,7 +35,7 @@ _CHOSEN, _LOOKED_AT = 3, 16
 class _Optimizer:
     """An optimizer, and since when it has no gradient."""
 
-    __slots__ = ("before", "done", "had", "looks", "optimizer", "since")
+    __slots__ = ("again", "before", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since")
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = ref(optimizer)
@@ -40,11 +43,27 @@ class _Optimizer:
         """Whether that it has none is known"""
         self.had = False
         """Whether it has had one"""
+        self.again = 0
+        """Step in which gradients came after that"""
+        self.in_a_row = self.pause = 0
+        """Looks with a gradient one after the other, and steps of the longest pause between two"""
         self.looks = self.since = 0
         self.before: list[tuple[int, Any]] = []
 
+    def resume(self, step: int) -> None:
+        """Note that a pause without gradients is over."""
+        self.pause = max(self.pause, step - self.since)
+        self.in_a_row = self.looks = 0
+
+    @property
+    def patience(self) -> int:
+        """Least number of steps without a gradient."""
+        seldom = self.had and self.in_a_row < LASTING_SAMPLES
+        return max(APART * (_SELDOM if seldom else 1), _PAUSES * self.pause)
+
 
 class _Found(NamedTuple):
+    known: _Optimizer
     kind: str
     step: int
     parameters: list[ref[Any]]
@@ -67,6 +86,8 @@ class NoGradients:
         self.trained = 0
         """Step in which any optimizer was last seen with a gradient; written by the gradient probe"""
         self._found: list[_Found] = []
+        self._told_of: tuple[_Found, str] | None = None
+        """Until its gradients come after all; what it was called"""
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -78,22 +99,33 @@ class NoGradients:
                 return
             known = self._optimizers[id(optimizer)] = _Optimizer(optimizer)
         if sample is not None:
-            known.had = self._others_train = True
+            self._note_gradient(known, self._context.recorder.step)
         elif not known.done:
             self._look(known, optimizer, self._context.recorder.step)
+
+    def _note_gradient(self, known: _Optimizer, step: int) -> None:
+        if known.done and not known.again:
+            known.again = step + 1
+        if known.looks:
+            known.resume(step)
+        known.in_a_row += 1
+        known.had = self._others_train = True
 
     def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
         known.looks += 1
         if known.looks == 1:
             known.since, known.before = step, self._chosen(optimizer)
         if known.had and self.trained >= known.since:
-            known.looks = 0  # this one has gradients now and then, or others do, in turn
+            known.resume(self.trained)  # this one has gradients now and then, or others do, in turn
             return
-        if known.looks <= LASTING_SAMPLES or step - known.since < APART:
+        if known.looks <= LASTING_SAMPLES or step - known.since < known.patience:
             return
         known.done, before, now = True, known.before, self._chosen(optimizer)
         known.before = []
         if [version for version, _ in now] != [version for version, _ in before]:
+            if known.had:  # in steps that were not looked at
+                known.done = False
+                known.resume(step)
             return
         owned = parameters_of(optimizer)
         trained = [one for one in owned if one.requires_grad]
@@ -102,7 +134,7 @@ class NoGradients:
             return
         began = known.since if known.had else step
         parameters = [ref(one) for one in trained or owned]
-        note = partial(self._note, _Found(kind, began + 1, parameters, frozen=not trained, stopped=known.had))
+        note = partial(self._note, _Found(known, kind, began + 1, parameters, frozen=not trained, stopped=known.had))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
             differ = [(old != new).any().float() for old, new in pairs]
@@ -130,6 +162,7 @@ class NoGradients:
 
     def sample(self, names: ParameterNames, *, last: bool) -> None:
         """Name and tell what was found. ``last``: do not wait for names."""
+        self._take_back()
         if not self._found or self._told:
             return
         found = self._found[0]
@@ -137,19 +170,28 @@ class NoGradients:
         if not names.look_for(parameters, now=last):
             return
         self._found.pop(0)
+        if found.known.again:
+            return
         named = [name for one in parameters if (name := names.get(one)) is not None]
         if self._others_train and (found.frozen or not named) and not found.stopped:
             return
         count = len(found.parameters)  # of which none may be left when the rank ends
         if not named and count == 1:
             return
-        self._told = True
-        told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
         mistake = "gradients_stopped" if found.stopped else "no_gradients"
+        self._told, self._told_of = True, (found, mistake)
+        told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
         self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": mistake, **told}, found.step)
         more = f" any more since step {found.step:,}" if found.stopped else ""
         text = f"no gradient comes to the parameters of the optimizer ({found.kind}){more}: nothing is learned"
         self._context.warn_limited(f"loop {mistake}", text)
+
+    def _take_back(self) -> None:
+        """Write the event again, of no parameter, once gradients have come after all."""
+        if self._told_of is not None and self._told_of[0].known.again:
+            (found, mistake), self._told_of = self._told_of, None
+            told = {"kind": mistake, "parameters": [], "parameters_affected": 0, "optimizer": found.kind}
+            self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, told, found.known.again)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
