@@ -10,7 +10,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import pytest
 
 T = TypeVar("T")
 
@@ -121,3 +124,15 @@ def why_missing(program: str) -> str | None:
     if program in INSTALLED_BY_HAND:
         return f"needs {program} on PATH: `apt-get install {INSTALLED_BY_HAND[program]}`"
     return f"{NEEDS_PROGRAM}: {program}, on PATH"
+
+
+@contextlib.contextmanager
+def quick_inductor(cache: Path, monkeypatch: "pytest.MonkeyPatch") -> Iterator[None]:
+    """The inductor, with a cache of its own, without the compilations that it tries the compiler with."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    from torch._inductor import config  # it takes a second
+
+    # by its own means: a monkeypatch that is undone leaves the setting missing, and later tests without an inductor
+    less = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    with config.patch({name: value for name, value in less.items() if name in config.get_config_copy()}):
+        yield

@@ -153,16 +153,11 @@ def test_what_the_inductor_has_compiled_is_run_again(run: Recording, tmp_path: P
     """With its own code for the operators, and its own random numbers for dropout."""
     if shutil.which("g++") is None:
         pytest.skip(support.NEEDS_COMPILER)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    from torch._inductor import config as inductor  # it takes a second
-
-    # What is left out are compilations of its own: of an example for vector instructions, and of the headers by themselves.
-    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", True)
-    monkeypatch.setattr(inductor, "cpp_cache_precompile_headers", False, raising=False)
     block, x = Block(), torch.randn(6, WIDTH)
     block.ill = "log"
     called = torch.compile(block)
-    called(x).square().mean().backward()
+    with support.quick_inductor(tmp_path, monkeypatch):
+        called(x).square().mean().backward()
     found = told(run)
     assert (found["operator"], found["module"], found["note"]) == ("log", "Block", NOTE)
 

@@ -429,12 +429,12 @@ def test_inductor_cold_and_warm(flight_dir: Path, tmp_path: Path, monkeypatch: p
     """A cold start generates code and waits for compilers; a warm one hits the caches. Its workers leave no file of ours."""
     if shutil.which("g++") is None:
         pytest.skip(support.NEEDS_COMPILER)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    from torch._inductor import config as inductor  # it takes a second
+    with support.quick_inductor(tmp_path, monkeypatch):
+        cold_and_warm(flight_dir)
 
-    # What is left out are compilations of its own: of an example for vector instructions, and of the headers by themselves.
-    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", True)
-    monkeypatch.setattr(inductor, "cpp_cache_precompile_headers", False, raising=False)
+
+def cold_and_warm(flight_dir: Path) -> None:
+    """Compile the same twice."""
     for run in recording(flight_dir):
         assert run.session.writer is not None
         before = {path.name for path in flight_dir.iterdir() if ".stuck-" not in path.name}
