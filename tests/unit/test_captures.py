@@ -104,3 +104,14 @@ def test_a_capture_may_end_in_another_thread_while_it_is_asked_for() -> None:
     found = Captures()
     found._begun_s = Ending({1: LONGEST_S})
     assert found.in_progress() in {True, False}
+
+
+def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
+    """A driver that does not answer: twenty captures wait together for as long as the first one."""
+    found = Captures()
+    assert found.begin_round("gpu")
+    begun_s = clock.now
+    for graph in range(20):
+        found.begin(graph)
+        found.end(graph)
+    assert clock.now - begun_s == pytest.approx(captures._PATIENCE_S, rel=0.1)

@@ -14,7 +14,7 @@ import time
 LONGEST_S = 60.0
 """A capture without an end for so long has failed: the sampler goes on"""
 _PATIENCE_S, _REST_S = 0.2, 0.0005
-"""Most that a capture waits for rounds, of some ms. A training makes a few captures in all."""
+"""Age of a round, of usually some ms, from which on no capture waits for it: the driver may not answer for long"""
 
 
 class Captures:
@@ -24,14 +24,13 @@ class Captures:
 
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
-        self._rounds: set[str] = set()
-        """Threads of ours whose round is in progress"""
+        self._rounds: dict[str, float] = {}
+        """Threads of ours whose round is in progress, and since when"""
 
     def begin(self, graph: int) -> None:
         """Note that this graph, by id, is about to be captured, and wait for rounds in progress, but not for long."""
-        now = time.monotonic()
-        self._begun_s[graph] = now
-        while self._rounds and time.monotonic() - now < _PATIENCE_S:
+        now = self._begun_s[graph] = time.monotonic()
+        while time.monotonic() - now < _PATIENCE_S and self._has_young_round():
             time.sleep(_REST_S)
 
     def end(self, graph: int) -> None:
@@ -43,14 +42,17 @@ class Captures:
 
         It is noted first and asked then: a capture that begins in between waits.
         """
-        self._rounds.add(thread)
+        self._rounds[thread] = time.monotonic()
         return not self.in_progress()
 
     def end_round(self, thread: str) -> None:
         """Note that the thread's round has ended."""
-        self._rounds.discard(thread)
+        self._rounds.pop(thread, None)
 
     def in_progress(self) -> bool:
         """Return True if a graph is being captured."""
         begun_s = tuple(self._begun_s.values())  # another thread's capture may end meanwhile
         return bool(begun_s) and max(begun_s) > time.monotonic() - LONGEST_S
+
+    def _has_young_round(self) -> bool:
+        return any(time.monotonic() - begun_s < _PATIENCE_S for begun_s in tuple(self._rounds.values()))
