@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
 
 from torchobs.probes.gradients.parameter_names import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 MOST_NODES = 20_000
 NAMESPACES = frozenset({"aten", "prims", "prim"})
@@ -49,9 +52,8 @@ class NotRepeatableError(TypeError):
 class Site(NamedTuple):
     """Where in the user's program a node of the graph comes from."""
 
-    module: str
-    """As Dynamo writes it: ``L['self'].blocks.0``"""
-    kind: str
+    modules: tuple[str, ...]
+    """Those that call each other, innermost first, as Dynamo writes them: ``L['self'].blocks.0``"""
     line: str
 
 
@@ -125,11 +127,9 @@ def _require_repeatable(node: fx.Node, attributes: dict[Any, Any]) -> None:
 
 
 def _site(meta: dict[str, Any]) -> Site:
-    stack = list((meta.get("nn_module_stack") or {}).values())
-    path, kind = stack[-1][:2] if stack else ("", "")
+    modules = [str(path) for path, *_ in (meta.get("nn_module_stack") or {}).values()]
     lines = _LINE.findall(meta.get("stack_trace") or "")
-    line = f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
-    return Site(str(path), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
+    return Site(tuple(reversed(modules)), f"{lines[-1][0]}:{lines[-1][1]}" if lines else "")
 
 
 def _input(node: fx.Node) -> Input:
@@ -149,8 +149,9 @@ def _autocast() -> tuple[tuple[str, bool, Any], ...]:
 class ModulePaths:
     """Names a graph's modules as the model does, by those of its inputs that are parameters."""
 
-    def __init__(self, captured: CapturedGraph, names: list[str]) -> None:
-        """``names``: of the inputs, as parameters or buffers of the model; ``""`` for others."""
+    def __init__(self, captured: CapturedGraph, names: list[str], known: Container[str]) -> None:
+        """``names``: of the inputs, as parameters or buffers of the model; ``""`` for others. ``known``: the model's paths."""
+        self._known = known
         self._prefixes: dict[str, str] = {}
         for each, name in zip(captured.inputs, names, strict=True):
             path = clean(each.path)
@@ -158,11 +159,11 @@ class ModulePaths:
                 self._prefixes[each.root] = name[: len(name) - len(path)].rstrip(".")
 
     def of(self, site: Site) -> str | None:
-        """Return the path of the module; ``None`` if it is not known."""
-        roots = [root for root in self._prefixes if site.module.startswith(root)]
-        if not site.module:
-            return next(iter(self._prefixes.values())) if len(self._prefixes) == 1 else None
-        if not roots:
-            return None
-        root = max(roots, key=len)
-        return ".".join(filter(None, (self._prefixes[root], clean(site.module[len(root) :].lstrip(".")))))
+        """Return the path of the innermost module that is the model's; ``None`` if none is."""
+        found = (path for module in site.modules if (path := self._path(module)) in self._known)
+        alone = next(iter(self._prefixes.values())) if len(self._prefixes) == 1 else None
+        return next(found, alone)  # the region's own module is in no node's list
+
+    def _path(self, module: str) -> str:
+        root = max((root for root in self._prefixes if module.startswith(root)), key=len, default=None)
+        return "?" if root is None else ".".join(filter(None, (self._prefixes[root], clean(module[len(root) :].lstrip(".")))))

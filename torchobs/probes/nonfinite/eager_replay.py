@@ -111,7 +111,8 @@ class EagerReplay:
         buffers = [one for about, one in zip(made.captured.inputs, inputs, strict=True) if about.is_buffer]
         if not all(map(_is_whole, _tensors(inputs))) or not _fit(buffers) or torch._C._len_torch_dispatch_stack():
             return None
-        paths = ModulePaths(made.captured, [names.of(one) if isinstance(one, torch.Tensor) else "" for one in inputs])
+        named = [names.of(one) if isinstance(one, torch.Tensor) else "" for one in inputs]
+        paths = ModulePaths(made.captured, named, names.modules)
 
         def run() -> NonfiniteOrigin | None:
             for _ in range(_ATTEMPTS):

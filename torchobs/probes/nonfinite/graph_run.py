@@ -20,7 +20,7 @@ from torchobs.probes.nonfinite.replay import CallSite, SitesOfNodes
 from torchobs.support import cgroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 SHARE_OF_MEMORY = 0.5
 """Of what is free: a run may make tensors of this size in all"""
@@ -90,10 +90,10 @@ class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 class GraphRun(SitesOfNodes):
     """One run of a captured graph; afterwards it knows which module and line each node of autograd's graph is from."""
 
-    def __init__(self, captured: CapturedGraph, paths: ModulePaths, kinds: dict[str, Any]) -> None:
-        """``kinds``: modules by their paths, for the names of their classes."""
+    def __init__(self, captured: CapturedGraph, paths: ModulePaths, modules: Mapping[str, Any]) -> None:
+        """``modules``: by their paths."""
         super().__init__()
-        self._captured, self._paths, self._kinds = captured, paths, kinds
+        self._captured, self._paths, self._modules = captured, paths, modules
         self.is_random = False
         self.outputs: list[torch.Tensor] = []
 
@@ -112,7 +112,7 @@ class GraphRun(SitesOfNodes):
     def note(self, first: int, last: int, site: Site) -> None:
         """Note the nodes ``first`` to ``last`` (exclusive)."""
         path = self._paths.of(site)
-        kind = site.kind or type(self._kinds.get(path or "")).__name__ if path is not None else ""
+        kind = type(self._modules[path]).__name__ if path is not None and path in self._modules else ""
         self.sites.append(CallSite(first, last, path or kind, kind, site.line))
 
 
