@@ -67,8 +67,7 @@ NEEDED_BY_TORCH = frozenset(
         "_execution_engine",  # of every backward
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
-        *("_autograd", "_get_sequence_nr"),  # without it no call of a compiled module is noted
-        *("_has_any_global_hook", "_is_any_autocast_enabled"),  # asked for by getattr with a default
+        *("_autograd", "_get_sequence_nr"),  # without it no call of a compiled region is noted
         *(
             "_world",
             "_backward_hooks",

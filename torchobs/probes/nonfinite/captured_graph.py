@@ -39,6 +39,7 @@ _MODULES = frozenset(
 """Where the functions of a graph come from that may be called once more"""
 _SETTERS = re.compile(r"(?<!_)set_|seed|rng|init_|destroy|register")
 """Names of functions in these modules that change a state of torch's; ``_set_grad_enabled`` ends with the run"""
+HIGHER_ORDER, OPERATOR = "HigherOrderOperator", "OpOverload"
 _INLINED = frozenset({"tag_activation_checkpoint", "wrap"})
 """Operators that call a graph, whose other effects (recomputation) a run does not need"""
 _KEYS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
@@ -80,7 +81,7 @@ class CapturedGraph:
 
     def is_inlined(self, node: fx.Node) -> bool:
         """Return True for a call of another graph that is run in its place."""
-        return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+        return node.op == "call_function" and _kind(node.target) == HIGHER_ORDER
 
 
 def capture(module: fx.GraphModule) -> CapturedGraph:
@@ -114,16 +115,23 @@ def _require_repeatable(node: fx.Node, attributes: dict[Any, Any]) -> None:
     if node.op in {"placeholder", "output", "get_attr", "call_method"}:
         return
     if node.op == "call_function":
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        kind = _kind(target)
+        if kind == HIGHER_ORDER:
             called = attributes.get(getattr(node.args[0], "target", None)) if node.args else None
             if target.__name__ in _INLINED and isinstance(called, CapturedGraph):
                 return
-        elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        elif kind == OPERATOR:
             if str(target).partition(".")[0] in NAMESPACES:
                 return
         elif getattr(target, "__module__", None) in _MODULES and not _SETTERS.search(getattr(target, "__name__", "set_")):
             return
     raise NotRepeatableError(target)
+
+
+def _kind(target: Any) -> str:
+    """Return what is called, by its class, which has no public name."""
+    names = {kind.__name__ for kind in type(target).__mro__}
+    return HIGHER_ORDER if HIGHER_ORDER in names else OPERATOR if names & {OPERATOR, "OpOverloadPacket"} else ""
 
 
 def _site(meta: dict[str, Any]) -> Site:

@@ -27,7 +27,7 @@ from torchobs.probes.nonfinite.replay import SitesOfNodes, placed
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support import signal_handlers
 from torchobs.support.error_guard import CircuitBreaker
-from torchobs.support.graph_safe import as_if_compiling
+from torchobs.support.graph_safe import as_if_compiling, dispatch_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -109,7 +109,7 @@ class EagerReplay:
         except GoneError:
             return None
         buffers = [one for about, one in zip(made.captured.inputs, inputs, strict=True) if about.is_buffer]
-        if not all(map(_is_whole, _tensors(inputs))) or not _fit(buffers) or torch._C._len_torch_dispatch_stack():
+        if not all(map(_is_whole, _tensors(inputs))) or not _fit(buffers) or dispatch_modes()():
             return None
         named = [names.of(one) if isinstance(one, torch.Tensor) else "" for one in inputs]
         paths = ModulePaths(made.captured, named, names.modules)

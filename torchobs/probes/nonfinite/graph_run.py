@@ -130,7 +130,7 @@ class _Interpreter(fx.Interpreter):
             return self.run(*inputs)
         finally:
             while self._autocasts:
-                torch.amp.autocast_mode._exit_autocast(self._autocasts.pop())  # type: ignore[no-untyped-call]  # torch's
+                self._autocasts.pop().__exit__(None, None, None)
 
     def run_node(self, n: fx.Node) -> Any:
         """See :class:`torch.fx.Interpreter`."""
@@ -144,9 +144,10 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See :class:`torch.fx.Interpreter`."""
         result = super().call_function(target, args, kwargs)
-        if target is torch.amp.autocast_mode._enter_autocast:
+        name = getattr(target, "__name__", "")
+        if name == "_enter_autocast":
             self._autocasts.append(result)
-        elif target is torch.amp.autocast_mode._exit_autocast:
+        elif name == "_exit_autocast":
             self._autocasts.remove(args[0])
         return result
 
