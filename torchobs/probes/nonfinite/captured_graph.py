@@ -22,23 +22,14 @@ if TYPE_CHECKING:
 MOST_NODES = 20_000
 NAMESPACES = frozenset({"aten", "prims", "prim"})
 """Of operators that do nothing but compute"""
-_MODULES = frozenset(
-    {
-        *(
-            "torch",
-            "torch.functional",
-            "torch.nn.functional",
-            "torch._jit_internal",
-            "torch._tensor",
-            "torch.amp.autocast_mode",
-        ),
-        *("torch._C", "torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special", "torch._C._VariableFunctions"),
-        *("_operator", "operator", "math", "builtins"),
-    }
-)
+_PYTHON = ("functional", "nn.functional", "_jit_internal", "_tensor", "amp.autocast_mode")
+_COMPILED = ("_C", "_C._nn", "_C._linalg", "_C._fft", "_C._special", "_C._VariableFunctions")
+_MODULES = frozenset({"torch", *(f"torch.{name}" for name in _PYTHON + _COMPILED), "_operator", "operator", "math", "builtins"})
 """Where the functions of a graph come from that may be called once more"""
-_SETTERS = re.compile(r"(?<!_)set_|seed|rng|init_|destroy|register")
-"""Names of functions in these modules that change a state of torch's; ``_set_grad_enabled`` ends with the run"""
+_SETTERS = re.compile(r"set_(?!grad_enabled$)|seed|rng|init_|destroy|register")
+"""Names of functions in these modules that change a state of torch's, but for the one that ends with the run"""
+_METHODS = frozenset({"set_", "requires_grad_", "retain_grad", "register_hook", "share_memory_", "backward"})
+"""Methods of tensors that do more than to compute"""
 HIGHER_ORDER, OPERATOR = "HigherOrderOperator", "OpOverload"
 _INLINED = frozenset({"tag_activation_checkpoint", "wrap"})
 """Operators that call a graph, whose other effects (recomputation) a run does not need"""
@@ -112,7 +103,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
 
 def _require_repeatable(node: fx.Node, attributes: dict[Any, Any]) -> None:
     target: Any = node.target
-    if node.op in {"placeholder", "output", "get_attr", "call_method"}:
+    if node.op in {"placeholder", "output", "get_attr"} or (node.op == "call_method" and target not in _METHODS):
         return
     if node.op == "call_function":
         kind = _kind(target)
