@@ -256,9 +256,17 @@ def test_ranks_that_start_together_have_one_exporter(
 
 def test_the_default_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_dir: Path) -> None:
     """The next one is taken, announced, and said to be another one."""
+
+    def bound() -> socket.socket | None:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", PORT))
+        return None
+
     with ExitStack() as taken:
-        with suppress(OSError):  # another program has it
-            taken.enter_context(socket.create_server(("127.0.0.1", PORT)))
+        with suppress(TimeoutError):  # another program keeps it: an exporter of another test would go meanwhile
+            held = wait_until(bound, timeout_s=60.0)
+            assert held is not None
+            taken.enter_context(held)
         trainer("")
         found = announced(flight_dir)
         assert int(found.address.rpartition(":")[2]) > PORT

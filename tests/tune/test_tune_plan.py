@@ -8,16 +8,20 @@ import copy
 import functools
 import io
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.guard_cases import CASES
+from tests.support import quick_inductor
 from tests.tune.models import Block, blocks, convolutions
 from torchobs import tune
 from torchobs.tune.difference import compare
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MODES = ("none", "amp", "compile", "memory_efficient", "full", "inference")
 LEVELS = ("none", "basic", "advanced", "maximum")
@@ -249,12 +253,12 @@ def test_every_model_is_compiled_however_many_there_are(monkeypatch: pytest.Monk
     assert len(compiled) == 5
 
 
-def test_a_container_of_torch_s_own_is_one_graph() -> None:
+def test_a_container_of_torch_s_own_is_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: an nn.Sequential of torch's modules is compiled, although torch compiles no file of its own."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
-    with torch.no_grad(), tune.optimize(model, mode="compile"):
+    with quick_inductor(tmp_path, monkeypatch), torch.no_grad(), tune.optimize(model, mode="compile"):
         model(x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
