@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo.output_graph import OutputGraph
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import torchobs
@@ -626,3 +627,53 @@ def test_nothing_is_kept_alive_and_nothing_stays(flight_dir: Path) -> None:
     torch._dynamo.reset()
     gc.collect()
     assert died() is None
+
+
+def test_what_the_user_has_put_around_a_call_is_not_called(run: Recording) -> None:
+    """A mode that refuses what it does not know, by an exception of its own; hooks on what a backward pass keeps."""
+
+    class Strict(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if function == torch.Tensor._version.__get__:  # type: ignore[attr-defined]  # a property in C
+                raise AssertionError
+            return function(*args, **(kwargs or {}))
+
+    x, packed = torch.randn(6, 4), list[int]()
+    model, called = ill_model()
+    with Strict():
+        loss = called(x)
+    loss = loss.square().mean()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(1)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss.backward()
+    del model
+    refused(run)
+    assert packed == []
+
+
+def test_an_index_that_the_call_has_moved_is_not_used(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pointer into a queue: on a device it would be out of range, and end the program."""
+    runs = list[Any]()
+    monkeypatch.setattr(GraphRun, "run", lambda *given: runs.append(given))
+
+    class Queue(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("place", torch.zeros((), dtype=torch.long))
+            self.blocks[1] = ill_block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            place: Any = self.place
+            h = super().forward(x) + torch.ones(2).index_select(0, place.view(1))
+            place.add_(2)
+            return h
+
+    model, x = Queue(), torch.randn(6, 4)
+    torch.compile(model, backend="aot_eager")(x).square().mean().backward()
+    refused(run)
+    assert runs == []

@@ -33,6 +33,8 @@ _METHODS = frozenset({"set_", "requires_grad_", "retain_grad", "register_hook", 
 HIGHER_ORDER, OPERATOR = "HigherOrderOperator", "OpOverload"
 _INLINED = frozenset({"tag_activation_checkpoint", "wrap"})
 """Operators that call a graph, whose other effects (recomputation) a run does not need"""
+_COUNT = "num_batches_tracked"
+"""The buffer of batch normalisation's in which it counts"""
 _KEYS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -56,7 +58,8 @@ class Input(NamedTuple):
     path: str
     is_tensor: bool
     is_parameter: bool
-    is_buffer: bool
+    is_statistic: bool
+    """Whether it is a buffer that a call may have changed without changing what a run of it computes: no index, no flag"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +139,10 @@ def _input(node: fx.Node) -> Input:
     text = str(name() if callable(name) else name)  # a method in earlier versions
     keys = _KEYS.findall(text)
     root = _KEYS.split(text, maxsplit=1)[0] if keys else text
-    is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
-    return Input(root, ".".join(keys), is_tensor, "._parameters[" in text, "._buffers[" in text)
+    example: Any = node.meta.get("example_value")
+    path, is_tensor = ".".join(keys), isinstance(example, torch.Tensor)
+    is_statistic = is_tensor and "._buffers[" in text and (example.is_floating_point() or path.endswith(_COUNT))
+    return Input(root, path, is_tensor, "._parameters[" in text, is_statistic)
 
 
 def _autocast() -> tuple[tuple[str, bool, Any], ...]:

@@ -45,12 +45,12 @@ class CompiledCall(NamedTuple):
     held: list[Any]
     """Its inputs, tensors as weak references"""
     versions: list[int]
-    """Of the tensors that are neither parameters nor buffers, before the call"""
+    """Of the tensors that are neither parameters nor statistics, before the call"""
     step: int
     """The last one that had ended"""
 
     def inputs(self) -> list[Any]:
-        """Return the inputs as they were given; buffers as they are now. Raises :class:`GoneError`."""
+        """Return the inputs as they were given; statistics as they are now. Raises :class:`GoneError`."""
         found, versions = list[Any](), iter(self.versions)
         for about, held in zip(self.captured.inputs, self.held, strict=True):
             value = held() if about.is_tensor else held
@@ -61,7 +61,7 @@ class CompiledCall(NamedTuple):
 
 
 def _may_change(about: Any) -> bool:
-    return about.is_tensor and not about.is_parameter and not about.is_buffer
+    return about.is_tensor and not about.is_parameter and not about.is_statistic
 
 
 class CompiledCalls:
@@ -144,7 +144,7 @@ class CompiledCalls:
         import torch
 
         take, breaker, training, recorder = self._calls.append, self._breaker, self._context.training, self._context.recorder
-        with_gradient, number = torch.is_grad_enabled, torch._C._autograd._get_sequence_nr
+        with_gradient, number, plain = torch.is_grad_enabled, torch._C._autograd._get_sequence_nr, _plain_versions()
         tensors = [about.is_tensor for about in captured.inputs]
         changing = [place for place, about in enumerate(captured.inputs) if _may_change(about)]
 
@@ -153,8 +153,8 @@ class CompiledCalls:
                 return compiled(*args)
             try:
                 held = [ref(each) if is_tensor else each for each, is_tensor in zip(args, tensors, strict=True)]
-                versions = [args[place]._version for place in changing]
-            except (TypeError, ValueError, RuntimeError, AttributeError):  # no weak reference, no version: an input of its own
+                versions = plain([args[place] for place in changing])
+            except (TypeError, ValueError, RuntimeError):  # no weak reference, no version: an input of a kind of its own
                 return compiled(*args)
             first = number()
             result = compiled(*args)
@@ -162,3 +162,20 @@ class CompiledCalls:
             return result
 
         return functools.wraps(compiled)(call) if isinstance(compiled, FunctionType) else call
+
+
+def _plain_versions() -> Callable[[list[Any]], list[int]]:
+    """Return a function that reads tensors' versions without a call of the user's, and raises ``TypeError`` for subclasses."""
+    import torch
+
+    kinds, modes = {torch.Tensor, torch.nn.Parameter}, getattr(torch._C, "_len_torch_function_stack", int)
+
+    def versions(tensors: list[Any]) -> list[int]:
+        if not kinds.issuperset(map(type, tensors)):
+            raise TypeError
+        if modes():  # set_default_device is one, too
+            with torch._C.DisableTorchFunction():
+                return [each._version for each in tensors]
+        return [each._version for each in tensors]
+
+    return versions

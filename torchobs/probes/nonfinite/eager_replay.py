@@ -108,8 +108,13 @@ class EagerReplay:
             inputs = made.inputs()
         except GoneError:
             return None
-        buffers = [one for about, one in zip(made.captured.inputs, inputs, strict=True) if about.is_buffer]
-        if not all(map(_is_whole, _tensors(inputs))) or not _fit(buffers) or dispatch_modes()():
+        buffers = [one for about, one in zip(made.captured.inputs, inputs, strict=True) if about.is_statistic]
+        if (
+            not all(map(_is_whole, _tensors(inputs)))
+            or not _fit(buffers)
+            or dispatch_modes()()
+            or _has_hooks_on_saved_tensors()
+        ):
             return None
         named = [names.of(one) if isinstance(one, torch.Tensor) else "" for one in inputs]
         paths = ModulePaths(made.captured, named, names.modules)
@@ -136,6 +141,7 @@ class EagerReplay:
         def unnoticed() -> NonfiniteOrigin | None:
             with ExitStack() as stack:
                 enter = stack.enter_context
+                enter(torch._C.DisableTorchFunction())  # which a mode of the user's would be called by
                 enter(as_if_compiling())
                 enter(torch.enable_grad())
                 for kind, enabled, dtype in made.captured.autocast:
@@ -220,6 +226,12 @@ def _fit(tensors: Iterable[torch.Tensor]) -> bool:
 def _cut_off(value: Any) -> Any:
     """Return an input without the graph that it comes from."""
     return value.detach().requires_grad_() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+
+
+def _has_hooks_on_saved_tensors() -> bool:
+    """Return True if hooks of the user's would be called with what a run keeps for its backward pass."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    return hooks(True) is not None  # noqa: FBT003  # torch's own signature: whether to ignore that a graph is traced
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 SHARE_OF_MEMORY = 0.5
 """Of what is free: a run may make tensors of this size in all"""
-_MOST_TENSORS = 64
 
 
 class GivenUp(BaseException):  # no error: it ends a run
@@ -103,7 +102,7 @@ class GraphRun(SitesOfNodes):
 
         ``inputs``: cut off from the graph that they come from. ``writable``: memory (addresses) that the run may change.
         """
-        with torch._C.DisableTorchFunction(), _Bounds(writable, until_s) as bounds:
+        with _Bounds(writable, until_s) as bounds:
             result = _Interpreter(self, self._captured).run_balanced(inputs)
             self.outputs = tensors(result)
             self.is_random = bounds.is_random
@@ -147,6 +146,7 @@ class _Interpreter(fx.Interpreter):
         name = getattr(target, "__name__", "")
         if name == "_enter_autocast":
             self._autocasts.append(result)
+            torch.set_autocast_cache_enabled(False)  # a cast that is kept would be used by the program's next operator
         elif name == "_exit_autocast":
             self._autocasts.remove(args[0])
         return result
@@ -186,14 +186,8 @@ def free_bytes(device: torch.device) -> float:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dictionaries, no more than 64."""
-    waiting, found = [value], list[torch.Tensor]()
-    while waiting and len(found) < _MOST_TENSORS:
-        each = waiting.pop(0)
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, dict):
-            waiting[:0] = list(each.values())
-        elif isinstance(each, (list, tuple)):
-            waiting[:0] = list(each)
-    return found
+    """Return the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [each for item in items for each in tensors(item)]
