@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.gradients import stuck_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,6 +170,22 @@ def test_layers_that_no_gradient_comes_to(run: Recording, made: Callable[[], nn.
     run.look()
     (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name))
     assert (told["cause"], told["layers"], told["at"]) == ("cut_off", layers, layers[-1])
+
+
+def test_rounds_without_time_lose_no_sample(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a millisecond may be over before it begins: the newest step is not judged before earlier ones."""
+    monkeypatch.setattr(stuck_layers, "_ZEROS_S", 0.0)
+    model: Any = Detached()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for number in range(190):
+        optimizer.zero_grad()
+        torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
+        optimizer.step()
+        if number == 150:
+            time.sleep(1.3)  # once a second the newest step is looked at
+    run.look()
+    (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name))
+    assert told["at"] == "backbone.4"
 
 
 def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,20 +186,27 @@ class StuckLayersWatch:
         return _APART if self._zeros.doubtful and self._zeros.begun == self._hurried else MAX_INTERVAL
 
     def check_zeros(self, *, now: bool = False) -> None:
-        """Judge the steps in which other gradients are zero than before; ``now``: all that wait."""
+        """Judge the steps in which other gradients are zero than before, one in any case; ``now``: all that wait."""
         until_s = inf if now else monotonic() + _ZEROS_S
-        while self._zeros.due and monotonic() < until_s:
-            step, measurements = self._zeros.due[0]
-            if any(self._layers.find(measurement) is None for measurement in measurements):
-                return
-            self._zeros.due.popleft()
+        while self._waits():
+            step, measurements = self._zeros.due.popleft()
             self._context.yield_gil()
             self._check(measurements, step)
             self._due_s = -inf
+            if monotonic() >= until_s:
+                return
+
+    def _waits(self) -> bool:
+        """Return True if there are such steps, and their layers are known."""
+        due = self._zeros.due
+        return bool(due) and all(self._layers.find(measurement) is not None for measurement in due[0][1])
 
     def check(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
-        """Judge a measured step with known layers, if due or ``now``; set the gauge and report new findings."""
-        if now or monotonic() >= self._due_s:
+        """Judge a measured step with known layers, if due or ``now``; set the gauge and report new findings.
+
+        Not before earlier ones that wait, which would be no samples any more: on a busy machine a round may end without them.
+        """
+        if now or (monotonic() >= self._due_s and not self._waits()):
             self._context.yield_gil()
             self._check(measurements, step)
             calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts
