@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +69,12 @@ def test_a_look_at_all_objects_breaks_nothing_that_other_threads_are_building(lo
             except SystemError as error:
                 errors.append(error)
 
-    thread = Thread(target=build)
+    def called(*_: object) -> None:
+        time.sleep(1e-4)  # as code of Python's does that a collection runs: finalizers, callbacks of a library
+
+    thread, before = Thread(target=build), gc.get_threshold()
+    gc.callbacks.append(called)
+    gc.set_threshold(20)  # so that one begins in each look, if it may
     thread.start()
     try:
         for _ in range(8):  # three of four did harm when they held the list
@@ -75,5 +82,7 @@ def test_a_look_at_all_objects_breaks_nothing_that_other_threads_are_building(lo
     finally:
         looked.set()
         thread.join()
+        gc.callbacks.remove(called)
+        gc.set_threshold(*before)
     assert built
     assert not errors

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug import resources
 from torchobs.debug.values import is_uninitialized
 from torchobs.probes.memory.allocators import has_statistics
-from torchobs.support.living_objects import living, types_of_objects
+from torchobs.support.living_objects import collections_paused, living, types_of_objects
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
@@ -206,7 +206,8 @@ def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> t
 
 
 def _counted() -> Counter[type]:
-    return Counter(types_of_objects())
+    with collections_paused():
+        return Counter(types_of_objects())
 
 
 def _grown(before: Counter[type]) -> tuple[ObjectGrowth, ...]:

@@ -3,12 +3,14 @@
 Among all objects are tuples that other threads are still building. In CPython ``tuple(...)`` raises ``SystemError`` there, in
 code of the user's, if anything else refers to the tuple when it is done. So the list of all objects must not live while another
 thread runs: it is made, used and let go of in one call of C functions, which keeps the GIL. No variable may hold it, and all
-iterators have to come to their end, since the list contains them.
+iterators have to come to their end, since the list contains them. Nor may a garbage collection begin in that call, which an
+iterator can set off: finalizers and callbacks of the user's are Python code, and let other threads run.
 """
 
 from __future__ import annotations
 
 import gc
+from contextlib import contextmanager
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,25 @@ _every = chain.from_iterable
 
 def living(base: type) -> list[Any]:
     """Return all living objects of a class and those that inherit from it. Holds the GIL for 100 ms with 250,000 objects."""
-    return list(objects_of(set(map(id, _subclasses(base)))))
+    classes = set(map(id, _subclasses(base)))
+    with collections_paused():
+        return list(objects_of(classes))
+
+
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Let no garbage collection begin in the block, which is to be one call of a C function."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def objects_of(classes: set[int]) -> Iterator[Any]:
-    """Return an iterator over the living objects of just these classes (ids): to be used up within one call of a C function."""
+    """Return an iterator over the living objects of just these classes (ids): for one call of a C function."""
     held = dict[int, list[Any]]()
     objects = chain(_every(map(held.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
     return compress(objects, map(classes.__contains__, map(id, map(type, _every(map(held.pop, (0,)))))))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from torchobs.support.living_objects import objects_of, types_of_objects
+from torchobs.support.living_objects import collections_paused, objects_of, types_of_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,8 @@ class LiveObjects:
 
 def count_objects(torch: Any) -> LiveObjects:
     """Count all objects that the garbage collector tracks, and the dense tensors among them."""
-    found = LiveObjects(Counter(map(id, types_of_objects())))
+    with collections_paused():
+        found = LiveObjects(Counter(map(id, types_of_objects())))
     storages: set[int] = set()
     with torch._C.DisableTorchFunction():  # no mode of the user's sees this
         for known in _tensors(torch)[-MOST_TENSORS:]:
@@ -82,7 +83,9 @@ def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[TensorKin
 
 def _tensors(torch: Any) -> list[ref[Any]]:
     """Return weak references to all tensors and parameters."""
-    return list(map(ref, objects_of({id(torch.Tensor), id(torch.nn.Parameter)})))
+    classes = {id(torch.Tensor), id(torch.nn.Parameter)}
+    with collections_paused():
+        return list(map(ref, objects_of(classes)))
 
 
 def _add(found: LiveObjects, known: ref[Any], storages: set[int], torch: Any) -> None:
