@@ -44,6 +44,7 @@ LACKING: dict[str, set[str]] = {
     "torch.optim.optimizer.register_optimizer_step_post_hook": {"step"},
     "torch.optim.optimizer.register_optimizer_step_pre_hook": {"step", "amp"},
     "torch.utils.data.dataloader._BaseDataLoaderIter": {"data"},
+    "torch.utils.weakref": set(),
 }
 """What to take away, and which probes are off then: none, where there is another way."""
 

@@ -52,6 +52,7 @@ from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.log_level import set_level
 from torchobs.support.rank_log import OWN, name_rank, remove_rank
+from torchobs.support.tensor_reference import let_tensors_be_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,6 +213,7 @@ class Session:
         self._probe_manager.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
         graph_safe.use_torch()
+        call(CircuitBreaker("references"), let_tensors_be_swapped)
 
     def note_exit(self, code: int, leaving: SystemExit | None = None) -> None:
         """Record the exit code that the process is about to end with, and why (known to ``torchobs run``)."""

@@ -9,19 +9,23 @@ of the former model (loss, norms, step times) do not apply to the new one, so th
 from __future__ import annotations
 
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchobs.flight.writer.writer import FlightWriter
 
 LEAST_STEPS = WARM_UP
 """A model with fewer steps has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
 that trains its critic first), and a new model every few steps (Reptile's, an adversarial input's) is one training."""
+_Reference = TypeVar("_Reference", bound="ref[Any]")
 _EVERY_NS, _BURST = 60_000_000_000, 32
 _ROOM = 1024
 
@@ -40,7 +44,7 @@ class Models:
         self._begun = 0
         """The step after which the last set of unseen parameters began, whether or not it counted as another model"""
         self._optimizers: dict[int, ref[Any]] = {}
-        self._parameters: dict[int, ref[Any]] = {}
+        self._parameters: dict[int, TensorReference] = {}
         self._room = _ROOM
 
     def knows(self, optimizer: object) -> bool:
@@ -63,7 +67,7 @@ class Models:
             self.changes, self.since, self.resumed = self.changes + 1, step, False
         self.resumed = self.resumed or bool(getattr(optimizer, "state", None))
         self._optimizers[id(optimizer)] = ref(optimizer)
-        self._parameters.update((id(parameter), ref(parameter)) for parameter in parameters)
+        self._parameters.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
         self._make_room()
         return another
 
@@ -89,10 +93,10 @@ class ModelChanges:
         self._writer.event(catalog.EVENT_MODEL_CHANGE.name, {"changes": changes, "steps_before": since}, since + 1)
 
 
-def _knows(known: dict[int, ref[Any]], item: object) -> bool:
+def _knows(known: Mapping[int, ref[Any]], item: object) -> bool:
     found = known.get(id(item))
     return found is not None and found() is item
 
 
-def _alive(known: dict[int, ref[Any]]) -> dict[int, ref[Any]]:
+def _alive(known: dict[int, _Reference]) -> dict[int, _Reference]:
     return {key: item for key, item in known.items() if item() is not None}

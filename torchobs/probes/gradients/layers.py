@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from math import hypot, isfinite, nan
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.writer.series_table import LAYERS
 from torchobs.probes.gradients.parameter_names import ParameterNames, layer_of
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -194,7 +194,7 @@ class Layers:
         layer = self._layer(name)
         known = layer.parameters.get(id(parameter))
         if known is None or known() is not parameter:
-            layer.parameters[id(parameter)] = ref(parameter)
+            layer.parameters[id(parameter)] = TensorReference(parameter)
             layer.size += parameter.numel()
         return layer
 

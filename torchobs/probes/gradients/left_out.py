@@ -15,6 +15,7 @@ from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.gradients.parameter_names import clean
 from torchobs.probes.optimizer.living import living_optimizers
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +42,7 @@ class _Candidate(NamedTuple):
     another thread that reads it then crashes the process.
     """
 
-    parameter: ref[Any]
+    parameter: TensorReference
     name: str
 
 
@@ -59,7 +60,7 @@ class _Owners:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._known: dict[int, tuple[ref[Any], ref[Any]]] = {}
+        self._known: dict[int, tuple[TensorReference, ref[Any]]] = {}
         self._scans = 0
 
     def of(self, parameters: list[Any]) -> list[Any] | None:
@@ -82,7 +83,7 @@ class _Owners:
         for one in living_optimizers():
             for each in _parameters_of([one]):
                 if id(each) in wanted:
-                    self._known[id(each)] = ref(each), ref(one)
+                    self._known[id(each)] = TensorReference(each), ref(one)
 
 
 class LeftOutParameters:
@@ -149,7 +150,7 @@ class LeftOutParameters:
         title = "" if types else f"{type(module).__name__}."
         for name, each in named:
             if id(each) not in trained and (not types or each.dtype in types):
-                yield _Candidate(ref(each), title + clean(name))
+                yield _Candidate(TensorReference(each), title + clean(name))
 
     def _tell(self, found: list[_Candidate]) -> None:
         """Tell what no optimizer has that exists, or at last what one has that never steps."""

@@ -20,6 +20,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,7 +44,7 @@ class _Gradient:
     __slots__ = ("accumulated", "first", "handle", "kept", "key", "last", "node", "parameter", "refuted", "version")
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self.parameter = ref(parameter)
+        self.parameter = TensorReference(parameter)
         self.key = self.version = 0
         """id and version of the gradient in the last measured step"""
         self.first = self.last = self.accumulated = 0

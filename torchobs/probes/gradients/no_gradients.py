@@ -16,6 +16,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -66,7 +67,7 @@ class _Found(NamedTuple):
     known: _Optimizer
     kind: str
     step: int
-    parameters: list[ref[Any]]
+    parameters: list[TensorReference]
     frozen: bool
     """Whether none of them requires a gradient"""
     stopped: bool
@@ -133,7 +134,7 @@ class NoGradients:
         if not owned or (known.had and not trained):
             return
         began = known.since if known.had else step
-        parameters = [ref(one) for one in trained or owned]
+        parameters = [TensorReference(one) for one in trained or owned]
         note = partial(self._note, _Found(known, kind, began + 1, parameters, frozen=not trained, stopped=known.had))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]

@@ -18,6 +18,7 @@ from weakref import ref
 
 from torchobs.support.graph_safe import no_hook_in_graphs
 from torchobs.support.living_objects import living
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,8 +41,8 @@ class ParameterNames:
     def __init__(self, yield_gil: Callable[[], None]) -> None:
         self.built_modules = BuiltModules()
         self._yield_gil = yield_gil
-        self._names: dict[int, tuple[ref[Any], str]] = {}
-        self._taken: dict[str, ref[Any]] = {}
+        self._names: dict[int, tuple[TensorReference, str]] = {}
+        self._taken: dict[str, TensorReference] = {}
         self._roots: list[_Root] = []
         self._watched: list[ref[Any]] = []
         self._scans = 0
@@ -98,8 +99,8 @@ class ParameterNames:
         while (other := self._taken.get(free)) is not None and other() is not None:
             number += 1
             free = f"model{number}.{name}"  # two models of the same class, or of unknown ones
-        self._names[id(parameter)] = (ref(parameter), free)
-        self._taken[free] = ref(parameter)
+        self._names[id(parameter)] = (TensorReference(parameter), free)
+        self._taken[free] = TensorReference(parameter)
 
     def _add_roots(self, modules: list[Any]) -> None:
         known = {id(module) for module in (root.module() for root in self._roots) if module is not None}

@@ -14,6 +14,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.probes.gradients.no_gradients import APART, NAMED, parameters_of
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +37,7 @@ class _Optimizer:
         self.optimizer = ref(optimizer)
         self.due = 0
         """Number of the ended step after which it is looked next; -1: not any more"""
-        self.without: list[tuple[ref[Any], int]] | None = None
+        self.without: list[tuple[TensorReference, int]] | None = None
         """With their versions; ``None`` before the first look"""
         self.rare = False
         """Whether experts were waited for"""
@@ -46,8 +47,8 @@ class _Found(NamedTuple):
     known: _Optimizer
     kind: str
     step: int
-    without: list[ref[Any]]
-    trained: list[ref[Any]]
+    without: list[TensorReference]
+    trained: list[TensorReference]
 
 
 class UnreachedParameters:
@@ -70,14 +71,16 @@ class UnreachedParameters:
         owned, before = parameters_of(optimizer), known.without
         without = [one for one in owned if one.grad is None and one.requires_grad]
         if before is None:
-            known.without, known.due = [(ref(one), one._version) for one in without], step + APART if without else -1
+            known.without = [(TensorReference(one), one._version) for one in without]
+            known.due = step + APART if without else -1
             return
         versions = {id(one): version for each, version in before if (one := each()) is not None}
         without = [one for one in without if versions.get(id(one)) == one._version]
         known.due = -1
         if without:
-            trained = [ref(one) for one in owned if one.grad is not None]
-            self._found.append(_Found(known, type(optimizer).__name__, step + 1, [ref(one) for one in without], trained))
+            trained = [TensorReference(one) for one in owned if one.grad is not None]
+            missing = [TensorReference(one) for one in without]
+            self._found.append(_Found(known, type(optimizer).__name__, step + 1, missing, trained))
 
     def sample(self, names: ParameterNames, *, last: bool) -> None:
         """Name and tell what was found. ``last``: do not wait for names. In the sampler thread."""

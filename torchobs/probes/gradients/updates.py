@@ -20,6 +20,7 @@ from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.measurement import Measurement, measure
 from torchobs.probes.gradients.norms import flat
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -35,7 +36,7 @@ _NEVER = sys.maxsize
 class _Copied(NamedTuple):
     layer: TrackedLayer
     optimizer: weakref.ref[Any]
-    parameters: list[weakref.ref[Any]]
+    parameters: list[TensorReference]
     copies: list[Any]
     before: Measurement
 

@@ -14,10 +14,10 @@ from collections import deque
 from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 from torchobs.probes.core.patch import Patch
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +152,7 @@ class CompiledCalls:
             if self._ended or breaker.is_open or not with_gradient() or get_ident() != training.thread:
                 return compiled(*args)
             try:
-                held = [ref(each) if is_tensor else each for each, is_tensor in zip(args, tensors, strict=True)]
+                held = [TensorReference(each) if is_tensor else each for each, is_tensor in zip(args, tensors, strict=True)]
                 versions = plain([args[place] for place in changing])
             except (TypeError, ValueError, RuntimeError):  # no weak reference, no version: an input of a kind of its own
                 return compiled(*args)

@@ -9,9 +9,9 @@ plain SGD, which keeps nothing, and a step with a closure, within which a whole 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from torchobs import catalog
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -31,7 +31,7 @@ class _Steps:
     __slots__ = ("count", "elements", "kind", "parameter", "version")
 
     def __init__(self, parameter: Any) -> None:
-        self.parameter = ref(parameter)
+        self.parameter = TensorReference(parameter)
         self.count = 0
         self.kind = ""
         """Class of the last optimizer; empty if it kept nothing"""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import ARGUED, BACKWARD_ENDS
 from torchobs.support.error_guard import CircuitBreaker
+from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ class OptimizerStandIn:
     """Optimizer stand-in for parameters that a script updates itself; holds weak references."""
 
     def __init__(self, parameters: Iterator[torch.Tensor]) -> None:
-        self._parameters = [ref(parameter) for parameter in parameters]
+        self._parameters = [TensorReference(parameter) for parameter in parameters]
         self.grad_scale: torch.Tensor | None = None
         """The loss scale that is in the gradients"""
 
@@ -90,14 +90,14 @@ class ManualSteps:
         self.begins, self.ends = breaker.guard(self._begins), breaker.guard(self._ends)
         self.second_backward = breaker.guard(self._second_backward)
         self.optimizer_stepped = breaker.guard(self._optimizer_stepped)
-        self._parameter: ref[torch.Tensor] | None = None
+        self._parameter: TensorReference | None = None
         self._node_limit = _NEAR_NODES
         self._last: _GradientState | None = None
         self._before: tuple[int, int] | None = None
         self._end, self._stamp = (0, 0), 0
         self._changed = False
         self._all: OptimizerStandIn | None = None
-        self._known: list[tuple[ref[torch.Tensor], OptimizerStandIn]] = []
+        self._known: list[tuple[TensorReference, OptimizerStandIn]] = []
         self._count, self._recount = 0, 0
         self._step = self._more = self._usual = self._watch_until = 0
         """The step whose further backward passes are counted, their number and its usual value; the last step to watch"""
@@ -273,7 +273,7 @@ class ManualSteps:
     def _pick(self, loss: object) -> torch.Tensor | None:
         """Choose a parameter of this graph to watch."""
         found = next((leaf for leaf in _leaves(loss, _FIRST_NODES) if _is_plain(leaf)), None)
-        self._parameter = ref(found) if found is not None else None
+        self._parameter = TensorReference(found) if found is not None else None
         self._all, self._recount = next((model for known, model in self._known if known() is found is not None), None), 0
         return found
 
@@ -281,7 +281,8 @@ class ManualSteps:
         """Learn all parameters of the manually trained model."""
         recorder = self._context.recorder
         self._all = OptimizerStandIn(_leaves(loss, _NODES))
-        self._known = [*((known, model) for known, model in self._known if known() is not None), (ref(parameter), self._all)]
+        self._known = [(known, model) for known, model in self._known if known() is not None]
+        self._known.append((TensorReference(parameter), self._all))
         del self._known[:-_MOST_KNOWN]
         if recorder.models.begins(self._all, recorder.step):
             recorder.flag(StepFlag.NEW_MODEL)
