@@ -81,6 +81,38 @@ static inline int combine_small(PyObject **slot, binaryfunc operation, long oper
     return failed;
 }
 
+/* The value of a whole number of Python's that is not large; 0 for anything else. */
+static inline int to_small(PyObject *object, long *value)
+{
+    int overflow = 1;
+    *value = object != NULL && PyLong_CheckExact(object) ? PyLong_AsLongAndOverflow(object, &overflow) : 0;
+    return !overflow && *value >= 0 && *value < INT32_MAX;
+}
+
+/* As `object.slot += 1`, `|= flag` and `+= number`: Python's operators take as long as all else here, where they are cold. */
+static inline int add_one(PyObject **slot)
+{
+    long value;
+    return to_small(*slot, &value) ? set_small(slot, value + 1) : combine_small(slot, PyNumber_InPlaceAdd, 1);
+}
+
+static inline int set_flag(PyObject **slot, long flag)
+{
+    long value;
+    return to_small(*slot, &value) ? set_small(slot, value | flag) : combine_small(slot, PyNumber_InPlaceOr, flag);
+}
+
+static inline int add_double(PyObject **slot, PyObject *number, double value)
+{
+    if (*slot == NULL || !PyFloat_CheckExact(*slot))
+        return combine(slot, PyNumber_InPlaceAdd, number);
+    PyObject *sum = PyFloat_FromDouble(PyFloat_AsDouble(*slot) + value);
+    if (sum == NULL)
+        return -1;
+    set(slot, sum);
+    return 0;
+}
+
 static inline int is_false(const Hook *self, int slot)
 {
     return *self->slots[slot] == Py_False;

@@ -53,9 +53,8 @@ static int add_loss(Hook *self, PyObject *number)
     if (Py_TYPE(values) != self->values_type || !PyFloat_CheckExact(number) || !to_double(number, &loss) || !isfinite(loss))
         return 0;
     Py_INCREF(values); /* what an attribute holds may have an __iadd__ of its own */
-    int failed = combine(field(self, values, LOSS_SUM), PyNumber_InPlaceAdd, number) < 0
-        || combine_small(field(self, values, LOSSES), PyNumber_InPlaceAdd, 1) < 0
-        || combine_small(field(self, values, FLAGS), PyNumber_InPlaceOr, FLAG_LOSS) < 0;
+    int failed = add_double(field(self, values, LOSS_SUM), number, loss) < 0 || add_one(field(self, values, LOSSES)) < 0
+        || set_flag(field(self, values, FLAGS), FLAG_LOSS) < 0;
     Py_DECREF(values);
     return failed ? -1 : 1;
 }
@@ -280,7 +279,7 @@ static int note_rate(Hook *self, PyObject *optimizer)
     }
     Py_INCREF(values);
     set(field(self, values, LEARNING_RATE), rate);
-    int failed = combine_small(field(self, values, FLAGS), PyNumber_InPlaceOr, FLAG_LEARNING_RATE);
+    int failed = set_flag(field(self, values, FLAGS), FLAG_LEARNING_RATE);
     Py_DECREF(values);
     return failed;
 }
