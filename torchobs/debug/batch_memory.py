@@ -239,7 +239,7 @@ def resized(values: Any, size: int, other: int) -> Any:
         return values[torch.arange(other, device=values.device) % size] if is_batched else values
     if isinstance(values, PackedSequence):
         padded, lengths = pad_packed_sequence(values, batch_first=True)
-        chosen = torch.arange(other) % len(lengths)
+        chosen = torch.arange(other, device="cpu") % len(lengths)
         taken = padded[chosen.to(padded.device)]
         return pack_padded_sequence(taken, lengths[chosen], batch_first=True, enforce_sorted=False)
     if isinstance(values, dict) or hasattr(values, "items"):

@@ -276,7 +276,7 @@ def _drift(reference: torch.Tensor, sample: torch.Tensor) -> Drift:
         raise ValueError(f"drift needs {LEAST_SAMPLE} values on both sides; there are {reference.numel()} and {sample.numel()}")
     reference, sample = reference.sort().values, sample.sort().values
     # quantile() takes 2 ** 24 values at most
-    cuts = reference[(torch.arange(1, BINS) * reference.numel()) // BINS].unique()  # type: ignore[no-untyped-call]
+    cuts = reference[(torch.arange(1, BINS, device=reference.device) * reference.numel()) // BINS].unique()  # type: ignore[no-untyped-call]
     if cuts.numel() < BINS - 1:  # values repeat, and the least may fill the first bin: what is below it needs one of its own
         cuts = torch.cat([torch.nextafter(reference[:1], reference.new_tensor([-inf])), cuts])
     psi = sum(map(_psi_term, _shares(cuts, reference), _shares(cuts, sample)))

@@ -68,7 +68,7 @@ class TensorValues:
         floating = x.dtype.is_floating_point or x.dtype.is_complex
         wanted = ordered or contract.max_norm is not None or (contract.finite and floating)
         if not wanted or x.device.type == "meta" or type(x).__name__ == "FakeTensor":
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         values = dense_values(x.detach())
         if not values.dtype.is_complex:
             return values
@@ -90,7 +90,8 @@ class TensorValues:
         )
         self._numbers = together
         if values.device.type == "cuda":
-            self._numbers = torch.empty(len(numbers), dtype=together.dtype, pin_memory=True).copy_(together, non_blocking=True)
+            pinned = torch.empty(len(numbers), dtype=together.dtype, device="cpu", pin_memory=True)
+            self._numbers = pinned.copy_(together, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(values.device))
 
@@ -152,7 +153,7 @@ class TensorValues:
 @lru_cache(maxsize=256)
 def rounded(bound: float, dtype: torch.dtype) -> float:
     """Return a bound as the tensor's type has it: 0.1 in float32 is more than 0.1, and keeps ``max=0.1`` all the same."""
-    return float(torch.tensor(bound, dtype=dtype)) if dtype.is_floating_point and isfinite(bound) else bound
+    return float(torch.tensor(bound, dtype=dtype, device="cpu")) if dtype.is_floating_point and isfinite(bound) else bound
 
 
 def norm_of(values: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ from torchobs.runtime.run_details import RunDetails
 from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
-from torchobs.support import graph_safe
+from torchobs.support import error_guard, graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
@@ -213,6 +213,7 @@ class Session:
         self._probe_manager.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
         graph_safe.use_torch()
+        error_guard.use_torch()
         call(CircuitBreaker("references"), let_tensors_be_swapped)
 
     def note_exit(self, code: int, leaving: SystemExit | None = None) -> None:

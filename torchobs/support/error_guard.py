@@ -20,15 +20,32 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from torchobs.support import signal_handlers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+function_modes: Callable[[], int] = int
+"""Counts the function modes of this thread; before torch is imported there are none."""
+no_function_modes: Callable[[], AbstractContextManager[object]] = nullcontext
+"""Returns a block in which torch calls none of them, nor ``__torch_function__`` of a tensor's class."""
+
+
+def use_torch() -> None:
+    """Keep function modes out from now on. Called once torch is imported."""
+    global function_modes, no_function_modes  # a guard has no other place for them
+    import torch  # it has been imported
+
+    count = getattr(torch._C, "_len_torch_function_stack", int)  # noqa: SLF001  # there is no public API; ``int()`` is 0
+    function_modes, no_function_modes = count, torch._C.DisableTorchFunction  # noqa: SLF001  # as above
 
 
 class ProbeFailure(NamedTuple):
@@ -70,12 +87,18 @@ class CircuitBreaker:
         return True
 
     def guard(self, function: Callable[..., R]) -> Callable[..., R | None]:
-        """Return ``function`` for use in a hook: it lets none of our exceptions out, and returns ``None`` once tripped."""
+        """Return ``function`` for use in a hook: it lets none of our exceptions out, and returns ``None`` once tripped.
+
+        A ``TorchFunctionMode`` of the user's (``torch.set_default_device`` is one) does not see what it does with tensors.
+        """
 
         def guarded(*args: Any) -> Any:
             if self.is_open:
                 return None
             try:
+                if function_modes():
+                    with no_function_modes():
+                        return function(*args)
                 return function(*args)
             except Exception as error:  # this is the guard
                 if not self.takes(error):

@@ -87,7 +87,7 @@ def number_of(batch: Any) -> float | None:
     total, found = 0.0, 0
     for tensor in islice(_tensors(batch, MOST_DEPTH), _TENSORS):
         flat = tensor.detach().reshape(-1)[:_ELEMENTS].double()
-        weights = torch.arange(1 + found, 1 + found + len(flat), dtype=torch.float64).sqrt()
+        weights = torch.arange(1 + found, 1 + found + len(flat), dtype=torch.float64, device="cpu").sqrt()
         total, found = total + float((flat * weights).sum()), found + len(flat)
     return total if found and isfinite(total) else None
 

@@ -184,7 +184,7 @@ def largest(gradients: Sequence[Any]) -> Any:
         dtype = wide(torch, device.type)
         # one on the CPU is passed as a number: a copy would wait
         maxima = [torch.full((), one.item(), dtype=dtype, device=device) if one.is_cpu else one.to(device) for one in maxima]
-    return torch.stack(maxima).max() if maxima else torch.zeros(())
+    return torch.stack(maxima).max() if maxima else torch.zeros((), device="cpu")
 
 
 def _maximum(torch: Any, plain: Any) -> Any:

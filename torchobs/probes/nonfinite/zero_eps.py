@@ -38,7 +38,8 @@ def divided_by_zero(optimizers: Iterable[Any], parameter: torch.Tensor) -> ZeroE
             kept = [one for one in state.values() if isinstance(one, torch.Tensor) and one.shape == parameter.shape]
             if not kept or not all(bool(one.isfinite().all()) for one in kept) or all(one.all() for one in kept):
                 continue
-            if any(each is parameter for each in group["params"]) and not torch.tensor(eps, dtype=parameter.dtype):
+            is_in = any(each is parameter for each in group["params"])
+            if is_in and not torch.tensor(eps, dtype=parameter.dtype, device="cpu"):
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 return ZeroEps(type(optimizer).__name__, f"its eps, {eps:g}, is 0 in {dtype}, so that it divides 0 by 0")
     return None
