@@ -121,6 +121,8 @@ class GradientProbe:
         self._weights.sample()
         self._broadcast.sample()
         self._left_out.sample(modules)
+        if self._left_out.due:
+            self._step_hook.due_at = 0
         for each in self._without:
             each.sample(self._publisher.layers.names, last=last)
 
@@ -153,13 +155,16 @@ class GradientProbe:
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
             self._mistakes.before_step(optimizer, sample, step + 1)
-            self._left_out.before_step()
             if sample is not None:
                 self._no_gradients.trained = step
                 if not 0 < step - self._without_last < _WITHOUT_EVERY:
                     self._look_for_gradients(optimizer, sample, step)
             else:
                 self._look_for_gradients(optimizer, sample, step)
+            pace.spend(monotonic_ns() - begun_ns)
+        if self._left_out.due:
+            begun_ns = monotonic_ns()
+            self._left_out.before_step()
             pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)

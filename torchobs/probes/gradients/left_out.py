@@ -93,7 +93,9 @@ class LeftOutParameters:
         self._context = context
         self._seen: dict[int, _Seen] = {}
         self._candidates: list[_Candidate] = []
-        self._due = self._found = False
+        self.due = False
+        """Whether the next step is to be looked at, be it measured or not; set by the sampler thread"""
+        self._found = False
         self._looks, self._next_step = 0, _APART
         self._owners, self._kind = _Owners(context), ""
         self._told: list[_Candidate] | None = None
@@ -101,10 +103,10 @@ class LeftOutParameters:
         self._trained_by: list[tuple[int, int]] = []
 
     def before_step(self) -> None:
-        """Look at the candidates; a measured step is about to be done. In the training thread."""
-        if not self._due:
+        """Look at the candidates, if that is due; a step is about to be done. In the training thread."""
+        if not self.due:
             return
-        self._due, seen = False, dict[int, _Seen]()
+        self.due, seen = False, dict[int, _Seen]()
         for candidate in self._candidates:
             each = candidate.parameter()
             gradient: Any = each.grad if each is not None else None
@@ -126,7 +128,7 @@ class LeftOutParameters:
             self._take_back(self._told)
             return
         step = self._context.recorder.step
-        if self._due or self._looks >= _MOST_LOOKS or step < self._next_step:
+        if self.due or self._looks >= _MOST_LOOKS or step < self._next_step:
             return
         roots = list(modules())
         self._looks += bool(roots)  # models that were built before init() are found by a scan, later
@@ -136,7 +138,7 @@ class LeftOutParameters:
             self._candidates = [one for module in roots for one in self._left_out(module, trained)]
         except RuntimeError:  # a dictionary changed size
             return
-        self._due = bool(self._candidates)
+        self.due = bool(self._candidates)
 
     def _left_out(self, module: Any, trained: dict[int, Any]) -> Iterator[_Candidate]:
         """Yield a module's parameters that are to be trained and are in no optimizer."""
