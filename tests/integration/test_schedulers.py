@@ -285,6 +285,21 @@ def test_two_whole_epochs_are_enough_to_tell(run: Recording, *, stepped: bool) -
     assert told(run) == ([] if stepped else [{"kind": "never_stepped", "scheduler": "StepLR"}])
 
 
+@pytest.mark.filterwarnings("ignore:To get the last learning rate")
+def test_one_that_a_wrapper_moves_on_is_not_forgotten(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytorch-ignite's does: it counts itself, asks for the rates, and sets them."""
+    monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    wrapped = lrs.ExponentialLR(optimizer, 0.9)
+    for _ in range(30):
+        unscheduled(model, optimizer, 1)
+        wrapped.last_epoch += 1
+        optimizer.param_groups[0]["lr"] = wrapped.get_lr()[0]
+    run.look()
+    assert told(run) == []
+
+
 def test_a_scheduler_that_waits_for_its_turn_is_not_forgotten(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm-up is stepped first, by hand or by a ``SequentialLR``: what comes after it has its time."""
     monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)

@@ -359,7 +359,7 @@ def _scaler(report: RankReport) -> Iterator[Finding]:
 def _scheduler(report: RankReport) -> Iterator[Finding]:
     how = {
         "before_optimizer": "was stepped before the optimizer, so that its first value was never used",
-        "never_stepped": "was never stepped: the learning rate stayed as it began",
+        "never_stepped": "was never stepped: the learning rate does not follow it",
         "idle_optimizer": "belongs to an optimizer that does not step",
     }
     for fact in report.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:

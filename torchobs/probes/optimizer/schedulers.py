@@ -45,20 +45,22 @@ class _Scheduler:
     """State of one scheduler."""
 
     __slots__ = (
-        "early", "epoch", "idle_reported", "inner", "made_at", "name", "optimizer", "optimizer_calls", "ref", "stepped",
-        "steps", "superseded", "unused_reported",
+        "early", "epoch", "idle_reported", "inner", "last_epoch", "made_at", "name", "optimizer", "optimizer_calls", "ref",
+        "stepped", "steps", "superseded", "unused_reported",
     )  # fmt: skip
 
     def __init__(self, name: str, made_at: int, epoch: int, optimizer_calls: int) -> None:
         self.name, self.made_at, self.epoch, self.optimizer_calls = name, made_at, epoch, optimizer_calls
         self.steps = 0
+        self.last_epoch: object = None
+        """Its count of steps when it was seen first"""
         self.ref: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
         self.stepped = False
         """Whether a step of its optimizer was observed"""
         self.early = self.inner = self.superseded = self.idle_reported = self.unused_reported = False
         """early: first stepped before its optimizer; inner: stepped by another one; superseded: another scheduler of its
-        optimizer is stepped (a warm-up, say), so this one may come later"""
+        optimizer is stepped (a warm-up, say), so this one may come later, or what wraps it does what ``step`` would"""
 
 
 class SchedulerProbe:
@@ -201,7 +203,7 @@ class SchedulerProbe:
         if len(self._known) >= MAX_KNOWN:
             return None
         state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._epochs.begun, self._optimizer_calls)
-        key, optimizer = id(scheduler), getattr(scheduler, "optimizer", None)
+        key, optimizer, state.last_epoch = id(scheduler), getattr(scheduler, "optimizer", None), _count_of(scheduler)
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
             state.optimizer = weakref.ref(optimizer)
@@ -253,6 +255,9 @@ class SchedulerProbe:
         done = self._context.recorder.step - state.made_at
         if state.inner:
             return
+        scheduler = state.ref() if state.ref is not None else None
+        # pytorch-ignite's LRScheduler raises the count itself, and asks for the rates
+        state.superseded = state.superseded or (scheduler is not None and _count_of(scheduler) != state.last_epoch)
         if not (state.steps or state.superseded or state.unused_reported) and state.stepped and self._is_late(state, over=over):
             state.unused_reported = True
             self._misuses.append(("never_stepped", state))
@@ -282,6 +287,10 @@ _MEANING = {
     "never_stepped": "was made but never stepped: the learning rate does not follow it",
     "idle_optimizer": "is stepped, but its optimizer is not: what trains is another one, whose rate it does not set",
 }
+
+
+def _count_of(scheduler: Any) -> object:
+    return getattr(scheduler, "last_epoch", None)
 
 
 def _family(base: type) -> list[type]:
