@@ -58,7 +58,7 @@ class Training:
     main: str = "model"
     """Whose loss the body has"""
     loss_factor: float = 1.0
-    after_backward: Callable[[], None] | None = None
+    after_backward: Callable[[], object] | None = None
 
     def step(self, x: torch.Tensor | None = None) -> None:
         """Train every model on a batch."""

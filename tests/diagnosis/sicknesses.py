@@ -129,8 +129,11 @@ def _nothing(set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # as to
 
 
 def kept(setup: Setup, chance: random.Random) -> Verdict:
-    """``zero_grad`` is not called, from the first step on."""
+    """``zero_grad`` is not called, from the first step on; in some trainings gradients are clipped."""
     training = build(setup)
+    if setup.precision != "scaler" and chance.random() < 0.5:
+        parameters = list(training.models[training.main].parameters())
+        training.after_backward = lambda: nn.utils.clip_grad_norm_(parameters, 0.5)
     for optimizer in training.optimizers.values():
         optimizer.zero_grad = _nothing  # type: ignore[method-assign]
     observed = train(training, 60, lambda _: None, grad_interval=chance.randrange(1, 5))

@@ -69,6 +69,22 @@ def test_gradients_that_are_never_set_to_zero(run: Recording, kind: Any, clips: 
     assert found[0] == "gradients_kept"
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_gradients_that_are_clipped_in_steps_that_are_not_measured(flight_dir: Path, cleared: bool) -> None:  # noqa: FBT001
+    """Clipping in place changes them between two looks, which says nothing about whether they are ever set to zero."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for run in recording(flight_dir, grad_interval=5):
+        for _ in range(60):
+            if cleared:
+                optimizer.zero_grad(set_to_none=False)
+            backward(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        run.look()
+        assert [kind for kind, *_ in told(run)] == ([] if cleared else ["gradients_kept"])
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_that_are_set_to_zero(run: Recording, to_none: bool) -> None:  # noqa: FBT001  # a parameter of the test
     """Either way, with clipping, and with several passes a step."""

@@ -41,14 +41,16 @@ _MODAL = {"_DropoutNd": "p", "_BatchNorm": "track_running_stats", "RNNBase": "dr
 class _Gradient:
     """The gradient of one parameter of an optimizer."""
 
-    __slots__ = ("accumulated", "first", "handle", "kept", "key", "last", "node", "parameter", "refuted", "version")
+    __slots__ = ("accumulated", "first", "handle", "kept", "key", "last", "node", "parameter", "refuted", "version", "weights")
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = TensorReference(parameter)
         self.key = self.version = 0
         """id and version of the gradient in the last measured step"""
         self.first = self.last = self.accumulated = 0
-        """Versions when the watch began and after the last accumulation, and their number"""
+        """Versions when the watch began and after the last accumulation within the step, and their number"""
+        self.weights = 0
+        """Version of the parameter when the watch began: until its optimizer's step"""
         self.kept = self.refuted = 0
         self.node: Any = None
         self.handle: Any = None
@@ -178,11 +180,13 @@ class LoopMistakes:
             function = sample.expand_as(sample).grad_fn
         known.node = function.next_functions[0][0] if function is not None else None
         known.first = known.last = gradient._version
+        known.weights = sample._version
         known.accumulated = 0
 
         def add(*_: object) -> None:
             now: Any = sample.grad
-            if now is not None and id(now) == known.key:
+            # clipping changes the gradient, too, but before the next step alone
+            if now is not None and id(now) == known.key and sample._version == known.weights:
                 known.accumulated += 1
                 known.last = now._version
 
