@@ -41,7 +41,20 @@ _MODAL = {"_DropoutNd": "p", "_BatchNorm": "track_running_stats", "RNNBase": "dr
 class _Gradient:
     """The gradient of one parameter of an optimizer."""
 
-    __slots__ = ("accumulated", "first", "handle", "kept", "key", "last", "node", "parameter", "refuted", "version", "weights")
+    __slots__ = (
+        "accumulated",
+        "first",
+        "fused",
+        "handle",
+        "kept",
+        "key",
+        "last",
+        "node",
+        "parameter",
+        "refuted",
+        "version",
+        "weights",
+    )
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = TensorReference(parameter)
@@ -49,6 +62,8 @@ class _Gradient:
         """id and version of the gradient in the last measured step"""
         self.first = self.last = self.accumulated = 0
         """Versions when the watch began and after the last accumulation within the step, and their number"""
+        self.fused = False
+        """Whether its optimizer is a fused one, whose steps raise no parameter's version"""
         self.weights = 0
         """Version of the parameter when the watch began: until its optimizer's step"""
         self.kept = self.refuted = 0
@@ -109,7 +124,7 @@ class LoopMistakes:
         """Look at an optimizer that is about to take a measured ``step``. ``sample``: its last parameter with a gradient."""
         self.look_at_modes(optimizer, sample, step)
         if "gradients_kept" not in self._told and sample is not None:
-            self._look_at_gradient(id(optimizer), sample, step)
+            self._look_at_gradient(optimizer, sample, step)
 
     def look_at_modes(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
         """Look at the modes of the models that an optimizer trains; also within its step, after a closure's backward pass."""
@@ -135,7 +150,8 @@ class LoopMistakes:
             for known in (self._optimizers, self._began, self._models):
                 known.pop(key, None)
 
-    def _look_at_gradient(self, key: int, sample: torch.Tensor, step: int) -> None:
+    def _look_at_gradient(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor, step: int) -> None:
+        key = id(optimizer)
         known = self._gradients.get(key)
         if known is None or known.parameter() is not sample:
             if known is not None:
@@ -143,6 +159,7 @@ class LoopMistakes:
             elif len(self._gradients) >= _MOST_OPTIMIZERS:
                 return
             known = self._gradients[key] = _Gradient(sample)
+            known.fused = any(group.get("fused") for group in optimizer.param_groups)
         if known.refuted >= _MOST_REFUTED:
             return
         gradient: Any = sample.grad
@@ -182,11 +199,13 @@ class LoopMistakes:
         known.first = known.last = gradient._version
         known.weights = sample._version
         known.accumulated = 0
+        recorder, step = self._context.recorder, self._context.recorder.step
 
         def add(*_: object) -> None:
             now: Any = sample.grad
-            # clipping changes the gradient, too, but before the next step alone
-            if now is not None and id(now) == known.key and sample._version == known.weights:
+            # up to its optimizer's next step: clipping changes the gradient, too
+            within = recorder.step == step if known.fused else sample._version == known.weights
+            if now is not None and id(now) == known.key and within:
                 known.accumulated += 1
                 known.last = now._version
 
