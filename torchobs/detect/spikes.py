@@ -39,6 +39,14 @@ LEAST_SCALE = 1.0
 value that begins below 1 has to exceed 1,000."""
 
 
+SHORT_BURST, CALM = 2, 3
+"""Spikes in a burst of this kind, and ordinary values after which it is over: what goes up and down belongs together"""
+BURST_MEMORY = 300
+"""Values after which a burst counts for 1/e. Two that are over within some 150 values make the third a usual one: in healthy
+runs of A2C it is the third or the fourth, and single outliers in 300 batches are always told."""
+_KEPT = 1.0 - 1.0 / BURST_MEMORY
+
+
 def leaves_start(value: float, start: float, seen: int) -> bool:
     """Return True if a value among the first ``WARM_UP`` is orders of magnitude above the first ones.
 
@@ -70,6 +78,48 @@ def skewed_reach(mean: float, variance: float) -> float:
     variation = sqrt(variance) / mean
     spread = min(log1p(variation * variation), Z_LIMIT**2)  # where the exponent is largest, and infinities end
     return mean * (exp(Z_LIMIT * sqrt(spread) - spread / 2) - 1.0)
+
+
+class Bursts:
+    """Spikes that come again and again, each for a value or two, and are over: what such a training does.
+
+    The critic of an on-policy actor-critic (A2C) has a loss ten to thirty times as large whenever an episode ends, some thirty
+    steps apart: 2 to 4 % of the steps of healthy runs, whatever the deviation of those between. What an unstable training does
+    lasts longer, for the weights have moved.
+    """
+
+    __slots__ = ("calm", "length", "peak", "recent", "top")
+
+    def __init__(
+        self, recent: float = 0.0, peak: float = 0.0, length: float = 0.0, top: float = 0.0, calm: float = 0.0
+    ) -> None:
+        self.recent, self.peak, self.length, self.top, self.calm = recent, peak, length, top, calm
+        """recent: number of bursts that are over, each the less the longer ago it was; peak: their largest value; length and
+        top: number of spikes in the present one, and the largest; calm: number of values since its last"""
+
+    def judge(self, value: float, likely: float, *, is_spike: bool) -> bool:
+        """Take a value that :func:`judge` has judged; return whether it is a spike still.
+
+        ``likely``: the largest value that is a usual one, where bursts are.
+        """
+        self.recent *= _KEPT
+        if is_spike:
+            told = self.length >= SHORT_BURST or self.recent < 1.0 or value > likely
+            self.top = max(self.top, value) if self.length else value
+            self.length += 1
+            self.calm = 0.0
+            return told
+        if self.length:
+            self.calm += 1
+            if self.calm >= CALM:
+                self._end()
+        return False
+
+    def _end(self) -> None:
+        if self.length <= SHORT_BURST:
+            self.peak = max(self.peak, self.top) if self.recent >= 1.0 else self.top
+            self.recent += 1.0
+        self.length = 0.0
 
 
 def judge(

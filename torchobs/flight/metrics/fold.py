@@ -30,9 +30,11 @@ from torchobs.flight.metrics.totals import (
     count,
     is_active,
     load_baseline,
+    load_bursts,
     observe,
     signed,
     store_baseline,
+    store_bursts,
 )
 
 if TYPE_CHECKING:
@@ -164,6 +166,7 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
     mean, variance, seen = load_baseline(totals, Word.LOSS_BASELINE)
     usual, start = floats[Word.LOSS_USUAL], floats[Word.LOSS_START]
+    bursts = load_bursts(totals, Word.LOSS_BURSTS)
     spikes = nonfinite = 0
     spike = is_active(totals, LOSS_SPIKE)
     for record in records:
@@ -181,7 +184,9 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
             spike, seen, usual = True, seen + 1, min(usual, start)  # not learned by the baseline
         else:
             least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
+            likely = bursts.peak + max(0.0, bursts.peak - mean)  # twice as far from the mean
             spike, mean, variance, seen = judge(loss, mean, variance, seen, least, skewed=True)
+            spike = bursts.judge(loss, likely, is_spike=spike)
             if seen <= START:
                 start = max(start, abs(loss)) if seen > 1 else abs(loss)
         if spike:
@@ -193,5 +198,6 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
         floats[Word.LOSS_USUAL], floats[Word.LOSS_START] = usual, start
         store_baseline(totals, Word.LOSS_BASELINE, mean, variance, seen)
+        store_bursts(totals, Word.LOSS_BURSTS, bursts)
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, spikes, active=spike)

@@ -19,18 +19,22 @@ from torchobs.flight.metrics.totals import (
     count,
     is_active,
     load_baseline,
+    load_bursts,
     observe,
     store_baseline,
+    store_bursts,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from torchobs.detect.spikes import Bursts
     from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.metrics.totals import Anomaly
 
 _NONE = -1
 _KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
+_TWICE = log(2.0)
 LEAST_NORM_EXCESS = log(8.0)
 """An explosion is at least 8 times the baseline norm (on the log scale, where norms are nearly normal)."""
 
@@ -50,6 +54,7 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
     found_here = dict.fromkeys(_KINDS, 0)
     mean, variance, seen = load_baseline(totals, Word.NORM_BASELINE)
     usual, start = floats[Word.NORM_USUAL], floats[Word.NORM_START]
+    bursts = load_bursts(totals, Word.NORM_BURSTS)
     for record in records:
         norm, kind = record.grad_norm, _NONE
         if not isfinite(norm):
@@ -58,7 +63,7 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
         elif record.step >= since:
             at_rest = not norm and record.seq in converged
             vanished, low = (False, 0) if at_rest else judge_low(norm, mean, variance, seen, low)
-            exploded, early, start, mean, variance, seen = _assess(norm, start, mean, variance, seen)
+            exploded, early, start, mean, variance, seen = _assess(norm, start, mean, variance, seen, bursts)
             if early and start > 0.0:
                 usual = min(usual, log(start))
             if exploded or vanished:
@@ -75,19 +80,23 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
     ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
     floats[Word.NORM_USUAL], floats[Word.NORM_START] = usual, start
     store_baseline(totals, Word.NORM_BASELINE, mean, variance, seen)
+    store_bursts(totals, Word.NORM_BURSTS, bursts)
     for kind in _KINDS:
         count(totals, kind, found_here[kind], active=active[kind])
     norms = [record.grad_norm for record in records if isfinite(record.grad_norm)]
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
 
 
-def _assess(norm: float, start: float, mean: float, variance: float, seen: int) -> tuple[bool, bool, float, float, float, int]:
+def _assess(
+    norm: float, start: float, mean: float, variance: float, seen: int, bursts: Bursts
+) -> tuple[bool, bool, float, float, float, int]:
     """Return whether the norm explodes, whether judged by the run's first values, and these values and the baseline updated."""
     if seen < WARM_UP and leaves_start(norm, start, seen):
         return True, True, start, mean, variance, seen + 1  # not learned by the baseline
     if norm <= 0.0:  # zero has no logarithm
         return False, False, start, mean, variance, seen
     exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
+    exploded = bursts.judge(log(norm), bursts.peak + _TWICE, is_spike=exploded)
     if seen <= START:
         start = max(start, norm) if seen > 1 else norm
     return exploded, False, start, mean, variance, seen

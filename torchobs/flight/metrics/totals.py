@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.spikes import Bursts
 from torchobs.flight.format.step_record import StepRecord
 
 TOP = (1 << 63) - 1
@@ -73,11 +74,13 @@ class Word:
     NORM_DISTRIBUTION = 96
     LATE_RATE, TOP_RATE, LATE_SQUARE = 113, 114, 115
     """of the present model: mean of about the last quarter of its learning rates, the highest, and the mean of such squares"""
+    LOSS_BURSTS, NORM_BURSTS = 116, 121
+    """``detect.spikes.Bursts``; the norm's as logarithms"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
-WORDS = Word.LATE_SQUARE + 1
+WORDS = Word.NORM_BURSTS + 5
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 
@@ -158,6 +161,17 @@ def store_baseline(totals: Totals, at: int, mean: float, variance: float, seen: 
     totals.floats[at], totals.floats[at + 1], totals.ints[at + 2] = mean, variance, seen
 
 
+def load_bursts(totals: Totals, at: int) -> Bursts:
+    """Return what is known of bursts from word ``at`` on."""
+    return Bursts(*totals.floats[at : at + 5])
+
+
+def store_bursts(totals: Totals, at: int, bursts: Bursts) -> None:
+    """Store it (see :func:`load_bursts`)."""
+    for index, value in enumerate((bursts.recent, bursts.peak, bursts.length, bursts.top, bursts.calm)):
+        totals.floats[at + index] = value
+
+
 def begin_model(totals: Totals, step: int) -> None:
     """Reset baselines and anomalies: a new model is trained from ``step`` on; late values of earlier steps are not its."""
     ints = totals.ints
@@ -166,6 +180,8 @@ def begin_model(totals: Totals, step: int) -> None:
     ints[Word.LOW_NORMS] = 0
     for baseline in (Word.LOSS_BASELINE, Word.NORM_BASELINE):
         store_baseline(totals, baseline, 0.0, 0.0, 0)
+    for word in (Word.LOSS_BURSTS, Word.NORM_BURSTS):
+        store_bursts(totals, word, Bursts())
     for word in (Word.LOSS_START, Word.NORM_START, Word.LOSS_USUAL, Word.NORM_USUAL):
         totals.floats[word] = 0.0
     for kind in range(len(catalog.ANOMALY_KINDS)):
