@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import torchobs
-from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of
+from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs.probes.core.step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 class PartitionedOptimizer:
@@ -161,6 +162,21 @@ def test_sharpness_aware_minimisation_is_one_step_with_its_first_loss(run: Recor
     assert [step.loss for step in steps] == losses
     assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-4)
     assert {step.losses for step in steps} == {1}
+
+
+def test_sharpness_aware_minimisation_has_a_rate_in_every_step(flight_dir: Path) -> None:
+    """Its optimizer's, though the parameters are moved by hand as well."""
+    model = mlp()
+    sharp = SharpnessAware(list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    for run in recording(flight_dir, grad_interval=3):
+        for index in range(300):
+            loss_of(model, index).backward()
+            sharp.climb()
+            loss_of(model, index).backward()
+            sharp.descend()
+        steps = run.steps()
+        assert len(steps) == 300
+        assert [step.step for step in steps if step.learning_rate != 0.05] == []
 
 
 def test_sharpness_aware_minimisation_with_a_closure(run: Recording) -> None:
