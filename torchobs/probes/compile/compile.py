@@ -70,7 +70,7 @@ class CompileProbe:
         self._patch: Patch | None = None
         self._records: ListReader | None = None
         self._breaks: ListReader | None = None
-        self._waiting: deque[tuple[bool, Any]] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[tuple[Any, int | None]] = deque(maxlen=_MAX_WAITING)
         self._gather_lock = Lock()
         self._show_lock = Lock()
         renew_in_child(self, _gather_lock=Lock, _show_lock=Lock)
@@ -116,8 +116,11 @@ class CompileProbe:
         at_work = float(bool(self._running))
         self._gather()
         while self._waiting:
-            is_break, item = self._waiting.popleft()
-            (self._compile_records.note_break if is_break else self._compile_records.note_record)(item)
+            item, step = self._waiting.popleft()
+            if step is None:
+                self._compile_records.note_break(item)
+            else:
+                self._compile_records.note_record(item, step)
         self._compile_records.count_lookups()
         self._compile_records.show_progress(at_work)
 
@@ -183,8 +186,9 @@ class CompileProbe:
         if self._records is None or self._breaks is None or not self._gather_lock.acquire(blocking=False):
             return
         try:
-            self._waiting.extend((True, reason) for reason in self._breaks.fresh())
-            self._waiting.extend((False, record) for record in self._records.fresh())
+            step = self._context.recorder.step
+            self._waiting.extend((reason, None) for reason in self._breaks.fresh())
+            self._waiting.extend((record, step) for record in self._records.fresh())
         finally:
             self._gather_lock.release()
 

@@ -71,8 +71,8 @@ class CompileRecords:
         for key, total in self._seen.items():
             self._add(key, total - seen[key] if total >= seen[key] else total)
 
-    def note_record(self, record: Any) -> None:
-        """Count one ``CompilationMetrics`` record."""
+    def note_record(self, record: Any, step: int) -> None:
+        """Count one ``CompilationMetrics`` record. ``step``: the number of steps that had ended by then."""
         fields = {name: getattr(record, name, None) for name in reasons.FIELDS}
         for stage, seconds in reasons.stage_seconds(fields).items():
             self._add((catalog.COMPILE_TIME.name, stage), seconds)
@@ -85,7 +85,7 @@ class CompileRecords:
         elif fields["is_forward"] is not False:
             self._add((catalog.COMPILE_COMPILATIONS.name, "recompile" if guard else "first"), 1)
             if guard:
-                self._note_recompile(function, location, guard)
+                self._note_recompile(function, location, guard, step)
         self._write_span(fields, function, location, guard)
 
     def note_break(self, reason: Any) -> None:
@@ -110,11 +110,11 @@ class CompileRecords:
             self._functions[frame] = str(fields["co_name"]), f"{fields['co_filename']}:{fields['co_firstlineno']}"
         return self._functions.get(frame, ("unknown", "unknown"))
 
-    def _note_recompile(self, function: str, location: str, guard: reasons.Guard) -> None:
+    def _note_recompile(self, function: str, location: str, guard: reasons.Guard, step: int) -> None:
         self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
         attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
         self._context.event(catalog.EVENT_RECOMPILE, attributes)
-        times = self._recompiles.note(location, time.monotonic())
+        times = self._recompiles.note(location, time.monotonic(), step)
         if times:
             self._context.event(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
             self._warn_limited(f"torch.compile has recompiled {function} ({location}) {times} times within ten minutes", guard)
