@@ -83,7 +83,10 @@ def _finished(report: RankReport) -> Finding:
     if not report.last_step and report.partial:
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}; {_NO_STEPS}.")
     if not report.last_step:
-        hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)"
+        hint = (
+            "no optimizer of torch's stepped, and no gradient was cleared after a change of the parameters by hand "
+            "(torchobs.step() says where steps end)"
+        )
         if report.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")
@@ -103,7 +106,7 @@ def _exception(report: RankReport) -> Finding:
     last = raised[-1]
     handler = f", raised by the handler of {last.text('signal')}" if last.text("signal") else ""
     text = f"Rank {report.rank} ended by {_raised(last, '')}{handler}, {_where(report)}{collective_timeout.waited(last)}."
-    if last.text("cause.type"):
+    if last.text("cause.type") and _raised(last, "cause.") != _raised(last, ""):
         text += f" At its root was {_raised(last, 'cause.')}."
     return Finding(ERROR, "exception", text)
 

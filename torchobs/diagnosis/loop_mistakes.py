@@ -64,7 +64,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
         yield Finding(INFO, "left_out", text)
     for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
-        text = f"{_parameters(fact)} of the optimizer never had a gradient until step {fact.step or 0:,}"
+        text = f"{_parameters(fact)} of the optimizer had no gradient up to step {fact.step or 0:,}"
         yield Finding(INFO, "no_gradient", f"{text}: unused, or cut off from the loss (detach, no_grad).")
 
 
