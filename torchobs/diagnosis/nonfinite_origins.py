@@ -45,7 +45,11 @@ def origins(report: RankReport) -> Iterator[Finding]:
             text = f"The NaN or infinity{step} was made by the optimizer ({operator}), of finite gradients, in {name}: {why}."
             yield Finding(ERROR, "nonfinite_origin", text)
             continue
-        text = f"The NaN or infinity{step} was born {told}{f' ({line})' if line else ''}."
+        at = f" ({line})" if line else ""
+        text = f"The NaN or infinity{step} was born {told}{at}."
+        if fact.text("origin") == "unknown":
+            why = text_format.clean(fact.text("note"), 120)
+            text = f"Where the NaN or infinity{step} began was not found: it passed {where}{at}{f'; {why}' if why else ''}."
         if operator in _REGIONS and fact.text("origin") == "operator":
             text += f" {_INSIDE}"
         yield Finding(ERROR, "nonfinite_origin", text)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torchobs.probes.nonfinite.graph import GraphNode
 
-RESULTS = ("result", "output", "result0", "out", "values")
+RESULTS = ("result", "output", "output[0]", "result0", "out", "values")
 """Names under which a node keeps its first output"""
 _DERIVED = (
     "_sym_sizes", "_sym_strides", "_sym_numel", "_sizes", "_options", "_args", "_sym_sizes_opt", "_sym_argsize_0",
@@ -60,6 +60,8 @@ def overloads(operator: str) -> tuple[Any, ...]:
 
 def argument_names(node: GraphNode) -> tuple[str, ...]:
     """Return the name of the argument that each of the node's inputs is; empty if unknown."""
+    if node.is_python:
+        return tuple(f"input[{index}]" for index in range(len(node.inputs)))
     overload = _overload(node)
     if overload is None:
         return ()
@@ -77,6 +79,8 @@ def _differentiable(overload: Any) -> list[Any]:
 
 def _overload(node: GraphNode) -> Any:
     """Return the overload whose arguments fit best what the node has kept."""
+    if node.is_python:
+        return None
     kept = {name.partition("[")[0] for name in node.kept} | {name for name in node.settings() if not name.endswith(_DERIVED)}
     kept = {name for name in kept if name not in RESULTS and not name.startswith("result")} - {"total_weight"}
     best, fewest = None, 1 << 10

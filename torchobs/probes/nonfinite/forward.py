@@ -36,6 +36,8 @@ class Birth:
     is_leaf: bool = False
     is_constant: bool = False
     """An operand without a gradient, which nobody kept; ``operand`` is the first result of it that was"""
+    is_unseen: bool = False
+    """It may be such an operand of a function written in Python, or the function's own fault; ``operand`` as before"""
 
 
 class ForwardTrace:
@@ -67,7 +69,7 @@ class ForwardTrace:
                 value = node.kept.get(name)
                 if value is not None and edge[0] is not None:
                     self._values[edge] = value  # type: ignore[index]  # checked
-            result = next((node.kept[name] for name in RESULTS if node.kept.get(name) is not None), None)
+            result = self._result(node, None)
             if result is not None:
                 self._values.setdefault((node, 0), result)
 
@@ -76,8 +78,8 @@ class ForwardTrace:
             self._values[node, 0] = node.parameter
         elif (node, 0) not in self._values and monotonic() < self._until_s:
             constants = [name for name, edge in zip(self._names[node], node.inputs, strict=False) if edge[0] is None]
-            made = compute(node, self.operands(node), constants if node.operator in ADDITIVE else ())
-            if constants and node.operator in ADDITIVE:
+            made = compute(node, self.operands(node), constants if node.builtin in ADDITIVE else ())
+            if constants and node.builtin in ADDITIVE:
                 self._guessed.add(node)
             for index, value in enumerate(made if isinstance(made, (tuple, list)) else [made] * (made is not None)):
                 self._values.setdefault((node, index), value)
@@ -92,7 +94,7 @@ class ForwardTrace:
     def _inherited(self, node: GraphNode) -> Condition:
         """Return what follows from the operands for a result that is not known."""
         given = {self.of(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
-        kept = len(given) == 1 and (node.operator in RESHAPING or (node.operator in PASSING and given == {Condition.FINITE}))
+        kept = len(given) == 1 and (node.builtin in RESHAPING or (node.builtin in PASSING and given == {Condition.FINITE}))
         return given.pop() if kept else Condition.UNKNOWN
 
     def _begins(self, node: GraphNode, outputs: Iterable[int]) -> bool:
@@ -133,7 +135,10 @@ class ForwardTrace:
             following = self._origins(node)
             if not own and not following:
                 constant = node in self._guessed or self._has_constant(node)
-                yield Birth(node, certain, result if constant else None, is_constant=constant)
+                if node.is_python and any(producer is None for producer, _ in node.inputs):
+                    yield Birth(node, certain=False, operand=self._result(node, result), is_unseen=True)
+                else:
+                    yield Birth(node, certain, result if constant else None, is_constant=constant)
             for each, sure in following:
                 if each not in seen:
                     seen.add(each)
@@ -144,9 +149,9 @@ class ForwardTrace:
 
         A sum or a choice makes none of finite operands, but for a sum that overflows.
         """
-        if node.operator not in ADDITIVE | CHOOSING or all(producer is not None for producer, _ in node.inputs):
+        if node.builtin not in ADDITIVE | CHOOSING or all(producer is not None for producer, _ in node.inputs):
             return False
-        return node.operator in CHOOSING or not any(map(may_overflow, self.operands(node).values()))
+        return node.builtin in CHOOSING or not any(map(may_overflow, self.operands(node).values()))
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
         """Return the producer's result as the node has kept it, or else what came of it later."""
@@ -154,6 +159,10 @@ class ForwardTrace:
             if edge[0] is producer and node.kept.get(name) is not None:
                 return node.kept[name]
         return before
+
+    def _result(self, node: GraphNode, later: Any) -> Any:
+        """Return the node's own result if it has kept it, or else what came of it later."""
+        return next((node.kept[name] for name in RESULTS if node.kept.get(name) is not None), later)
 
     def _bad_operands(self, node: GraphNode, *, certain: bool) -> Iterator[Birth]:
         """Yield operands that no node of the graph made: the batch, a constant, a parameter."""
@@ -175,14 +184,14 @@ class ForwardTrace:
         bad = [edge for edge in made if self.of(edge) is Condition.BAD]
         masked = [edge for edge in made if self.of(edge) is Condition.MASKED]
         unknown = [edge for edge in made if self.of(edge) is Condition.UNKNOWN]
-        if bad or (masked and node.operator not in MASKABLE):
+        if bad or (masked and node.builtin not in MASKABLE):
             return [(producer, True) for producer, _ in bad or masked]
         guessed = [edge for edge in made if edge[0] in self._guessed]
-        if guessed and not unknown and node.operator not in STRONG:
+        if guessed and not unknown and node.builtin not in STRONG:
             return [(producer, True) for producer, _ in guessed]
-        if node.operator in PASSING and unknown:
+        if node.builtin in PASSING and unknown:
             return [(producer, len(unknown) == 1) for producer, _ in unknown]
-        strong = node.operator in STRONG
+        strong = node.builtin in STRONG
         return [
             (producer, False) for producer, _ in unknown
             if producer.operator in OPAQUE or self._may_begin(producer, only_bad=strong)
@@ -196,9 +205,10 @@ class ForwardTrace:
         waiting, seen = [node], {node}
         while waiting:
             one = waiting.pop()
-            if not only_bad and (one.operator in STRONG or not (self._names.get(one) or one.parameter is not None)):
+            known = one.parameter is not None or (self._names.get(one) and not one.is_python)
+            if not only_bad and (one.builtin in STRONG or not known):
                 return True
-            odd = {Condition.BAD} if one.operator in MASKABLE else {Condition.BAD, Condition.MASKED}
+            odd = {Condition.BAD} if one.builtin in MASKABLE else {Condition.BAD, Condition.MASKED}
             if any(edge[0] is not None and self.of(edge) in odd for edge in one.inputs):  # type: ignore[arg-type]  # checked
                 return True
             for producer, index in one.inputs:
@@ -217,7 +227,7 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) 
     births = list(trace.births(root)) or [Birth(root, certain=False)]
 
     def rank(each: Birth) -> tuple[bool, bool, int]:
-        return not (each.certain or earliest), not earliest and each.node.operator in PASSING, each.node.number
+        return not (each.certain or earliest), not earliest and each.node.builtin in PASSING, each.node.number
 
     birth = min(births, key=rank)
     return birth, trace.operands(birth.node)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from torchobs.probes.nonfinite.operators import OPAQUE
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -25,7 +27,7 @@ _fields: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 class GraphNode:
     """One node: an operator of the forward pass, or a leaf (``parameter``)."""
 
-    __slots__ = ("function", "inputs", "kept", "number", "operator", "parameter")
+    __slots__ = ("builtin", "function", "inputs", "kept", "number", "operator", "parameter")
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -33,15 +35,22 @@ class GraphNode:
         """Place in the forward pass"""
         name = function.name()
         self.operator = operator_of(name)
+        self.builtin = "" if hasattr(function, "_forward_cls") and self.operator not in OPAQUE else self.operator
+        """The same, but empty for a function that is written in Python: it is none of torch's operators, whatever its name"""
         self.parameter: torch.Tensor | None = function.variable if _LEAF in name else None
         self.inputs: list[tuple[GraphNode | None, int]] = []
         """For each differentiable tensor argument the node that made it and which of its outputs; ``None``: no gradient"""
         self.kept: dict[str, Any] = {}
         """Tensors kept for the backward pass, by the names of the operator's arguments and results"""
 
+    @property
+    def is_python(self) -> bool:
+        """Whether it is a ``torch.autograd.Function``, the user's or a library's."""
+        return not self.builtin
+
     def take_kept(self) -> None:
         """Read the kept tensors, which the backward pass frees."""
-        self.kept = dict(kept_tensors(self.function))
+        self.kept = dict((kept_by_python if self.is_python else kept_tensors)(self.function))
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that are not tensors and were kept."""
@@ -104,6 +113,33 @@ def kept_tensors(function: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name.removeprefix(_RAW)}[{index}]", _value(each)
         if not isinstance(raw, tuple):
             yield name.removeprefix(_RAW), _value(raw)
+
+
+def kept_by_python(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a ``torch.autograd.Function`` has saved: ``input[n]`` if another node or a parameter made it, ``output[n]``.
+
+    The rest is ``saved[n]``: inputs without gradient, and what its ``forward`` has made on its way.
+    """
+    import torch  # torch is optional until training begins
+
+    try:
+        raws = function._raw_saved_tensors
+        if any(getattr(raw, "unpack_hook", raw) is not None for raw in raws):  # hooks, or a torch version that does not say
+            return
+        saved = function.saved_tensors
+    except RuntimeError:  # freed by an earlier backward pass, or changed in place since
+        return
+    for place, (raw, tensor) in enumerate(zip(raws, saved, strict=True)):
+        if tensor is None:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            maker, index = tensor.grad_fn, tensor.output_nr
+            given = [
+                number for number, (producer, output) in enumerate(function.next_functions) if producer is not None
+                and ((producer is maker and output == index) or getattr(producer, "variable", None) is tensor)
+            ]  # fmt: skip
+        name = f"output[{index}]" if maker is function else f"input[{given[0]}]" if given else f"saved[{place}]"
+        yield name, _value(raw)
 
 
 def _value(raw: Any) -> Any:

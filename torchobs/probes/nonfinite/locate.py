@@ -74,11 +74,11 @@ class ModuleNames:
                 if tensor is not None:
                     whole = clean(f"{full}.{key}" if full else key)
                     self._names.setdefault(id(tensor), whole)
-                    self._storages.setdefault(_storage(tensor), whole)
+                    self._storages.setdefault(memory_of(tensor), whole)
 
     def of(self, tensor: Any) -> str:
         """Return the name of a parameter or buffer, or of the one whose memory the tensor uses; ``""`` for any other."""
-        return self._names.get(id(tensor)) or self._aliases.get(id(tensor)) or self._storages.get(_storage(tensor) or -1, "")
+        return self._names.get(id(tensor)) or self._aliases.get(id(tensor)) or self._storages.get(memory_of(tensor) or -1, "")
 
     def alias(self, copies: Iterable[tuple[Any, Any]]) -> None:
         """Let these copies of buffers, each beside its original, have their names; earlier copies are gone."""
@@ -99,7 +99,8 @@ def _is_parameter(tensor: Any) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def _storage(tensor: Any) -> int:
+def memory_of(tensor: Any) -> int:
+    """Return where a tensor's elements lie; 0 if that is not known."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (AttributeError, NotImplementedError, RuntimeError):

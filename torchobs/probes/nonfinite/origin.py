@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import likely_node
 from torchobs.probes.nonfinite.code import is_users, locals_of
-from torchobs.probes.nonfinite.forward import first_birth
+from torchobs.probes.nonfinite.forward import Birth, first_birth
 from torchobs.probes.nonfinite.graph import GraphNode, read_graph
-from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place
+from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, memory_of
 from torchobs.probes.nonfinite.operators import MASKABLE, OPAQUE
-from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
+from torchobs.probes.nonfinite.values import (
+    Condition,
+    TensorStatistics,
+    bad_elements,
+    condition,
+    explains,
+    is_finite,
+    statistics,
+)
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
 
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "optimizer", "rank", "unknown"]
 FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
+UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
+"""Of a function written in Python; a sentence that follows"""
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
@@ -87,7 +97,8 @@ class NonfiniteOrigin(Result):
         known = f"they passed {self.operator} in {where}{at}"
         if self.parameter:
             known = f"the parameters {self.parameter} {self.note} held them before the step"
-        return f"Where they began was not found; {known}."
+        note = f"; {self.note}" if self.note and not self.parameter else ""
+        return f"Where they began was not found; {known}{note}."
 
 
 def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
@@ -187,6 +198,8 @@ class GraphTracer:
             if found is not None:
                 return self._backward(found, f"{len(bad)} parameters are not finite since the last step")
         place, inputs = self.locator.place(self._user_of(node)), _described(operands)
+        if birth.is_unseen:
+            return self._through_python(birth, place, inputs)
         if birth.operand is not None or birth.is_constant:
             return self._operand(birth.operand, self._user_of(node), place, inputs, is_leaf=birth.is_leaf)
         kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
@@ -229,6 +242,37 @@ class GraphTracer:
             kind, node.operator, place.module, place.kind, place.line, "", inputs, elements, None, self._step, note
         )
 
+    def _through_python(self, birth: Birth, place: Place, inputs: tuple[TensorStatistics, ...]) -> NonfiniteOrigin:
+        """Return the origin for values that came out of a function written in Python with inputs that have no gradient.
+
+        Of what it has saved, what a variable or a module holds, too, was an input; the rest may be its own work.
+        """
+        node = birth.node
+        saved = [value for name, value in node.kept.items() if name.startswith("saved[") and value is not None]
+        variables = list(self._variables_held())
+        finite = set[int]()
+        for value in saved:
+            memory = memory_of(value)
+            holders = [value] * bool(self.names.of(value))
+            holders += [item for _, item in variables if memory and memory_of(item) == memory]
+            if holders and condition(value) is Condition.BAD:
+                return self._operand(value, node, place, inputs, is_leaf=False)
+            if holders and all(map(is_finite, holders)):  # the value may be a part of one of them
+                finite.add(memory)
+        if len(finite) >= sum(producer is None for producer, _ in node.inputs):
+            return self._made("operator", node, place, inputs, _remark(node))
+        likely = (item for _, item in variables if condition(item) is Condition.BAD and explains(item, birth.operand))
+        item = next(likely, None)
+        if item is not None:
+            return self._operand(item, node, place, inputs, is_leaf=False)
+        return self._made("unknown", node, place, inputs, UNSEEN)
+
+    def _variables_held(self) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors without a graph that variables hold, by their names."""
+        for scope in self._variables if self._variables is not None else map(locals_of, self._frames):
+            for name, value in scope.items():
+                yield from _tensors(name, value)
+
     def _operand(
         self, tensor: Any, node: GraphNode, place: Place, inputs: tuple[TensorStatistics, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin:
@@ -243,7 +287,7 @@ class GraphTracer:
             )  # fmt: skip
         if tensor is None:
             return self._made("input", node, place, inputs, "")
-        name, whole = _variable(tensor, self._variables if self._variables is not None else map(locals_of, self._frames))
+        name, whole = _variable(tensor, self._variables_held())
         if not name and not whole.dim():  # a number in the code
             return self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
         elements = bad_elements(whole)
@@ -277,13 +321,13 @@ def _described(operands: dict[str, Any]) -> tuple[TensorStatistics, ...]:
     return tuple(each for each in described if each is not None)[:_MOST_INPUTS]
 
 
-def _variable(tensor: Any, scopes: Iterable[Mapping[str, Any]]) -> tuple[str, Any]:
+def _variable(tensor: Any, held: Iterable[tuple[str, Any]]) -> tuple[str, Any]:
     """Return the variable that holds this tensor, or the first one with values that are not finite; else only the tensor."""
-    found = [each for scope in scopes for name, value in scope.items() for each in _tensors(name, value)]
+    found = list(held)
     whole = tensor._base if getattr(tensor, "_base", None) is not None else tensor
-    pointer = whole.untyped_storage().data_ptr()
+    pointer = memory_of(whole)
     for path, item in found:
-        if item is whole or item.untyped_storage().data_ptr() == pointer:
+        if item is whole or (pointer and memory_of(item) == pointer):
             return path, item
     bad = ((path, item) for path, item in found if condition(item) is Condition.BAD)  # before it was copied, or cast
     return next(bad, ("", whole))

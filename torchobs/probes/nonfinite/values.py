@@ -78,6 +78,15 @@ def condition(tensor: Any) -> Condition:
     return Condition.MASKED if least == -inf and most != inf and most == most else Condition.BAD  # noqa: PLR0124  # NaN
 
 
+def is_finite(tensor: Any) -> bool:
+    """Return True if all elements are finite, as those of integers are. It waits for a device."""
+    import torch  # torch is optional until training begins
+
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return whole or condition(tensor) is Condition.FINITE
+
+
 def may_overflow(tensor: Any) -> bool:
     """Return True if the sum with another such tensor may be too large for the data type. It waits for a device."""
     import torch  # torch is optional until training begins
@@ -86,6 +95,25 @@ def may_overflow(tensor: Any) -> bool:
     if values is None or not values.numel():
         return False
     return max(abs(bound.item()) for bound in torch.aminmax(values)) > torch.finfo(values.dtype).max / 2
+
+
+def explains(given: Any, made: Any) -> bool:
+    """Return True if the samples of ``made`` that are not finite are so in ``given``, too. It waits for a device.
+
+    Samples lie along the first dimension of ``given``, and along one of the same length of ``made``.
+    """
+    import torch  # torch is optional until training begins
+
+    given, made = plain(given), plain(made)
+    if given is None or made is None or not given.dim() or not given.numel():
+        return False
+    bad = (~torch.isfinite(given)).reshape(len(given), -1).any(1).tolist()
+    for dimension in range(made.dim()):
+        if made.shape[dimension] == len(bad) and made.numel():
+            spoiled = (~torch.isfinite(made)).movedim(dimension, 0).reshape(len(bad), -1).any(1).tolist()
+            if any(spoiled) and all(was for was, now in zip(bad, spoiled, strict=True) if now):
+                return True
+    return False
 
 
 def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
