@@ -10,6 +10,12 @@ from torchobs.diagnosis.health import ERROR, Finding
 from torchobs.diagnosis.rank_report import RankReport
 
 _INSIDE = "Its operators keep nothing by name: torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."
+_DERIVATIVES = (
+    "Mostly it is the derivative of sqrt, of a norm or of log at 0;"
+    ' torchobs.debug.context("step", anomaly="warn") around a step names the operator and the line.'
+)
+_WITHIN_STEP = "an optimizer had stepped in this step already"
+"""Note on a parameter that this optimizer may have spoiled (``probes.nonfinite.origin.WITHIN_STEP``)"""
 _REGIONS = {"compiled_function": "a compiled region", "checkpoint_function": "a checkpointed region"}
 """Nodes of the graph that stand for many operators (``probes.nonfinite.operators.OPAQUE``)"""
 
@@ -22,9 +28,10 @@ def origins(report: RankReport) -> Iterator[Finding]:
         made_by = _REGIONS.get(operator, operator)
         where = f"{made_by} in {module}" if module else f"{made_by}, outside of any module"
         sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
+        is_within = fact.text("note") == _WITHIN_STEP
         told = {
             "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
-            "parameter": f"in the parameter {name}, before the step",
+            "parameter": f"in the parameter {name}, before {'this loss' if is_within else 'the step'}",
             "backward": f"in the derivative of {where}",
         }.get(fact.text("origin"), f"in {where}")
         step = f" of step {fact.step:,}" if fact.step is not None else ""
@@ -36,6 +43,10 @@ def origins(report: RankReport) -> Iterator[Finding]:
             names = f"{name} {text_format.clean(fact.text('note'), 80)}"
             text = f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
             yield Finding(ERROR, "nonfinite_origin", text)
+            continue
+        if fact.text("origin") == "backward" and name and not operator:
+            text = f"The NaN or infinity{step} came with the gradient of {name}: {text_format.clean(fact.text('note'), 200)}."
+            yield Finding(ERROR, "nonfinite_origin", f"{text} {_DERIVATIVES}")
             continue
         if fact.text("origin") == "overflow":
             yield Finding(ERROR, "nonfinite_origin", _overflow(name, text_format.clean(fact.text("note"), 80), step))

@@ -32,6 +32,7 @@ OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "
 FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Of a function written in Python; a sentence that follows"""
+WITHIN_STEP = "an optimizer had stepped in this step already"
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
@@ -45,8 +46,9 @@ class NonfiniteOrigin(Result):
 
     kind: OriginKind
     """``input``: the batch held it; ``parameter``: so did a weight, before the step; ``operator``: the forward pass made it;
-    ``backward``: a derivative did, of a finite loss; ``overflow``: its gradients did not fit into float16; ``optimizer``: its
-    step did, of finite gradients; ``rank``: averaged gradients brought it from another rank; ``unknown``"""
+    ``backward``: a derivative did, of a finite loss (without ``operator``: its gradient spoiled ``parameter``, unmeasured);
+    ``overflow``: its gradients did not fit into float16; ``optimizer``: its step did, of finite gradients; ``rank``: averaged
+    gradients brought it from another rank; ``unknown``"""
     operator: str
     """The operator that made it, or was given it"""
     module: str
@@ -78,7 +80,8 @@ class NonfiniteOrigin(Result):
             )
             return f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
         if self.kind == "parameter":
-            return f"The parameter {self.parameter} held values that are not finite before the step."
+            before = "before this loss" if self.note == WITHIN_STEP else "before the step"
+            return f"The parameter {self.parameter} held values that are not finite {before}."
         if self.kind in {"overflow", "optimizer", "rank"}:
             several = f" {self.note}" if self.note else ""
             return {
@@ -93,7 +96,8 @@ class NonfiniteOrigin(Result):
         if self.kind == "backward":
             likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
             rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
-            return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
+            made = f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
+            return made if self.operator else f"They came with the gradient of {self.parameter}: {self.note}."
         known = f"they passed {self.operator} in {where}{at}"
         if self.parameter:
             known = f"the parameters {self.parameter} {self.note} held them before the step"
@@ -127,6 +131,13 @@ def from_rank(rank: int, step: int) -> NonfiniteOrigin:
 def from_optimizer(optimizer: str, name: str, note: str, step: int) -> NonfiniteOrigin:
     """Return the origin of parameters that the optimizer's own arithmetic has spoiled; ``name``: of the first one."""
     return NonfiniteOrigin("optimizer", optimizer, "", "", "", name, (), (), None, step, note)
+
+
+def from_gradient(spoiled: NonfiniteOrigin, optimizer: str) -> NonfiniteOrigin:
+    """Return the origin of a parameter that the optimizer (its class) has spoiled with a gradient that was not finite."""
+    passed = "it was not finite in the last backward pass that reached it, of a step that was not measured"
+    note = f"{passed}; the optimizer ({optimizer}) wrote it into the weights{_ranks()}"
+    return replace(spoiled, kind="backward", operator="", line="", inputs=(), elements=(), note=note)
 
 
 def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
@@ -177,6 +188,8 @@ class GraphTracer:
         self.locator = Locator(self.nodes, self.names, frames)
         self.node: GraphNode | None = None
         """Of the origin found"""
+        self.leaf: Any = None
+        """The parameter of the origin found, if it is one"""
         by_function = {node.function: node for node in self.nodes}
         self._root = next((by_function[loss.grad_fn] for loss in losses if condition(loss) is not Condition.FINITE), None)
 
@@ -189,7 +202,7 @@ class GraphTracer:
             return None
         birth, operands = first_birth(self.nodes, self._root, earliest=earliest)
         node = birth.node
-        self.node = self._user_of(node)
+        self.node, self.leaf = self._user_of(node), birth.operand if birth.is_leaf else None
         bad = {
             id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
         }

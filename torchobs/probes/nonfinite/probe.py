@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,11 @@ from torchobs.probes.nonfinite.gradients import bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames
 from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import (
+    WITHIN_STEP,
     GraphTracer,
     NonfiniteOrigin,
     attributes_of,
+    from_gradient,
     from_optimizer,
     from_overflow,
     from_rank,
@@ -33,6 +36,7 @@ from torchobs.probes.nonfinite.origin import (
     user_frames,
 )
 from torchobs.probes.nonfinite.raising import NonfiniteRaiser, skips_by_itself
+from torchobs.probes.nonfinite.spoiled import spoiled_by
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.probes.nonfinite.zero_eps import divided_by_zero
 from torchobs.support.rate_limit import RateLimiter
@@ -146,8 +150,9 @@ class NonfiniteProbe:
                 stepped = self._context.recorder.ended  # this step's number, if another optimizer has stepped in it already
                 other = rank_notices.another(stepped)
                 origin = from_rank(other, stepped) if other is not None else self._by_optimizer(stepped) or origin
-            if origin is not None and origin.kind == "parameter" and held is None:
-                origin = self._by_overflow(self._context.recorder.ended, tracer.nodes) or origin
+            if origin is not None and origin.kind == "parameter":
+                overflown = self._by_overflow(self._context.recorder.ended, tracer.nodes) if held is None else None
+                origin = overflown or self._by_gradient(self._leaf(tracer, origin), origin) or self._dated(origin, step)
             if held is not None:
                 follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
                 self._report(origin if origin is not None and origin.kind not in follows_from else held)
@@ -193,6 +198,22 @@ class NonfiniteProbe:
         if step < 1 or self._scaling.losses or not overflow.is_of_a_step(bad, self._context.recorder.optimizers()):
             return None
         return from_overflow(bad, models, step) if overflow.computes_in_float16(bad, nodes) else None
+
+    def _leaf(self, tracer: GraphTracer, origin: NonfiniteOrigin) -> Any:
+        """Return the parameter that was found, within a compiled part of a model, too; None for a buffer."""
+        if tracer.leaf is not None:
+            return tracer.leaf
+        bad = ending.bad_parameters(self._known()[1])
+        return next((each for each in bad if tracer.names.of(each) == origin.parameter), None)
+
+    def _by_gradient(self, parameter: Any, found: NonfiniteOrigin) -> NonfiniteOrigin | None:
+        """Return the origin if an optimizer has spoiled the parameter that was found, with a gradient that was not finite."""
+        by = spoiled_by(self._context.recorder.optimizers(), parameter, is_scaled=bool(self._scaling.losses))
+        return None if by is None else from_gradient(found, type(by).__name__)
+
+    def _dated(self, origin: NonfiniteOrigin, step: int) -> NonfiniteOrigin:
+        """Return the origin, a parameter, with a note if an optimizer has stepped in this step, and may have spoiled it."""
+        return replace(origin, note=WITHIN_STEP) if self._context.recorder.ended >= step else origin
 
     def _release(self) -> None:
         """Report an origin that was held back."""
@@ -263,14 +284,16 @@ class NonfiniteProbe:
         if len(bad) > 1 and not losses:  # the last step has made them so
             stepped = self._context.recorder.ended
             origin = self._inferred({id(each) for each in bad}, frames, stepped)
-            self._report(origin or self._by_overflow(stepped) or of_parameters(bad, self._known()[0], step))
+            several = of_parameters(bad, self._known()[0], step)
+            self._report(origin or self._by_overflow(stepped) or self._by_gradient(bad[0], several) or several)
             return
         losses = losses or ending.refused_by_torch(error)
         if losses:
             self._loss(losses, frames)
             self._release()
         elif bad:
-            self._report(of_parameters(bad, self._known()[0], step))
+            one = of_parameters(bad, self._known()[0], step)
+            self._report(self._by_gradient(bad[0], one) or self._dated(one, step))
         elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
             spoiled = {id(each) for each in ending.bad_gradients_left(parameters)}
             self._report(self._inferred(spoiled, frames, step) if spoiled else None)
