@@ -16,6 +16,8 @@ _DERIVATIVES = (
 )
 _WITHIN_STEP = "an optimizer had stepped in this step already"
 """Note on a parameter that this optimizer may have spoiled (``probes.nonfinite.origin.WITHIN_STEP``)"""
+_REFUSED = "refused by torch, in a forward pass without a graph"
+"""Note on a variable (``probes.nonfinite.origin.REFUSED``)"""
 _REGIONS = {"compiled_function": "a compiled region", "checkpoint_function": "a checkpointed region"}
 """Nodes of the graph that stand for many operators (``probes.nonfinite.operators.OPAQUE``)"""
 
@@ -58,6 +60,9 @@ def origins(report: RankReport) -> Iterator[Finding]:
             continue
         at = f" ({line})" if line else ""
         text = f"The NaN or infinity{step} was born {told}{at}."
+        if fact.text("note") == _REFUSED:
+            seen = f"{name}{sample}{at}, the outermost variable that held it"
+            text = f"The NaN or infinity{step} was seen in {seen}; {operator} refused what came of it."
         if fact.text("origin") == "unknown":
             why = text_format.clean(fact.text("note"), 120)
             text = f"Where the NaN or infinity{step} began was not found: it passed {where}{at}{f'; {why}' if why else ''}."

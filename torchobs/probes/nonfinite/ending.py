@@ -38,13 +38,8 @@ def frames_of(error: BaseException | None) -> list[FrameType]:
 
 def bad_losses(frames: Iterable[FrameType]) -> list[Any]:
     """Return the scalars with a graph that are not finite, of the innermost function that has any."""
-    import torch  # torch is optional until training begins
-
     for frame in frames:
-        scalars = [
-            value for value in locals_of(frame).values()
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.numel() == 1
-        ]  # fmt: skip
+        scalars = [value for value in _with_graph(frame) if value.numel() == 1]
         bad = [value for value in scalars if is_idle(value.device) and condition(value) is Condition.BAD]
         if bad:
             return bad
@@ -56,17 +51,23 @@ def refused_by_torch(error: BaseException | None) -> list[Any]:
 
     Empty if the exception was not raised by torch: values that are not finite are ordinary where nobody refuses them.
     """
-    import torch  # torch is optional until training begins
-
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error is not None else []
     if not frames or not isinstance(error, (ValueError, RuntimeError)) or is_users(frames[-1].f_code):
         return []
     for frame in reversed(frames):
-        values = [value for value in locals_of(frame).values() if isinstance(value, torch.Tensor) and value.grad_fn is not None]
-        bad = [value for value in values if is_idle(value.device) and condition(value) is Condition.BAD]
+        bad = [value for value in _with_graph(frame) if is_idle(value.device) and condition(value) is Condition.BAD]
         if bad or is_users(frame.f_code):
             return bad
     return []
+
+
+def _with_graph(frame: FrameType) -> list[Any]:
+    """Return the tensors with a graph that variables hold. Objects of the user's are not asked whether they are tensors."""
+    import torch  # torch is optional until training begins
+
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [value for value in locals_of(frame).values() if issubclass(type(value), torch.Tensor)]
+        return [value for value in tensors if value.grad_fn is not None]
 
 
 def bad_parameters(parameters: Sequence[Any]) -> list[Any]:

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
+    from torchobs.probes.nonfinite.refused import RefusedInput
+
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "optimizer", "rank", "unknown"]
 FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Of a function written in Python; a sentence that follows"""
 WITHIN_STEP = "an optimizer had stepped in this step already"
+REFUSED = "refused by torch, in a forward pass without a graph"
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
@@ -78,7 +81,9 @@ class NonfiniteOrigin(Result):
                 if self.parameter
                 else "An input (the batch, or what was made of it without gradient)"
             )
-            return f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
+            held = f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
+            seen = f"The variable {self.parameter} held such values{sample}{at}; {self.operator} refused what came of them."
+            return seen if self.note == REFUSED else held
         if self.kind == "parameter":
             before = "before this loss" if self.note == WITHIN_STEP else "before the step"
             return f"The parameter {self.parameter} held values that are not finite {before}."
@@ -126,6 +131,13 @@ def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
 def from_rank(rank: int, step: int) -> NonfiniteOrigin:
     """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
     return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
+
+
+def from_refused(found: RefusedInput, step: int) -> NonfiniteOrigin:
+    """Return the origin of what torch has refused in a forward pass without a graph."""
+    elements, inputs = bad_elements(found.value), _described({found.name: found.value})
+    sample = elements[0][0] if elements and elements[0] else None
+    return NonfiniteOrigin("input", found.by, "", "", found.line, found.name, inputs, elements, sample, step, REFUSED)
 
 
 def from_optimizer(optimizer: str, name: str, note: str, step: int) -> NonfiniteOrigin:

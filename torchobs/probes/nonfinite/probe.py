@@ -32,10 +32,12 @@ from torchobs.probes.nonfinite.origin import (
     from_optimizer,
     from_overflow,
     from_rank,
+    from_refused,
     of_parameters,
     user_frames,
 )
 from torchobs.probes.nonfinite.raising import NonfiniteRaiser, skips_by_itself
+from torchobs.probes.nonfinite.refused import refused_input
 from torchobs.probes.nonfinite.spoiled import spoiled_by
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.probes.nonfinite.zero_eps import divided_by_zero
@@ -294,6 +296,8 @@ class NonfiniteProbe:
         elif bad:
             one = of_parameters(bad, self._known()[0], step)
             self._report(self._by_gradient(bad[0], one) or self._dated(one, step))
+        elif (refused := refused_input(error)) is not None:
+            self._report(from_refused(refused, step))
         elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
             spoiled = {id(each) for each in ending.bad_gradients_left(parameters)}
             self._report(self._inferred(spoiled, frames, step) if spoiled else None)
