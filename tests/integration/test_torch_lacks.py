@@ -68,6 +68,7 @@ NEEDED_BY_TORCH = frozenset(
         "_execution_engine",  # of every backward
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
+        "_raw_saved_tensors",  # of a node of a function written in Python
         *("_autograd", "_get_sequence_nr"),  # without it no call of a compiled region is noted
         *("_len_torch_function_stack", "_top_saved_tensors_default_hooks"),  # asked for by getattr with a default
         *(
