@@ -127,7 +127,7 @@ def kept_by_python(function: Any) -> Iterator[tuple[str, Any]]:
         if any(getattr(raw, "unpack_hook", raw) is not None for raw in raws):  # hooks, or a torch version that does not say
             return
         saved = function.saved_tensors
-    except RuntimeError:  # freed by an earlier backward pass, or changed in place since
+    except (RuntimeError, AttributeError):  # freed by an earlier backward pass, changed in place since; another torch version
         return
     for place, (raw, tensor) in enumerate(zip(raws, saved, strict=True)):
         if tensor is None:
