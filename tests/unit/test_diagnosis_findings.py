@@ -476,6 +476,13 @@ def test_what_a_damaged_file_says_was_left_out_is_a_count_or_nothing(left_out: o
     assert fact(catalog.EVENT_ANOMALY, 1.0, left_out=left_out).count("left_out") == counted
 
 
+def test_a_second_training_thread_is_told() -> None:
+    """Its steps are in no number: a run of which half is missing is not well."""
+    events = [fact(catalog.EVENT_OTHER_THREAD, 1.0, thread="ThreadPoolExecutor-0_1")]
+    said = told(facts(steps(400), state="finished", reason="finished", events=events))["other_thread"]
+    assert "steps of thread ThreadPoolExecutor-0_1 are not recorded" in said
+
+
 def test_left_out_parameters_are_taken_back() -> None:
     """The last event says which are left, if any."""
     left = {"parameters": ["actor.weight"], "parameters_affected": 1, "optimizer": "Adam"}

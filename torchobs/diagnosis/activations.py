@@ -11,7 +11,7 @@ from torchobs.diagnosis.rank_report import RankReport
 
 _WHY = {
     "compiled": "in a module that torch.compile has compiled",
-    "silent": "not called as modules, as in a compiled function",
+    "silent": "not called as modules: in a compiled function, or of a model that is not trained any more",
     "left_out": "more than have series",
 }
 

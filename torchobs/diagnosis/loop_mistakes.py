@@ -63,6 +63,10 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         question = " Is its step() missing?" if optimizer else ""
         text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
         yield Finding(INFO, "left_out", text)
+    for fact in report.events_named(catalog.EVENT_OTHER_THREAD)[:1]:
+        thread = text_format.clean(fact.text("thread"), 40)
+        text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."
+        yield Finding(WARNING, "other_thread", text)
     for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
         text = f"{_parameters(fact)} of the optimizer had no gradient up to step {fact.step or 0:,}"
         yield Finding(INFO, "no_gradient", f"{text}: unused, or cut off from the loss (detach, no_grad).")
