@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.training import Recording, batch, loss_of, mlp, norm_of
+from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
@@ -66,6 +67,25 @@ def test_each_update_is_a_step_with_its_loss_and_norm(
     measured = [(step.grad_norm, norm) for step, norm in zip(steps, norms, strict=True) if step.flags & StepFlag.GRAD_NORM]
     assert len(measured) >= 10  # not before it was clear what this is
     assert all(isclose(found, norm, rel_tol=1e-5) for found, norm in measured)
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_updates_that_never_clear_the_gradients(run: Recording, data: bool) -> None:  # noqa: FBT001  # of the test
+    """The first three passes may be an accumulation; from then on each is a step, and the mistake is told."""
+    model, losses = mlp(), list[float]()
+    for number in range(20):
+        loss = loss_of(model, number)
+        descend(loss)
+        losses.append(loss.item())
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            with torch.no_grad():
+                (parameter.data if data else parameter).sub_(parameter.grad, alpha=0.01)
+    run.look()
+    steps = run.steps()
+    assert len(steps) >= 17
+    assert [step.loss for step in steps[1:]] == pytest.approx(losses[3:], rel=1e-6)
+    assert [frame["attrs"]["kind"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)] == ["gradients_kept"]
 
 
 def test_backwards_whose_gradients_add_up_are_one_step(run: Recording) -> None:

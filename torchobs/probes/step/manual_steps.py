@@ -3,7 +3,8 @@
 They show in the gradient: present when a backward pass ends, cleared or removed when the next one begins. If the parameter
 has changed in between as well, it was a step. It is recorded as ending with that backward, since the exact time of the update
 is unknown. (Gradients that are cleared while the parameters stay are an analysis: saliency, an adversarial input. Gradients
-that stay are an accumulation, if the next backward adds to them.)
+that stay are an accumulation, if the next backward adds to them; without any optimizer of torch's they are gradients that were
+forgotten to be cleared, if the parameter has changed after each of several passes.)
 
 While torch's optimizers step, only a second backward without a step in between is watched. Changes between two backward passes
 of one of their steps are a perturbation (sharpness-aware minimisation), unless many follow each other.
@@ -39,6 +40,8 @@ _NEAR_NODES = 256
 """Nodes of a graph that are searched for the watched parameter, which is the last layer's"""
 _MOST_KNOWN = 8
 """Models of which the parameters are remembered"""
+_FORGOTTEN = 3
+"""Backward passes in a row, each followed by a change of the parameter and none by a change of its gradient"""
 _WATCHED = 8
 """Steps for which every backward is watched after one that a change of the parameters followed"""
 
@@ -102,6 +105,8 @@ class ManualSteps:
         self._step = self._more = self._usual = self._watch_until = 0
         """The step whose further backward passes are counted, their number and its usual value; the last step to watch"""
         self._perturbed_in, self._is_harmless = -_WATCHED - 1, False
+        self._kept = 0
+        """Backward passes in a row after which the parameter has changed, and its gradient has not"""
 
     # -- beside optimizers of torch's --------------------------------------------------------------------------------------
 
@@ -202,10 +207,24 @@ class ManualSteps:
     def _is_added_to(self, loss: object, parameter: torch.Tensor, last: _GradientState) -> bool:
         """Return True if the gradient is still there and the new backward adds to it: an accumulation."""
         if _gradient(parameter) != (last.address, last.version):
+            self._kept = 0
+            return False
+        if self._is_forgotten(parameter, last):
             return False
         return any(leaf is parameter for leaf in _leaves(loss, self._node_limit)) or not self._is_changed_by_now(
             parameter, last
         )
+
+    def _is_forgotten(self, parameter: torch.Tensor, last: _GradientState) -> bool:
+        """Return True if steps are done by hand and the gradient is never cleared."""
+        if self._context.recorder.optimizers():
+            return False
+        moved = parameter._version != last.changes
+        if not moved and parameter.is_cpu and last.elements is not None:  # nobody waits for those on a device
+            moved = not bool((_sample(parameter) == last.elements).all())
+        self._kept = self._kept + 1 if moved else 0
+        self._changed = self._changed or self._kept >= _FORGOTTEN
+        return self._kept >= _FORGOTTEN
 
     def _is_changed_by_now(self, parameter: torch.Tensor, last: _GradientState) -> bool:
         """Return True if the parameter, which is not in the new loss's graph, has changed since its backward."""
@@ -260,7 +279,7 @@ class ManualSteps:
             recorder.values.norm_squared = 0.0  # of an accumulation only the last norm counts
             self._all.grad_scale = self._scaling.scale
             before_step.notify(self._all, False)  # noqa: FBT003  # a listener
-        elements = self._sample(parameter) if not self._changed else None
+        elements = self._sample(parameter) if not self._changed or self._kept else None
         self._last = _GradientState(*found, parameter._version, None if elements is None else elements.clone())
         self._end, self._stamp = (len(recorder.trace), len(recorder.arguments)), recorder.trace[-1]
         recorder.likely_end = self._end if self._changed else None
