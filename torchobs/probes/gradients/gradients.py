@@ -121,7 +121,7 @@ class GradientProbe:
         self._weights.sample()
         self._broadcast.sample()
         self._left_out.sample(modules)
-        if self._left_out.due:
+        if self._left_out.due or self._mistakes.due:
             self._step_hook.due_at = 0
         for each in self._without:
             each.sample(self._publisher.layers.names, last=last)
@@ -162,14 +162,20 @@ class GradientProbe:
             else:
                 self._look_for_gradients(optimizer, sample, step)
             pace.spend(monotonic_ns() - begun_ns)
-        if self._left_out.due:
-            begun_ns = monotonic_ns()
-            self._left_out.before_step()
-            pace.spend(monotonic_ns() - begun_ns)
+        if self._left_out.due or id(optimizer) in self._mistakes.due:
+            self._look_at_once(optimizer, step)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
         hook = self._step_hook
         hook.due_at, hook.last = min(pace.due_at, self._updates.due_at, self._weights.due_at), pace.step
+
+    def _look_at_once(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Do what the sampler thread has asked for, which does not wait for a measured step."""
+        begun_ns = monotonic_ns()
+        self._left_out.before_step()
+        if id(optimizer) in self._mistakes.due:
+            self._mistakes.look_at_modes(optimizer, None, step + 1)
+        self._pace.spend(monotonic_ns() - begun_ns)
 
     def _after_backward(self) -> None:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()

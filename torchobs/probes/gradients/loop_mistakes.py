@@ -109,7 +109,9 @@ class LoopMistakes:
         self._began: dict[int, bool] = {}
         """By id of an optimizer, whether the module of its last parameter was in training mode in the first measured step: a
         short first epoch may end before the sampler thread has looked for the models"""
-        self._looks, self._due_s = 0, 0.0
+        self.due = set[int]()
+        """ids of optimizers whose models are to be looked at in the next step, measured or not; set by the sampler thread"""
+        self._looks, self._due_s, self._next_step = 0, 0.0, 0
         self._found: list[tuple[str, int]] = []
         self._told: set[str] = set()
 
@@ -129,6 +131,7 @@ class LoopMistakes:
     def look_at_modes(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
         """Look at the modes of the models that an optimizer trains; also within its step, after a closure's backward pass."""
         key = id(optimizer)
+        self.due.discard(key)
         if self._gone:
             self._forget()
         if key not in self._began:
@@ -147,6 +150,7 @@ class LoopMistakes:
     def _forget(self) -> None:
         while self._gone:
             key = self._gone.pop()
+            self.due.discard(key)
             for known in (self._optimizers, self._began, self._models):
                 known.pop(key, None)
 
@@ -244,6 +248,9 @@ class LoopMistakes:
             kind, step = self._found.pop(0)
             self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": kind}, step)
             self._context.warn_limited(f"loop {kind}", _MEANING[kind])
+        if "evaluation_mode" not in self._told and self._context.recorder.step >= self._next_step:
+            self._next_step = self._context.recorder.step + LASTING_STEPS // LASTING_SAMPLES
+            self.due |= {key for key, models in list(self._models.items()) if any(map(_is_in_doubt, models))}
         optimizers = [one for one in self._context.recorder.optimizers() if id(one) not in self._models]
         if not optimizers or self._looks >= _MOST_LOOKS or monotonic() < self._due_s:
             return
@@ -258,6 +265,12 @@ class LoopMistakes:
                 modal = [_Model(module, began=began) for module in found if any(map(_has_modes, module.modules()))]
                 if found:
                     self._models[id(optimizer)] = modal
+
+
+def _is_in_doubt(model: _Model) -> bool:
+    """Return True for a model that was trained and is in evaluation mode now."""
+    module = model.module()
+    return module is not None and not module.training and model.trained >= 0
 
 
 class _Watch:
