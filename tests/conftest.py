@@ -121,6 +121,17 @@ def flight_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    import torch.distributed as dist  # most tests of the exporter do without torch
+
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def run(flight_dir: Path) -> Iterator[Recording]:
     """A session that records every step with its norm; no probe may have failed by its end."""
     from tests.training import recording  # it imports torch, which most tests of the exporter do without

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
-
-from tests.training import Recording, recording
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,18 +19,3 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir, log_level="ERROR")
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of one."""
-    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

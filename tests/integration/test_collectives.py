@@ -14,20 +14,10 @@ from torchobs.probes.lifecycle import collectives
 from torchobs.probes.lifecycle.flight_recorder import Dump, GroupStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
 SIZE = ("torchobs.collective.size",)
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of one."""
-    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def of_collectives(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:

@@ -10,11 +10,10 @@ import io
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,9 +21,6 @@ import torchobs
 from tests.training import Recording, batch, mlp
 from torchobs import probes
 from torchobs.flight.reader import reader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LACKING: dict[str, set[str]] = {
     "torch._C._ImperativeEngine": set(),
@@ -108,15 +104,6 @@ def train(session: torchobs.Session | None = None, *, scheduled: bool) -> torch.
         torch.save(model.state_dict(), io.BytesIO())
         model.train()  # type: ignore[no-untyped-call]
     return model
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of one."""
-    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def found(flight_dir: Path) -> tuple[set[str], dict[str, str], object]:

@@ -80,7 +80,8 @@ class Word:
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
-WORDS = Word.NORM_BURSTS + 5
+BURST_WORDS = len(Bursts.__slots__)
+WORDS = Word.NORM_BURSTS + BURST_WORDS
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 
@@ -163,7 +164,7 @@ def store_baseline(totals: Totals, at: int, mean: float, variance: float, seen: 
 
 def load_bursts(totals: Totals, at: int) -> Bursts:
     """Return what is known of bursts from word ``at`` on."""
-    return Bursts(*totals.floats[at : at + 5])
+    return Bursts(*totals.floats[at : at + BURST_WORDS])
 
 
 def store_bursts(totals: Totals, at: int, bursts: Bursts) -> None:
