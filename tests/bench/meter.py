@@ -152,13 +152,13 @@ class Floor:
     def __init__(self) -> None:
         self._ring = memoryview(bytearray(4096 * 128))
         self._sequence = itertools.count()
-        self._patches: list[Patch] = []
+        self.patches: list[Patch] = []
         self._handles: list[Any] = []
 
     def install(self) -> None:
         """Put the hooks in place."""
         for owner, name in _SITES:
-            self._patches.append(Patch(owner, name, _empty))
+            self.patches.append(Patch(owner, name, _empty))
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
             torch_optimizer.register_optimizer_step_post_hook(self._record),
@@ -166,7 +166,7 @@ class Floor:
 
     def remove(self) -> None:
         """Remove them."""
-        for patch in self._patches:
+        for patch in self.patches:
             patch.undo()
         for handle in self._handles:
             handle.remove()

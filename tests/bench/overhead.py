@@ -1,11 +1,10 @@
-"""What torchobs costs per training step: ``python -m tests.bench.overhead``.
+"""How long torchobs's own code runs in a training step: ``python -m tests.bench.overhead``.
 
-Two figures per workload. *Self-time*: how long our own code runs between real steps, where caches are cold; the mean of
-medians, so that a preemption is not ours. It is given beside the *floor* of the same run, which is empty hooks at the same
-places and one bare record per step: their ratio hardly depends on the machine. What is measured now and then, norms and
-(at level advanced) weights, is given by itself, as a mean over all steps. *Wall*: steps with and without torchobs, in
-turn, block by block, as a ratio of the block medians; it is what a user feels, and noisy. What the meter itself takes is
-timed in the same run and taken out of both.
+Between real steps, where caches are cold; the mean of medians, so that a preemption is not ours. It is given beside the
+*floor* of the same run, which is empty hooks at the same places and one bare record per step: their ratio hardly depends on
+the machine. What is measured now and then, norms and (at level advanced) weights, is given by itself, as a mean over all
+steps. What the meter itself takes is timed in the same run and taken out of both. How much longer a step is for it is
+``tests.bench.wall``'s.
 
 ``--gate`` fails on what our code executes in a step, counted (``tests.bench.operations``), on the ratio to the floor, and on
 our share of a long step. It measures on one thread: two that wait for each other on a busy machine make a step of 2 ms one of
@@ -93,7 +92,6 @@ class Result:
     interval: float
     ratio: float
     """of the bookkeeping to the floor"""
-    walls: list[float]
 
     @property
     def share(self) -> float:
@@ -101,20 +99,7 @@ class Result:
         return (self.bookkeeping_us + self.norms_us) / 1000 / self.step_ms
 
 
-def wall_ratios(name: str, training: Iterator[None], directory: Path, blocks: int | None, level: str) -> list[float]:
-    """Time blocks of steps without torchobs and with it, in turn; return the ratios of neighbours."""
-    _, steps, default_blocks = WORKLOADS[name]
-    ratios = []
-    for _ in range(blocks or default_blocks):
-        plain_ms = run(training, steps)
-        torchobs.init(flight_dir=directory, level=level)
-        run(training, max(3, steps // 4))  # learns the cycle and the interval
-        ratios.append(run(training, steps) / plain_ms)
-        torchobs.shutdown()
-    return sorted(ratios)
-
-
-def measure(name: str, training: Iterator[None], directory: Path, level: str, walls: list[float]) -> Result:
+def measure(name: str, training: Iterator[None], directory: Path, level: str) -> Result:
     """Measure one workload's self-time."""
     number, steps, warm_up_s = ROUNDS[name]
     rounds = []
@@ -125,7 +110,7 @@ def measure(name: str, training: Iterator[None], directory: Path, level: str, wa
         ours_us = meter.ours_us - nothing_us
         rounds.append((step_ms, floor_us, ours_us, meter.norms_us, interval, ours_us / floor_us))
     step_ms, floor_us, ours_us, norms_us, interval, ratio = map(statistics.median, zip(*rounds, strict=True))
-    return Result(name, step_ms, floor_us, ours_us, norms_us, interval, ratio, walls)
+    return Result(name, step_ms, floor_us, ours_us, norms_us, interval, ratio)
 
 
 def meter_alone(training: Iterator[None], steps: int) -> Meter:
@@ -214,15 +199,12 @@ def tight_loop(directory: Path) -> float:
 def table(results: list[Result], tight_us: float) -> str:
     """Render the results as a Markdown table."""
     lines = [
-        "| workload | step | floor | bookkeeping | ratio | now and then | norms, every | share of the step | wall (range) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| workload | step | floor | bookkeeping | ratio | now and then | norms, every | share of the step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        wall = f"{statistics.median(r.walls):.4f} ({r.walls[0]:.3f} to {r.walls[-1]:.3f})" if r.walls else "-"
         times = f"{r.step_ms:.2f} ms | {r.floor_us:.1f} µs | {r.bookkeeping_us:.1f} µs"
-        lines.append(
-            f"| {r.name} | {times} | {r.ratio:.2f} | {r.norms_us:.1f} µs | {r.interval:.1f} | {r.share:.2%} | {wall} |"
-        )
+        lines.append(f"| {r.name} | {times} | {r.ratio:.2f} | {r.norms_us:.1f} µs | {r.interval:.1f} | {r.share:.2%} |")
     return "\n".join([*lines, "", f"The cycle alone in a tight loop: {tight_us:.1f} µs per step."])
 
 
@@ -251,8 +233,7 @@ def main() -> None:
         help=f"which ones: {', '.join(WORKLOADS)} (default: mlp, cnn, gpt)",
     )
     parser.add_argument("--level", default="basic", help="debug level (default: basic)")
-    parser.add_argument("--blocks", type=int, help="blocks of each kind, with and without torchobs")
-    parser.add_argument("--gate", action="store_true", help="exit 1 when something is over its budget; no wall times")
+    parser.add_argument("--gate", action="store_true", help="exit 1 when something is over its budget")
     options = parser.parse_args()
     if unknown := sorted(set(options.workloads) - set(WORKLOADS)):
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
@@ -272,8 +253,7 @@ def main() -> None:
                     how = "compiled" if native else "in Python"
                     print(f"{name}, {how}: {counts.plain}, where norms are measured {counts.measuring}")
                     problems += over_ceiling(name, counts, native=native, room=ROOM)
-            walls = [] if options.gate else wall_ratios(name, training, directory, options.blocks, options.level)
-            results.append(measure(name, training, directory, options.level, walls))
+            results.append(measure(name, training, directory, options.level))
         print(table(results, tight_loop(directory)))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

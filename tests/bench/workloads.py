@@ -145,10 +145,10 @@ def pinn(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
 
 
 WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int, int]] = {
-    "mlp": (mlp, 400, 8),
-    "compiled": (compiled, 400, 8),
-    "cnn": (cnn, 15, 5),
-    "gpt": (gpt, 12, 5),
-    "pinn": (pinn, 200, 8),
+    "mlp": (mlp, 40, 200),
+    "compiled": (compiled, 40, 200),
+    "cnn": (cnn, 15, 20),
+    "gpt": (gpt, 12, 20),
+    "pinn": (pinn, 40, 60),
 }
-"""Name → (training, steps per block, blocks of each kind)."""
+"""Name → (training, steps per block, pairs of blocks with and without an observer)."""

@@ -1,0 +1,135 @@
+"""How much longer a step is with torchobs's hooks, and with the floor's: ``python -m tests.bench.wall``.
+
+Blocks of steps with the hooks and without, in turn, in one process: the machine is the same for both, and a hundred pairs of
+blocks tell microseconds apart where pairs of processes do not tell per cents. The session goes on meanwhile, so that its
+sampler thread is in both. It is more than what the hooks take themselves (``tests.bench.overhead``): code that has run in
+between has driven the training's own out of the processor's caches. The floor (empty hooks and one record a step) shows how
+much of that any such tool costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+import torchobs
+from tests.bench.meter import Floor
+from tests.bench.peers import interval_of_median
+from tests.bench.workloads import WORKLOADS
+from torchobs.probes.core import patch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LEFT_OUT = 5
+"""What part of a block's steps comes first and does not count: the processor and Python's interpreter get used to the change"""
+_HOOKS: tuple[dict[int, Any], ...] = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+
+
+class Switch:
+    """Takes patches and optimizer hooks away, and puts them back."""
+
+    def __init__(self, patches: list[patch.Patch]) -> None:
+        self._patches, self._hooks = patches, [dict(hooks) for hooks in _HOOKS]
+
+    def turn(self, *, on: bool) -> None:
+        """Have the training call them, or not."""
+        for replaced in self._patches:
+            setattr(replaced.owner, replaced.attribute, replaced.replacement if on else replaced.original)
+        for hooks, kept in zip(_HOOKS, self._hooks, strict=True):
+            hooks.clear()
+            if on:
+                hooks.update(kept)
+
+
+@contextmanager
+def floor() -> Iterator[Switch]:
+    """The least that any such tool does."""
+    installed = Floor()
+    installed.install()
+    switch = Switch(installed.patches)
+    try:
+        yield switch
+    finally:
+        switch.turn(on=True)
+        installed.remove()
+
+
+@contextmanager
+def watched(directory: Path, level: str) -> Iterator[Switch]:
+    """A session of torchobs, whose sampler thread does not look whether its hooks are in place."""
+    torchobs.init(flight_dir=directory, level=level)
+    switch, active = Switch(patch.active()), patch._active[:]
+    patch._active.clear()
+    try:
+        yield switch
+    finally:
+        switch.turn(on=True)
+        patch._active[:] = active
+        torchobs.shutdown()
+
+
+def longer_us(training: Iterator[None], switch: Switch, steps: int, pairs: int) -> tuple[float, list[float]]:
+    """Return the median step without the hooks and how much longer it is with them, of each pair of blocks, sorted; in µs."""
+    plain, differences = [], []
+    for pair in range(pairs):
+        medians = {}
+        for on in (pair % 2 == 0, pair % 2 == 1):
+            switch.turn(on=on)
+            lengths = []
+            for _ in range(steps):
+                begun = perf_counter_ns()
+                next(training)
+                lengths.append(perf_counter_ns() - begun)
+            medians[on] = statistics.median(lengths[steps // LEFT_OUT :]) / 1000
+        plain.append(medians[False])
+        differences.append(medians[True] - medians[False])
+    return statistics.median(plain), sorted(differences)
+
+
+def rows(name: str, directory: Path, level: str, pairs: int | None) -> Iterator[str]:
+    """Measure one training; yield the lines of the table."""
+    make, steps, pairs_by_default = WORKLOADS[name]
+    training = make()
+    for kind, observed in (("floor", floor()), ("torchobs", watched(directory, level))):
+        with observed as switch:
+            for _ in range(steps * 4):  # the session learns the cycle
+                next(training)
+            plain_us, differences = longer_us(training, switch, steps, pairs or pairs_by_default)
+        median, (least, most, _) = statistics.median(differences), interval_of_median(differences)
+        longer = f"{median:.1f} µs | {least:.1f} to {most:.1f} µs | {median / plain_us:.2%}"
+        yield f"| {name} | {kind} | {plain_us / 1000:.2f} ms | {longer} |"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=["mlp"], help=f"which ones: {', '.join(WORKLOADS)} (default: mlp)")
+    parser.add_argument("--level", default="basic", help="debug level (default: basic)")
+    parser.add_argument("--pairs", type=int, help="of blocks of steps, with and without the hooks")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.workloads) - set(WORKLOADS)):
+        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    torch.set_num_threads(1)
+    shm = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
+    print("| training | with | step | longer by | 95 % interval | of the step |\n|---|---|---|---|---|---|")
+    try:
+        for name in options.workloads:
+            for row in rows(name, directory, options.level, options.pairs):
+                print(row, flush=True)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
