@@ -30,12 +30,11 @@ _LEAST_NAMED = 0.01
 
 
 class _Watched(NamedTuple):
-    """The run that this process belongs to, and whether this node has an exporter."""
+    """The run that this process belongs to."""
 
     directory: str
     run_id: str
     pid: int
-    exporter: bool
 
 
 class Summary:
@@ -55,7 +54,7 @@ class Summary:
         if self._quiet or not session.settings.summary or not os.isatty(_STDERR):
             return
         directory = str(Path(writer.path).parent)
-        self._watched = _Watched(directory, session.identity.run_id, os.getpid(), session.settings.exporter)
+        self._watched = _Watched(directory, session.identity.run_id, os.getpid())
         if session.settings.exporter:
             threading.Thread(target=self._say_address, name="torchobs-address", daemon=True).start()
 

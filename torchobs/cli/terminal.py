@@ -18,7 +18,6 @@ _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _KEYS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"k": "up", b"j": "down"}
 _QUIT = (b"q", b"Q", b"\x04")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-GONE = "gone"
 QUIT = "quit"
 
 

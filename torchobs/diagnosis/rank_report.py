@@ -88,7 +88,6 @@ class SpanFact(NamedTuple):
     name: str
     start_s: float
     end_s: float
-    failed: bool
     attributes: Mapping[str, Any]
 
 
@@ -247,7 +246,7 @@ def spans_of(frames: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[SpanFact,
             continue
         if isinstance(name, str) and 0 <= begun_ns <= ended_ns < _FAR:
             given = attributes if isinstance(attributes, dict) else {}
-            found.append(SpanFact(name, begun_ns / 1e9, ended_ns / 1e9, frame.get("status") == "error", given))
+            found.append(SpanFact(name, begun_ns / 1e9, ended_ns / 1e9, given))
     return tuple(found)
 
 

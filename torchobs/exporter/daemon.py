@@ -176,7 +176,6 @@ class _Service:
         ranks, last_s = self._snapshots.latest.ranks, self._scrapers.last_s
         ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
         return ServiceStatus(
-            ranks=len(ranks),
             alive=sum(rank.up for rank in ranks),
             last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
             unscraped_final=sum(not self._scrapers.got(number) for number in ended),

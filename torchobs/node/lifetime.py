@@ -24,10 +24,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """Number and state of the ranks, by which a node's exporter decides when to leave."""
+    """State of the ranks, by which a node's exporter decides when to leave."""
 
-    ranks: int
-    """ranks served"""
     alive: int
     """ranks with a living process"""
     last_scrape_age_s: float | None

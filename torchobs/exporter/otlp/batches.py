@@ -192,10 +192,6 @@ class Logs:
             del self._logs[gone]
         return packed(records, log_encoder.request_of)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._rings.keep(())
-
 
 def _own_resource() -> Resource:
     return _resource("torchobs-exporter", str(uuid.uuid4()), {"service.version": __version__, "process.pid": os.getpid()})

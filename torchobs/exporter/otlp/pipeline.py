@@ -40,8 +40,9 @@ class PushPipeline:
         self._senders = [Sender(name, queue, self._transports[name]) for name, queue in self._queues.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
-        self._traces = Traces(RingReader(exporter, born_ns - OLDER_NS), with_events=config.span_events)
-        self._logs = Logs(RingReader(exporter, born_ns - OLDER_NS))
+        self._rings = [RingReader(exporter, born_ns - OLDER_NS) for _ in range(2)]
+        self._traces = Traces(self._rings[0], with_events=config.span_events)
+        self._logs = Logs(self._rings[1])
         self._ended: set[str] = set()
         self._replaced_since: dict[str, Rank] = {}
         """ranks replaced by other incarnations since the last snapshot that was processed"""
@@ -106,8 +107,8 @@ class PushPipeline:
             self._ended = {rank.incarnation for rank in (*scrape.snapshot.ranks, *scrape.snapshot.left) if not rank.up}
             with self._changed:
                 self._final = self._final and self._scrape is not None  # one handed over meanwhile is the final one
-        self._traces.keep(())
-        self._logs.close()
+        for rings in self._rings:
+            rings.close()
 
     def _next(self) -> tuple[ScrapeInput, bool] | None:
         with self._changed:
