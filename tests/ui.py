@@ -7,9 +7,10 @@ import json
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
+from torchobs import catalog
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import ZeroRate
-from torchobs.diagnosis.status import NO_REPLICAS, Replicas, last_loss, rank_status
+from torchobs.diagnosis.status import NO_REPLICAS, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon
 from torchobs.exporter.ui import data as page_data
 from torchobs.exporter.ui import sse
@@ -55,8 +56,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
     plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
     known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
     readings = Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})})
-    status = rank_status(
-        readings.get,
+    status = RankStatus(
         rank=str(rank),
         state=state,
         reason=reason,
@@ -65,14 +65,16 @@ def row(  # noqa: PLR0913  # each is what some test is about
         recorded=recorded,
         beat_age_s=age_s,
         progress_age_s=None if reason else age_s,
-        per_s=PACE.per_s if state == "alive" and phase != "idle" and recorded and not reason else None,
+        steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, newest_loss),
-        slowness=slow,
-        lately=lately,
+        per_s=PACE.per_s if state == "alive" and phase != "idle" and recorded and not reason else None,
+        lately=lately or {},
         mistakes=mistakes,
+        slowness=slow,
         replicas=replicas,
-        rate=rate,
+        zero_rate=rate,
     )
+    status = completed(status, readings.get, readings.of)
     return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, None)
 
 

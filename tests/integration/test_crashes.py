@@ -12,7 +12,6 @@ import pytest
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
-from torchobs.exporter import exporter_metrics
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks.scanner import Scanner
 
@@ -74,7 +73,7 @@ def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: 
     scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)))
     try:
         (rank,) = wait_until(lambda: [rank for rank in scanner.scan().ranks if not rank.up])
-        assert (rank.state, exporter_metrics.ending(rank)) == ("failed", "crashed")
+        assert (rank.state, rank.reason) == ("failed", "crashed")
     finally:
         scanner.close()
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.exporter import exporter_metrics
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks.scanner import Scanner
 
@@ -105,7 +104,7 @@ def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of th
     child.send_signal(number)
     assert child.wait(timeout=30) == status
     rank = seen()
-    assert (rank.state, exporter_metrics.ending(rank)) == (state, reason)
+    assert (rank.state, rank.reason) == (state, reason)
 
 
 def open_files(pid: int) -> list[str]:
@@ -133,7 +132,7 @@ def test_the_mark_moves_with_the_lock(
     child.terminate()
     assert child.wait(timeout=30) == -signal.SIGTERM
     assert lock.stat().st_size > 0
-    assert exporter_metrics.ending(seen()) == "terminated"
+    assert seen().reason == "terminated"
 
 
 def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
@@ -170,7 +169,7 @@ def test_a_second_session_marks_after_a_handler_has_come_and_gone(
     child = begin(start, flight_dir, script)
     child.terminate()
     assert child.wait(timeout=30) == -signal.SIGTERM
-    assert exporter_metrics.ending(seen()) == "terminated"
+    assert seen().reason == "terminated"
 
 
 def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> None:

@@ -371,8 +371,8 @@ def test_norms_are_compared_only_where_ddp_averages_whole_gradients() -> None:
     """A shard's norm is a rank's own."""
     norms, one = {3: 1.0}, ("gloo", "ddp", "")
     for found in ([one], [("nccl", "ddp+tensor", "dp=4,tp=2")], {one: 1.0}):
-        assert alike_norms(norms, distributed=found, norm_ranks=None) == norms
-        assert alike_norms(norms, distributed=found, norm_ranks=1.0) == norms
-        assert alike_norms(norms, distributed=found, norm_ranks=2.0) == {}
+        assert alike_norms(norms, found, None) == norms
+        assert alike_norms(norms, found, 1.0) == norms
+        assert alike_norms(norms, found, 2.0) == {}
     for other in ([], [("gloo", "fsdp2", "")], [("gloo", "", "")]):
-        assert alike_norms(norms, distributed=other, norm_ranks=1.0) == {}
+        assert alike_norms(norms, other, 1.0) == {}

@@ -99,7 +99,7 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, events: bool, logged: 
             lately = recent_anomalies(anomalies_of(told), time.time())
             known = newest(records)
             replicas, steps = replicas_of(told, known.losses), steps_of(records, file.header)
-            return RankView(rank, steps, pace(records), found, lately, mistakes_of(told), replicas, known.zero_rate)
+            return RankView(rank, steps, pace(records), found, lately, mistakes_of(told), replicas, known)
     except READ_ERRORS:
         return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -14,25 +14,23 @@ from torchobs.cli.table import Column, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.detect import stragglers
 from torchobs.detect.stragglers import Slowness
-from torchobs.detect.zero_rates import ZeroRate
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
-from torchobs.diagnosis.rank_report import Step, by_attributes, values_of
+from torchobs.diagnosis.rank_report import Step
 from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import (
     NO_REPLICAS,
+    NOTHING_NEW,
+    Newest,
     RankStatus,
     Replicas,
     RunStatus,
-    alike_norms,
     last_known,
-    last_loss,
-    rank_status,
+    left_s,
+    status_of,
 )
-from torchobs.exporter import exporter_metrics
-from torchobs.flight.metrics.throughput import Throughput, time_left_s
-from torchobs.flight.reader.decode import Distribution, Value
-from torchobs.ranks import collectives
+from torchobs.flight.metrics.throughput import Throughput
+from torchobs.ranks.metric_values import Readings, readings_of
 from torchobs.ranks.snapshot import Rank
 from torchobs.ranks.state import PATIENT_PHASES
 
@@ -65,22 +63,17 @@ class RankView:
     mistakes: tuple[str, ...] = ()
     """of the training loop"""
     replicas: Replicas = NO_REPLICAS
-    zero_rate: ZeroRate | None = None
+    newest: Newest = NOTHING_NEW
 
     @cached_property
-    def values(self) -> Mapping[tuple[str, ...], Value]:
-        """Its values by series name and attribute values."""
-        return values_of(self.rank.view)
-
-    def value(self, metric: catalog.Metric, *attributes: str) -> float | None:
-        """Return the value of a series; ``None`` if absent."""
-        found = self.values.get((metric.name, *attributes))
-        return None if isinstance(found, Distribution) else found
+    def readings(self) -> Readings:
+        """Its values."""
+        return readings_of(self.rank)
 
     @property
     def anomalous(self) -> bool:
         """True if an anomaly is active now."""
-        return any(self.value(catalog.ANOMALY_ACTIVE, kind) for kind in catalog.ANOMALY_KINDS)
+        return any(self.readings.get(catalog.ANOMALY_ACTIVE, kind) for kind in catalog.ANOMALY_KINDS)
 
     @property
     def speed(self) -> Throughput | None:
@@ -140,31 +133,11 @@ def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termi
 
 
 def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
-    rank = one.rank
-    return rank_status(
-        one.value,
-        rank=rank.rank,
-        state=rank.state,
-        reason="" if rank.up else exporter_metrics.ending(rank),
-        up=rank.up,
-        phase=rank.view.live.phase if rank.up else None,
-        recorded=rank.view.live.steps_since_ns is not None,
-        beat_age_s=rank.beat_age_s,
-        progress_age_s=rank.progress_age_s,
-        per_s=one.speed.per_s if one.speed else None,
-        loss=last_loss(one.value, last_known([step.loss for step in one.steps])),
-        slowness=slow.get(rank.incarnation),
-        lately=one.lately,
-        mistakes=one.mistakes,
-        replicas=one.replicas,
-        rate=one.zero_rate,
-        alike=alike_norms(
-            {step.step: step.grad_norm for step in one.steps if step.grad_norm is not None},
-            distributed=[key[1:] for key in one.values if key[0] == catalog.DISTRIBUTED_INFO.name],
-            norm_ranks=one.value(catalog.GRAD_NORM_RANKS),
-        ),
-        collectives=collectives.group_progress(partial(by_attributes, one.values)),
+    per_s = one.speed.per_s if one.speed else None
+    status = status_of(
+        one.rank, one.readings, one.newest, per_s=per_s, replicas=one.replicas, mistakes=one.mistakes, lately=one.lately
     )
+    return replace(status, slowness=slow.get(one.rank.incarnation))
 
 
 def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle, room: int, first: int) -> Iterator[str]:
@@ -204,17 +177,12 @@ def _heading(run: Sequence[RankView], style: TerminalStyle, now: str) -> str:
 
 def _progress(run: Sequence[RankView]) -> str:
     first = run[0]
-    total = first.value(catalog.STEPS_PLANNED)
+    total = first.readings.get(catalog.STEPS_PLANNED)
     if not total or not first.steps:
         return ""
-    left_s = max((left_s for one in run if (left_s := _left_s(one)) is not None), default=None)
-    time_left = "" if left_s is None else f", {text_format.duration(left_s)} left"
+    most_s = max((seconds for one in run if (seconds := left_s(one.readings.get, one.speed)) is not None), default=None)
+    time_left = "" if most_s is None else f", {text_format.duration(most_s)} left"
     return f"  step {first.steps[-1].step:,} of {total:,.0f}{time_left}"
-
-
-def _left_s(one: RankView) -> float | None:
-    aside_s = sum(one.value(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
-    return time_left_s(one.speed, int(one.value(catalog.STEPS) or 0), one.value(catalog.STEPS_PLANNED) or 0, aside_s)
 
 
 def _curves(run: Sequence[RankView], style: TerminalStyle) -> list[str]:
@@ -266,7 +234,7 @@ def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
 
 def _work(one: RankView) -> tuple[str, str, str]:
     """Return tokens a second, else samples, and the share of the devices' peak; empty where unknown."""
-    pace, share = one.speed, one.value(catalog.MFU)
+    pace, share = one.speed, one.readings.get(catalog.MFU)
     tokens, samples = (pace.tokens_per_s, pace.samples_per_s) if pace else (None, None)
     told = text_format.rate(tokens) if tokens else "", text_format.rate(samples) if samples and not tokens else ""
     return *told, text_format.percent(share) if pace and share is not None else ""
@@ -285,14 +253,14 @@ def _shares(phases: Mapping[str, float]) -> list[str]:
 
 def _memory(one: RankView) -> str:
     """Return the fullest device's memory with its limit, else the process's resident set."""
-    devices = [device for name, *device in one.values if name == catalog.MEMORY_DEVICE_RESERVED.name]
+    devices = one.readings.of(catalog.MEMORY_DEVICE_RESERVED)
     if not devices:
-        return text_format.size(one.value(catalog.MEMORY_HOST_RSS))
-    fullest = max(devices, key=lambda device: one.value(catalog.MEMORY_DEVICE_RESERVED, *device) or 0.0)
-    used, limit = (one.value(metric, *fullest) for metric in (catalog.MEMORY_DEVICE_RESERVED, catalog.MEMORY_DEVICE_LIMIT))
-    return text_format.size(used) + (f" of {text_format.size(limit)}" if limit is not None else "")
+        return text_format.size(one.readings.get(catalog.MEMORY_HOST_RSS))
+    fullest = max(devices, key=lambda device: devices[device])
+    limit = one.readings.get(catalog.MEMORY_DEVICE_LIMIT, *fullest)
+    return text_format.size(devices[fullest]) + (f" of {text_format.size(limit)}" if limit is not None else "")
 
 
 def _anomalies(one: RankView) -> str:
-    counts = {kind: one.value(catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
+    counts = {kind: one.readings.get(catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
     return ", ".join(f"{kind.replace('_', ' ')} {text_format.count(count)}" for kind, count in counts.items() if count)

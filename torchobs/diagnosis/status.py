@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
@@ -19,7 +19,10 @@ from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.metrics.throughput import Throughput, time_left_s
 from torchobs.ranks.collectives import group_progress
+from torchobs.ranks.metric_values import Readings
+from torchobs.ranks.snapshot import Rank
 
 LAST_LOSSES = 64
 _LARGEST = 1e150
@@ -158,7 +161,7 @@ def last_losses(losses: Mapping[int, float]) -> dict[int, float]:
 
 
 def alike_norms(
-    norms: Mapping[int, float], *, distributed: Iterable[Sequence[str]], norm_ranks: float | None
+    norms: Mapping[int, float], distributed: Iterable[Sequence[str]], norm_ranks: float | None
 ) -> Mapping[int, float]:
     """Return the norms if DistributedDataParallel makes them the same on all ranks; else none.
 
@@ -204,68 +207,67 @@ def waiting_share(get: Get, *, up: bool) -> float | None:
     return starvation.waiting_share(phases["data"], trained_s)
 
 
-def rank_status(  # noqa: PLR0913  # fields not available from ``get``
-    get: Get,
-    *,
-    rank: str,
-    state: str,
-    reason: str,
-    up: bool,
-    phase: str | None,
-    recorded: bool,
-    beat_age_s: float,
-    progress_age_s: float | None,
-    per_s: float | None,
-    loss: float | None,
-    slowness: Slowness | None = None,
-    lately: Mapping[str, int] | None = None,
-    mistakes: Iterable[str] = (),
-    steps: int | None = None,
-    alike: Mapping[int, float] | None = None,
-    replicas: Replicas = NO_REPLICAS,
-    rate: ZeroRate | None = None,
-    collectives: Mapping[str, GroupProgress] | None = None,
-) -> RankStatus:
-    """Return a rank's status; ``get`` looks up its values.
+def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> RankStatus:
+    """Return the status with what the rank's values tell, and its norms and zero rate only as far as they mean something.
 
-    ``loss``, ``alike``, ``collectives``: of :func:`last_loss`, :func:`alike_norms`, ``ranks.collectives.group_progress``.
+    ``get``, ``of``: look up a value of a metric, and all values of one by those of its attributes.
     """
-    return RankStatus(
-        rank=rank,
-        state=state,
-        reason=reason,
-        up=up,
-        phase=phase,
-        recorded=recorded,
-        beat_age_s=beat_age_s,
-        progress_age_s=progress_age_s,
-        steps=int(get(catalog.STEPS) or 0) if steps is None else steps,
-        loss=loss,
-        per_s=per_s,
+    return replace(
+        status,
         anomalies=tuple(kind for kind in catalog.ANOMALY_KINDS if get(catalog.ANOMALY_ACTIVE, kind)),
         counted={kind: int(get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS},
-        lately=lately or {},
-        mistakes=tuple(mistakes),
         no_progress=next((cause for cause in catalog.PROGRESS_CAUSES if get(catalog.PROGRESS_BLOCKED, cause)), ""),
         scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
         saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),
         saves_failed_last=get(catalog.CHECKPOINT_FAILURE_STREAK),
         given_up=int(get(catalog.COMPILE_FAILURES, "recompile_limit") or 0),
-        waiting=waiting_share(get, up=up),
-        slowness=slowness,
+        waiting=waiting_share(get, up=status.up),
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
-        alike_norms=alike or {},
-        replicas=replicas,
-        zero_rate=None if rate is None or _others_are_above_zero(get) else rate,
-        collectives=collectives or {},
+        alike_norms=alike_norms(status.alike_norms, of(catalog.DISTRIBUTED_INFO), get(catalog.GRAD_NORM_RANKS)),
+        zero_rate=None if _others_are_above_zero(get) else status.zero_rate,
+        collectives=group_progress(of),
     )
+
+
+def status_of(
+    rank: Rank, readings: Readings, known: Newest, *, per_s: float | None, replicas: Replicas, mistakes: tuple[str, ...],
+    lately: Mapping[str, int],
+) -> RankStatus:  # fmt: skip
+    """Return the status of a rank of a snapshot, with what its records and events tell."""
+    live = rank.view.live
+    status = RankStatus(
+        rank=rank.rank,
+        state=rank.state,
+        reason=rank.reason,
+        up=rank.up,
+        phase=live.phase if rank.up else None,
+        recorded=live.steps_since_ns is not None,
+        beat_age_s=rank.beat_age_s,
+        progress_age_s=rank.progress_age_s,
+        steps=int(readings.get(catalog.STEPS) or 0),
+        loss=last_loss(readings.get, known.loss),
+        per_s=per_s,
+        lately=lately,
+        mistakes=mistakes,
+        slowness=rank.standing.slowness if rank.standing else None,
+        alike_norms=known.norms,
+        replicas=replicas,
+        zero_rate=known.zero_rate,
+    )
+    return completed(status, readings.get, readings.of)
 
 
 def _others_are_above_zero(get: Get) -> bool:
     """Return True if the learning rate of another parameter group may be."""
     others = [get(catalog.LEARNING_RATE, str(group)) for group in range(1, OTHER_GROUPS + 1)]
     return others[-1] is not None or any(others)
+
+
+def left_s(get: Get, found: Throughput | None) -> float | None:
+    """Return the estimated time for the remaining steps, in seconds, at that throughput; ``None`` if unknown."""
+    aside_s = sum(get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
+    return time_left_s(found, int(get(catalog.STEPS) or 0), get(catalog.STEPS_PLANNED) or 0, aside_s)
 
 
 def recent_anomalies(anomalies: Iterable[tuple[float, str, int]], now_s: float) -> Mapping[str, int]:
@@ -350,8 +352,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
     """Return the status of a rank from its report. ``now_s``: Unix time, by default its last sign of life."""
     last_s = report.last_s if now_s is None else now_s
     trains = report.state == "alive" and report.phase != "idle"
-    return rank_status(
-        report.value,
+    status = RankStatus(
         rank=report.rank,
         state=report.state,
         reason=report.reason,
@@ -360,20 +361,16 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         recorded=True,
         beat_age_s=max(0.0, last_s - report.last_s),
         progress_age_s=max(0.0, last_s - (report.steps[-1].end_s if report.steps else report.start_s)),
-        per_s=report.pace.per_s if trains and report.pace else None,
+        steps=int(report.value(catalog.STEPS) or report.last_step),
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
+        per_s=report.pace.per_s if trains and report.pace else None,
         lately=recent_anomalies(anomalies_of(report.events), last_s),
         mistakes=mistakes_of(report.events),
+        alike_norms={one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
         replicas=replicas_of(report.events, {step.step: step.loss for step in report.steps if step.loss is not None}),
-        rate=zero_rate([(step.step, step.learning_rate) for step in report.steps]),
-        steps=int(report.value(catalog.STEPS) or report.last_step),
-        alike=alike_norms(
-            {one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
-            distributed=[key[1:] for key in report.values if key[0] == catalog.DISTRIBUTED_INFO.name],
-            norm_ranks=report.value(catalog.GRAD_NORM_RANKS),
-        ),
-        collectives=group_progress(partial(by_attributes, report.values)),
+        zero_rate=zero_rate([(step.step, step.learning_rate) for step in report.steps]),
     )
+    return completed(status, report.value, partial(by_attributes, report.values))
 
 
 def last_known(values: Sequence[float | None]) -> float | None:

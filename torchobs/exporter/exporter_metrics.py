@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.ranks import labels
-from torchobs.ranks import state as rank_state
-from torchobs.ranks.state import last_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -89,9 +87,8 @@ def of_rank(rank: Rank) -> Iterator[Sample]:
         yield Sample(catalog.RANK_PROGRESS_AGE, _NO_LABELS, rank.progress_age_s)
     yield Sample(catalog.RANK_START_TIME, _NO_LABELS, header.wall_ns / 1e9)
     yield Sample(catalog.RANK_RESTARTS, _NO_LABELS, labels.number(header.resource, "restart") or 0)
-    reason = ending(rank)
-    if reason:
-        yield _ENDINGS[reason]
+    if not rank.up:
+        yield _ENDINGS[rank.reason]
     yield Sample(catalog.RANK_INFO, rank.info, 1.0)
     world_size = labels.number(header.resource, "world_size")
     if world_size is not None:
@@ -118,12 +115,6 @@ def _of_run(run: RunSummary) -> Iterator[Sample]:
         yield Sample(catalog.RUN_MISSING_RANKS, own, run.missing)
     if run.grad_norm is not None:
         yield Sample(catalog.RUN_GRAD_NORM, own, run.grad_norm)
-
-
-def ending(rank: Rank) -> str:
-    """Return why a rank ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
-    live = rank.view.live
-    return "" if rank.up else rank_state.ending(live.exit_reason, live.exit_code, last_memory(rank.view))[1]
 
 
 def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sample]:

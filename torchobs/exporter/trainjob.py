@@ -23,10 +23,9 @@ from urllib.parse import urlsplit
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.diagnosis.status import last_loss, newest
-from torchobs.exporter.api.serializers import readings_of
-from torchobs.exporter.exporter_metrics import ending
-from torchobs.flight.metrics.throughput import RECORDS, pace, time_left_s
+from torchobs.diagnosis.status import last_loss, left_s, newest
+from torchobs.flight.metrics.throughput import RECORDS, pace
+from torchobs.ranks.metric_values import readings_of
 from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def status_of(rank: Rank, records: Sequence[StepRecord], now: datetime) -> Statu
     Progress is of the whole run, also after a restart from a checkpoint: the planned steps are those from there on. It is
     complete when the training has finished, and not before, for an evaluation or a checkpoint may follow the last step.
     """
-    readings, finished = readings_of(rank), ending(rank) == "finished"
+    readings, finished = readings_of(rank), rank.reason == "finished"
     before, steps, planned = (
         readings.get(metric) or 0.0 for metric in (catalog.STEPS_RESUMED_FROM, catalog.STEPS, catalog.STEPS_PLANNED)
     )
@@ -149,10 +148,9 @@ def status_of(rank: Rank, records: Sequence[StepRecord], now: datetime) -> Statu
         done = _COMPLETE * (before + steps) / (before + planned)
         status["progressPercentage"] = max(0, min(int(done), _COMPLETE - 1))
     found = pace(records) if rank.state == "alive" else None
-    aside_s = sum(readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
-    left_s = time_left_s(found, int(steps), planned, aside_s)
-    if left_s is not None and not finished:
-        status["estimatedRemainingSeconds"] = min(round(left_s), _INT32_MAX)
+    remaining_s = left_s(readings.get, found)
+    if remaining_s is not None and not finished:
+        status["estimatedRemainingSeconds"] = min(round(remaining_s), _INT32_MAX)
     metrics = {"step": f"{before + steps:.0f}", **dict(_metrics(readings, newest(records).loss))}
     status["metrics"] = [{"name": name, "value": text} for name, text in metrics.items()]
     return status

@@ -34,6 +34,15 @@ class Readings:
         return self._values.get(metric.name, {})
 
 
+def readings_of(rank: Rank) -> Readings:
+    """Return a rank's values as in its file: of a dead rank all, and not only those that stay on the metrics page."""
+    values: dict[str, dict[Key, float]] = {}
+    for series, value in rank.view.points:
+        if series.scope is None and not isinstance(value, Distribution):
+            values.setdefault(series.name, {})[tuple(str(text) for _, text in series.attributes)] = value
+    return Readings(values)
+
+
 class Reader:
     """Reads a fixed set of metrics repeatedly."""
 

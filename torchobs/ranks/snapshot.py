@@ -10,6 +10,7 @@ from torchobs import catalog
 from torchobs.detect.stragglers import Slowness
 from torchobs.flight.reader.reader import View
 from torchobs.ranks.exemplars import Shown
+from torchobs.ranks.state import ending, last_memory
 
 STATUSES = ("served", "superseded", "expired", "bad")
 REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
@@ -85,6 +86,12 @@ class Rank:
     standing: RankStanding | None = None
     """comparison within its run on this machine; None: it is alone or dead"""
     exemplars: Shown = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
+        live = self.view.live
+        return "" if self.up else ending(live.exit_reason, live.exit_code, last_memory(self.view))[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.flight.files.control import LEVELS
 from torchobs.flight.reader.decode import Distribution
-from torchobs.ranks.metric_values import Readings
+from torchobs.ranks.metric_values import readings_of
 
 if TYPE_CHECKING:
     from torchobs.flight.format.layout import Header
@@ -67,15 +67,6 @@ def layers(rank: Rank) -> list[dict[str, Any]]:
         if isinstance(layer, str) and not isinstance(point.value, Distribution):
             by_layer.setdefault(layer, {})[point.series.name] = point.value
     return [{"layer": layer, "values": values} for layer, values in by_layer.items()]
-
-
-def readings_of(rank: Rank) -> Readings:
-    """Return a rank's values as in its file: of a dead rank all, and not only those that stay on the metrics page."""
-    values: dict[str, dict[tuple[str, ...], float]] = {}
-    for series, value in rank.view.points:
-        if series.scope is None and not isinstance(value, Distribution):
-            values.setdefault(series.name, {})[tuple(str(text) for _, text in series.attributes)] = value
-    return Readings(values)
 
 
 def level_name(level: int) -> str:

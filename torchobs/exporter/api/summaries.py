@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
-from torchobs.exporter.api.serializers import level_name, named, readings_of
-from torchobs.ranks.metric_values import Readings
+from torchobs.exporter.api.serializers import level_name, named
+from torchobs.ranks.metric_values import Readings, readings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

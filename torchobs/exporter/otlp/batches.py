@@ -159,7 +159,7 @@ class Traces:
         spans += spans_of(trace, trace.take(self._rings.fresh(rank, wall_ns)))
         if not rank.up:
             last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
-            spans += spans_of(trace, trace.finish(exporter_metrics.ending(rank), last_ns))
+            spans += spans_of(trace, trace.finish(rank.reason, last_ns))
 
 
 class Logs:

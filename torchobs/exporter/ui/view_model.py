@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis.health import Health, health
-from torchobs.diagnosis.status import (
-    RankStatus,
-    RunStatus,
-    alike_norms,
-    last_grad_norm,
-    last_loss,
-    rank_status,
-    recent_anomalies,
-)
-from torchobs.exporter import exporter_metrics
+from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, left_s, recent_anomalies, status_of
 from torchobs.exporter.ui.data import NO_DETAILS
 from torchobs.exporter.ui.events import log_of
-from torchobs.flight.metrics.throughput import time_left_s
 from torchobs.ranks import collectives, labels
 from torchobs.ranks.incarnations import DIGITS
 from torchobs.ranks.metric_values import Reader
@@ -143,8 +133,7 @@ class Row:
     @property
     def left_s(self) -> float | None:
         """Estimated time for the remaining steps, in seconds; ``None`` if unknown."""
-        aside = [self.readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint")]
-        return time_left_s(self.speed, self.status.steps, self.readings.get(catalog.STEPS_PLANNED) or 0, sum(aside))
+        return left_s(self.readings.get, self.speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,31 +199,15 @@ class Modeller:
 
     def _row(self, rank: Rank, details: RankDetails) -> Row:
         readings, live, pace = self._reader.read(rank), rank.view.live, details.pace
-        recorded = live.steps_since_ns is not None
-        trains = rank.state == "alive" and live.phase != "idle" and recorded
-        status = rank_status(
-            readings.get,
-            rank=rank.rank,
-            state=rank.state,
-            reason="" if rank.up else exporter_metrics.ending(rank),
-            up=rank.up,
-            phase=live.phase if rank.up else None,
-            recorded=recorded,
-            beat_age_s=rank.beat_age_s,
-            progress_age_s=rank.progress_age_s,
+        trains = rank.state == "alive" and live.phase != "idle" and live.steps_since_ns is not None
+        status = status_of(
+            rank,
+            readings,
+            details.newest,
             per_s=pace.per_s if trains and pace else None,
-            loss=last_loss(readings.get, details.newest.loss),
-            slowness=rank.standing.slowness if rank.standing else None,
-            mistakes=details.events.mistakes,
             replicas=details.replicas,
-            rate=details.newest.zero_rate,
+            mistakes=details.events.mistakes,
             lately=recent_anomalies(((one.at_s, one.anomaly, one.number) for one in details.events.newest), time.time()),
-            alike=alike_norms(
-                details.newest.norms,
-                distributed=readings.of(catalog.DISTRIBUTED_INFO),
-                norm_ranks=readings.get(catalog.GRAD_NORM_RANKS),
-            ),
-            collectives=collectives.group_progress(readings.of),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
         return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))
@@ -272,7 +245,7 @@ def model(
         layers=_layers(focus.readings, choice.layers) if focus else (),
         evidence=tuple(islice(_evidence_of(run, evidence), MOST_EVIDENCE)),
         total_steps=total or None,
-        left_s=max((left_s for row in rows if (left_s := row.left_s) is not None), default=None),
+        left_s=max((seconds for row in rows if (seconds := row.left_s) is not None), default=None),
         now_s=now_s,
     )
 
