@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchobs import catalog
 from torchobs.detect import hang as detect_hang
 from torchobs.detect.hang import Blamed
 from torchobs.diagnosis import hang, text_format
 from torchobs.diagnosis.health import ERROR, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import RankStatus, compared
+from torchobs.ranks import state
 
 _MOST_NAMED = 8
-_AT_ONCE_S = 0.5
-"""A rank that vanished died up to a heartbeat's interval after its last one."""
 _IN_BACKWARD = "_engine_run_backward"
 """Where what a collective raises in backward comes out, after which the phase is another"""
 _WHAT = {"collective": "A collective", "monitored_barrier": "A monitored barrier", "rendezvous": "The ranks' rendezvous"}
@@ -23,7 +21,7 @@ _WHAT = {"collective": "A collective", "monitored_barrier": "A monitored barrier
 
 def exception(report: RankReport) -> Fact | None:
     """Return the exception by which a rank ended, if that was a timeout of torch.distributed."""
-    raised = [fact for fact in report.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+    raised = report.main_exceptions
     return raised[-1] if report.reason == "exception" and raised and raised[-1].text("timeout") else None
 
 
@@ -73,7 +71,7 @@ def statuses(ranks: Sequence[RankReport]) -> list[RankStatus]:
     begun_s = min((fact.time_s for fact in gave_up.values()), default=0.0)
     found = []
     for status, report in zip(compared(ranks), ranks, strict=True):
-        before = report.rank not in gave_up and not report.up and report.last_s < begun_s - _AT_ONCE_S
+        before = report.rank not in gave_up and not report.up and report.last_s < begun_s - state.BEAT_S
         here = before or (report.state == "finished" and report.rank not in gave_up)
         raised = gave_up.get(report.rank)
         phase = "backward" if raised is not None and _IN_BACKWARD in raised.text("location") else report.phase
@@ -86,7 +84,7 @@ def _gave_up(ranks: Sequence[RankReport]) -> dict[str, Fact]:
     found = {report.rank: fact for report in ranks if (fact := exception(report)) is not None}
     begun_s = min((fact.time_s for fact in found.values()), default=0.0)
     others = (report for report in ranks if report.rank not in found and report.state in {"failed", "lost"})
-    return {} if any(report.last_s < begun_s - _AT_ONCE_S for report in others) else found
+    return {} if any(report.last_s < begun_s - state.BEAT_S for report in others) else found
 
 
 def _blamed(ranks: Sequence[RankReport], whole: Sequence[RankStatus]) -> dict[str, Blamed]:

@@ -11,7 +11,6 @@ from torchobs import catalog
 from torchobs.detect.disagreement import drifted
 from torchobs.diagnosis import collective_timeout, health, text_format
 from torchobs.diagnosis.exchange import no_exchange
-from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.diagnosis.stall import Stall, stall
@@ -20,8 +19,6 @@ from torchobs.ranks import state
 
 RECENT = 200
 _MOST_NAMED = 8
-_BEAT_S = 0.5
-"""Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
 _ABORTED = 128 + signal.SIGABRT
@@ -138,7 +135,7 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
 
 def _in_collective(report: RankReport) -> bool:
     """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP within backward."""
-    for fact in main_exceptions(report)[-1:]:
+    for fact in report.main_exceptions[-1:]:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
             return True
@@ -153,12 +150,12 @@ def _first_to_fail(ranks: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _end_s(report: RankReport) -> float:
-    raised = main_exceptions(report)
+    raised = report.main_exceptions
     return raised[-1].time_s if raised and report.reason == "exception" else report.last_s
 
 
 def _doubt_s(report: RankReport) -> float:
-    return 0.0 if report.reason == "exception" and main_exceptions(report) else _BEAT_S
+    return 0.0 if report.reason == "exception" and report.main_exceptions else state.BEAT_S
 
 
 def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:

@@ -99,7 +99,7 @@ def _unknown(report: RankReport) -> Finding:
 
 
 def _exception(report: RankReport) -> Finding:
-    raised = main_exceptions(report)
+    raised = report.main_exceptions
     if not raised:
         text = f"Rank {report.rank} ended by an exception {_where(report)}; which one is not in the file."
         return Finding(ERROR, "exception", text)
@@ -109,11 +109,6 @@ def _exception(report: RankReport) -> Finding:
     if last.text("cause.type") and _raised(last, "cause.") != _raised(last, ""):
         text += f" At its root was {_raised(last, 'cause.')}."
     return Finding(ERROR, "exception", text)
-
-
-def main_exceptions(report: RankReport) -> list[Fact]:
-    """Return the exceptions that can have ended the rank: those of its main thread."""
-    return [fact for fact in report.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 
 
 def _raised(fact: Fact, of: str) -> str:
@@ -148,7 +143,7 @@ def _signal(report: RankReport) -> str:
 
 def _left_by(report: RankReport) -> str:
     """Return what the signal's handler made of it, if that is more than to end."""
-    raised = [fact for fact in main_exceptions(report) if fact.text("signal")]
+    raised = [fact for fact in report.main_exceptions if fact.text("signal")]
     if raised and raised[-1].text("exception.type") != "builtins.KeyboardInterrupt":
         return f"; on that it raised {_raised(raised[-1], '')}"
     status = report.exit_code if _signal(report) else 0

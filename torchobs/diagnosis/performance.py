@@ -24,8 +24,6 @@ _PLACES = 3
 _LEAKED = 3
 _LONGEST_S = 1e9
 """A longer step is forged."""
-_AT_ONCE_S = 0.5
-"""Interval of the heartbeat."""
 
 
 def pace(report: RankReport) -> Iterator[Finding]:
@@ -58,7 +56,7 @@ def _unsaved(report: RankReport) -> Iterator[Finding]:
     more = "" if later < len(report.steps) and not report.partial else " or more"
     # the clocks are read separately, and the last heartbeat may be older than a save right at the end
     age_s = report.last_s - saved_s
-    when = f"{text_format.duration(age_s)} before the end" if age_s >= _AT_ONCE_S else "at the end"
+    when = f"{text_format.duration(age_s)} before the end" if age_s >= state.BEAT_S else "at the end"
     if not later and not more:
         yield Finding(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
         return

@@ -209,6 +209,11 @@ class RankReport:
             if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
         }
 
+    @property
+    def main_exceptions(self) -> list[Fact]:
+        """The exceptions that can have ended the rank: those of its main thread."""
+        return [fact for fact in self.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+
     def events_named(self, event: catalog.Event) -> list[Fact]:
         """Return the events of that name, oldest first."""
         return [fact for fact in self.events if fact.name == event.name]

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
     from torchobs.flight.reader.reader import View
 
+BEAT_S = 0.5
+"""Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
+
 FADED_AFTER_S = 0.6
-"""A rank with a free lock is dead after this long without a heartbeat, which is due every 0.5 s. A free lock alone is no
-proof: a living process that closes unknown descriptors, as daemons do, loses its lock."""
+"""A rank with a free lock is dead after this long without a heartbeat. A free lock alone is no proof: a living process that
+closes unknown descriptors, as daemons do, loses its lock."""
 
 UNRESPONSIVE_AFTER_S = 2.0
 """Four heartbeats missed, with the lock held."""
