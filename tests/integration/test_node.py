@@ -18,7 +18,7 @@ import pytest
 
 import torchobs
 from tests.support import clean_environment, wait_until
-from torchobs.exporter.config import PORT
+from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.flight.files.location import open_directory
 from torchobs.node import announcement
 from torchobs.node.announcement import Announcement
@@ -259,7 +259,7 @@ def test_the_default_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_
 
     def bound() -> socket.socket | None:
         with suppress(OSError):
-            return socket.create_server(("127.0.0.1", PORT))
+            return socket.create_server((EXPORTER_ADDRESS.host, EXPORTER_ADDRESS.port))
         return None
 
     with ExitStack() as taken:
@@ -269,9 +269,9 @@ def test_the_default_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_
             taken.enter_context(held)
         trainer("")
         found = announced(flight_dir)
-        assert int(found.address.rpartition(":")[2]) > PORT
+        assert int(found.address.rpartition(":")[2]) > EXPORTER_ADDRESS.port
         wait_until(lambda: ups(found) == {"0": 1.0})
-        assert f"127.0.0.1:{PORT} is taken by another program: listening on {found.address}" in log(flight_dir)
+        assert f"{EXPORTER_ADDRESS} is taken by another program: listening on {found.address}" in log(flight_dir)
 
 
 def test_an_address_that_was_asked_for_and_is_taken_is_an_error(trainer: Trainer, flight_dir: Path) -> None:

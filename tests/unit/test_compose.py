@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from torchobs.config import settings
+from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.exporter import config as exporter_config
-from torchobs.exporter.config import PORT
+
+PORT = EXPORTER_ADDRESS.port
 
 
 @pytest.fixture

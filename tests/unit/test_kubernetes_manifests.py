@@ -7,8 +7,10 @@ import pytest
 import yaml
 
 from torchobs.config.option_types import duration_s
-from torchobs.exporter.config import PORT
+from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.flight.files.location import KUBERNETES_CONTROL, KUBERNETES_MOUNT
+
+PORT = EXPORTER_ADDRESS.port
 
 MARGIN_S = 5
 

@@ -299,7 +299,7 @@ def gpus() -> Check:
     return Check("nvml", OK, f"{text_format.plural(count, 'GPU')}, driver {text_format.clean(driver)}")
 
 
-def exporter(path: str | None, address: str = "127.0.0.1:10960") -> Check:
+def exporter(path: str | None, address: str) -> Check:
     """Check whether an exporter serves that directory."""
     announced = None
     if path is not None:

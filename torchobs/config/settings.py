@@ -26,7 +26,9 @@ PROBES = (
 refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""
 
 EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
-"""Default address of a node's exporter: loopback, on a port that is free in Prometheus' list of default ports."""
+"""Default address of a node's exporter: loopback, on a port that is free in Prometheus' list of default ports.
+
+9464 is the OpenTelemetry SDK's and would collide in a pod; 9100-9999 is allocated to other exporters."""
 
 _PREFIX = "TORCHOBS_"
 

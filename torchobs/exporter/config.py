@@ -20,8 +20,6 @@ from torchobs.exporter.otlp import options as otlp
 from torchobs.exporter.otlp.options import PushConfig
 
 Mode = Literal["sidecar", "node"]
-PORT = 10960
-"""9464 is the OpenTelemetry SDK's and would collide in a pod; 9100-9999 is allocated to other exporters."""
 
 _PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
 """Matches messages about a misspelt flag or variable that may have been meant to set the web configuration."""
@@ -94,7 +92,7 @@ class ExporterConfig:
         """Addresses to listen on: by default all interfaces in a sidecar, loopback on a node."""
         if self.listen or self.systemd_socket:
             return self.listen
-        return (Address("" if self.mode == "sidecar" else "127.0.0.1", PORT),)
+        return (settings.EXPORTER_ADDRESS if self.mode == "node" else settings.EXPORTER_ADDRESS._replace(host=""),)
 
 
 def address_of(text: str) -> Address:
