@@ -156,7 +156,7 @@ class _Service:
 
     def _count_losses(self) -> None:
         targets = self._targets.failures if self._targets is not None else 0
-        lost, failures = log_format.lost(), self._api.failures
+        lost, failures = log_format.lost(), self._api.commands.failures
         reports = self._trainjob.failures if self._trainjob is not None else 0
         announced = self._listeners.unannounced
         writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures, "trainjob": reports}
@@ -179,7 +179,7 @@ class _Service:
             alive=sum(rank.up for rank in ranks),
             last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
             unscraped_final=sum(not self._scrapers.got(number) for number in ended),
-            viewers=self._site.live.viewers,
+            viewers=self._site.live.feed.viewers,
         )
 
     async def _drain(self) -> None:
@@ -225,7 +225,7 @@ class _Service:
     async def _close(self) -> None:
         if self._targets is not None:
             self._targets.remove()
-        self._site.live.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
+        self._site.live.feed.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()
         await self._listeners.close()

@@ -102,7 +102,7 @@ def _of_standing(standing: RankStanding) -> Iterator[Sample]:
         yield Sample(catalog.RANK_BEHIND, _NO_LABELS, standing.behind)
     if standing.slowdown is not None:
         yield Sample(catalog.RANK_SLOWDOWN, _NO_LABELS, standing.slowdown)
-    yield from _set(catalog.RANK_EXCESS, standing.excess_s)
+    yield from by_attribute(catalog.RANK_EXCESS, standing.excess_s)
     if standing.stalled is not None:
         yield Sample(catalog.RANK_STALL_POSITION, _STALL_PHASES[standing.stalled.phase], standing.stalled.place)
 
@@ -121,14 +121,14 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
     """Yield the exporter's samples of itself; ``dropped``: numbers of series not on the page, by reason."""
     snapshot = scrape.snapshot
     yield Sample(catalog.BUILD_INFO, _BUILD, 1.0)
-    yield from _set(catalog.EXPORTER_FILES, snapshot.files)
-    yield from _set(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": scrape.timeouts})
+    yield from by_attribute(catalog.EXPORTER_FILES, snapshot.files)
+    yield from by_attribute(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": scrape.timeouts})
     yield Sample(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
     yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not scrape.problems))
     yield Sample(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
-    yield from _set(catalog.EXPORTER_SERIES_DROPPED, dropped)
-    yield from _set(catalog.EXPORTER_CONNECTIONS_DROPPED, scrape.lost.connections)
-    yield from _set(catalog.EXPORTER_WRITE_ERRORS, scrape.lost.writes)
+    yield from by_attribute(catalog.EXPORTER_SERIES_DROPPED, dropped)
+    yield from by_attribute(catalog.EXPORTER_CONNECTIONS_DROPPED, scrape.lost.connections)
+    yield from by_attribute(catalog.EXPORTER_WRITE_ERRORS, scrape.lost.writes)
     for run in snapshot.runs:
         yield from _of_run(run)
     for signal, counts in (scrape.pushed or {}).items():
@@ -148,7 +148,7 @@ def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Sample]:
     yield Sample(catalog.OTLP_FAILURES, signal, counts.failures)
 
 
-def _set(metric: Metric, values: Mapping[str, float]) -> Iterator[Sample]:
-    """Yield one sample for each value of the metric's only attribute."""
-    (attribute,) = metric.attributes
-    return (Sample(metric, {attribute.name: name}, value) for name, value in values.items())
+def by_attribute(metric: Metric, values: Mapping[str, float], own: Mapping[str, str] = _NO_LABELS) -> Iterator[Sample]:
+    """Yield one sample for each value of the metric's only attribute that is not among ``own``, which all have."""
+    (attribute,) = (one for one in metric.attributes if one.name not in own)
+    return (Sample(metric, {**own, attribute.name: name}, value) for name, value in values.items())

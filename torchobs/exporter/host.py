@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import psutil
 
 from torchobs import catalog
-from torchobs.exporter.exporter_metrics import HostFacts, Sample
+from torchobs.exporter.exporter_metrics import HostFacts, Sample, by_attribute
 from torchobs.flight.files.location import find_existing
 from torchobs.ranks import labels
 
@@ -85,7 +85,7 @@ def cpu(roots: Roots) -> Iterator[Sample]:
     yield Sample(catalog.HOST_CPUS, {}, psutil.cpu_count() or 0)
     yield Sample(catalog.SYSTEM_CPU_LOAD, {}, psutil.getloadavg()[0])
     threads = dict(zip(("procs_running", "procs_blocked"), catalog.THREAD_STATES, strict=True))
-    yield from _by_state(catalog.HOST_THREADS, catalog.THREAD_STATE, _numbers(f"{roots.procfs}/stat", threads))
+    yield from by_attribute(catalog.HOST_THREADS, _numbers(f"{roots.procfs}/stat", threads))
 
 
 def memory(roots: Roots) -> Iterator[Sample]:
@@ -95,12 +95,12 @@ def memory(roots: Roots) -> Iterator[Sample]:
     used = max(0, ram.total - ram.free - ram.buffers - ram.cached)
     states = {"used": used, "free": ram.free, "buffers": ram.buffers, "cached": ram.cached}
     yield Sample(catalog.SYSTEM_MEMORY_LIMIT, {}, ram.total)
-    yield from _by_state(catalog.SYSTEM_MEMORY_USAGE, catalog.MEMORY_STATE, states)
+    yield from by_attribute(catalog.SYSTEM_MEMORY_USAGE, states)
     yield Sample(catalog.SYSTEM_MEMORY_AVAILABLE, {}, ram.available)
     yield Sample(catalog.SYSTEM_MEMORY_SHARED, {}, ram.shared)
-    yield from _by_state(catalog.SYSTEM_PAGING_USAGE, catalog.PAGING_STATE, {"used": swap.used, "free": swap.free})
+    yield from by_attribute(catalog.SYSTEM_PAGING_USAGE, {"used": swap.used, "free": swap.free})
     unwritten = _numbers(f"{roots.procfs}/meminfo", {"Dirty:": "dirty", "Writeback:": "writeback"})
-    yield from _by_state(catalog.HOST_MEMORY_UNWRITTEN, catalog.UNWRITTEN_STATE, {k: v * 1024 for k, v in unwritten.items()})
+    yield from by_attribute(catalog.HOST_MEMORY_UNWRITTEN, {k: v * 1024 for k, v in unwritten.items()})
     for number in _numbers(f"{roots.procfs}/vmstat", {"oom_kill": ""}).values():
         yield Sample(catalog.HOST_OOM_KILLS, {}, number)
 
@@ -149,10 +149,10 @@ def filesystem(path: str) -> Iterator[Sample]:
     size, free, available = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bfree, status.f_bavail))
     space = {"used": max(0, size - free), "free": available, "reserved": max(0, free - available)}
     yield Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, own, size)
-    yield from _by_state(catalog.SYSTEM_FILESYSTEM_USAGE, catalog.FILESYSTEM_STATE, space, own)
+    yield from by_attribute(catalog.SYSTEM_FILESYSTEM_USAGE, space, own)
     if status.f_files:  # 0 where inodes are allocated on demand
         inodes = {"used": max(0, status.f_files - status.f_ffree), "free": status.f_ffree}
-        yield from _by_state(catalog.SYSTEM_FILESYSTEM_INODES, catalog.INODE_STATE, inodes, own)
+        yield from by_attribute(catalog.SYSTEM_FILESYSTEM_INODES, inodes, own)
     yield Sample(catalog.HOST_FILESYSTEM_READONLY, own, float(bool(status.f_flag & os.ST_RDONLY)))
 
 
@@ -280,7 +280,7 @@ class HostMetrics:
 
     def _own(self, took_s: float) -> Iterator[Sample]:
         yield Sample(catalog.EXPORTER_HOST_DURATION, {}, took_s)
-        yield from _by_state(catalog.EXPORTER_HOST_ERRORS, catalog.HOST_COLLECTOR, self._errors)
+        yield from by_attribute(catalog.EXPORTER_HOST_ERRORS, self._errors)
         stuck: dict[str, bool] = {}
         for source in self._sources:
             if source.collector == "filesystem":
@@ -319,12 +319,6 @@ def _sources(config: ExporterConfig, roots: Roots, clock: Callable[[], float]) -
 def _of_flight_files(config: ExporterConfig) -> Iterable[Sample]:
     path = find_existing(config.flight_dir, config.runtime_dir)
     return filesystem(path) if path is not None else ()
-
-
-def _by_state(
-    metric: catalog.Metric, state: catalog.Attribute, numbers: Mapping[str, float], own: Mapping[str, str] | None = None
-) -> Iterator[Sample]:
-    return (Sample(metric, {**(own or {}), state.name: name}, number) for name, number in numbers.items())
 
 
 def _numbers(path: str, names: Mapping[str, str]) -> dict[str, int]:

@@ -128,7 +128,7 @@ def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
     ranks = [rank for rank, _ in read]
     here = sum(rank.up for rank, _ in read)
     steps = [_steps(readings) for rank, readings in read if rank.up and _is_counted(rank)]
-    started = max((_resource_int(rank, "local_world_size") for rank in ranks), default=0)
+    started = max(labels.number(rank.view.header.resource, "local_world_size") or 0 for rank in ranks)
     return RunSummary(
         job_name=ranks[0].job_name,
         run_id=ranks[0].run_id,
@@ -137,7 +137,7 @@ def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
         step_spread=max(steps) - min(steps) if steps else 0,
         grad_norm=whole_norm(
             [(readings.get(catalog.GRAD_NORM), readings.get(catalog.GRAD_NORM_RANKS)) for _, readings in read],
-            max(_resource_int(rank, "world_size") for rank in ranks),
+            max(labels.number(rank.view.header.resource, "world_size") or 0 for rank in ranks),
         ),
     )
 
@@ -157,7 +157,3 @@ def whole_norm(parts: Sequence[tuple[float | None, float | None]], world_size: i
 
 def _steps(readings: Readings) -> int:
     return int(readings.get(catalog.STEPS) or 0)
-
-
-def _resource_int(rank: Rank, name: str) -> int:
-    return labels.number(rank.view.header.resource, name) or 0

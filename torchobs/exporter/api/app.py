@@ -56,7 +56,7 @@ class Api:
         self._config, self._watch = config, watch
         self._token = authorization.Token(config.api_token_file)
         self._artifacts = ArtifactStore(config)
-        self._commands = CommandService(config, self._artifacts)
+        self.commands = CommandService(config, self._artifacts)
         self._summaries = Summaries()
         self._thread = ThreadPoolExecutor(1, "api")
         self._handlers: dict[str, Callable[[Request], Awaitable[object]]] = {
@@ -74,17 +74,12 @@ class Api:
 
     async def look(self, snapshot: Snapshot) -> None:
         """Do what the ranks' states require: ask hung ranks for their stacks, forget ended ones."""
-        if self._commands.due(snapshot):
-            await self._run(self._commands.look, snapshot)
+        if self.commands.due(snapshot):
+            await self._run(self.commands.look, snapshot)
 
     async def evidence(self) -> list[dict[str, Any]]:
         """Return descriptions of the ranks' artifacts, newest first."""
         return await self._run(self._artifacts.listing)
-
-    @property
-    def failures(self) -> int:
-        """Number of commands that could not be written."""
-        return self._commands.failures
 
     def close(self) -> None:
         """Close the directories."""
@@ -183,7 +178,7 @@ class Api:
 
     async def _check_failure(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
-        incarnation = await self._run(self._commands.owner_of, identifier)
+        incarnation = await self._run(self.commands.owner_of, identifier)
         for rank in (await self._watch.fresh()).ranks:
             if rank.incarnation == incarnation:
                 failure = artifacts.failure(await self._read(rank, history.events, []), identifier)
@@ -194,24 +189,24 @@ class Api:
 
     async def _level(self, request: Request) -> object:
         level = params.level(request)
-        return await self._run(self._commands.level, await self._targets(request), level)
+        return await self._run(self.commands.level, await self._targets(request), level)
 
     async def _probes(self, request: Request) -> object:
         mask, off = params.probes(request.state.body)
-        return await self._run(self._commands.probes_off, await self._targets(request), mask, off)
+        return await self._run(self.commands.probes_off, await self._targets(request), mask, off)
 
     async def _profile(self, request: Request) -> object:
         steps = params.steps(request.state.body)
         rank = params.one_rank(await self._watch.fresh(), request.query_params.get("rank"))
         params.living([rank])
-        return await self._run(self._commands.profile, rank, steps)
+        return await self._run(self.commands.profile, rank, steps)
 
     async def _stacks(self, request: Request) -> object:
-        return await self._run(self._commands.stacks, await self._targets(request))
+        return await self._run(self.commands.stacks, await self._targets(request))
 
     async def _clear(self, _: Request) -> object:
         self._summaries.clear(await self._watch.fresh())
-        removed, hidden = await self._run(self._commands.clear)
+        removed, hidden = await self._run(self.commands.clear)
         return {"removed": removed, "hidden": hidden}
 
     # -- helpers -----------------------------------------------------------------------------------------------------------

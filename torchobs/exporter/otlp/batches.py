@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import uuid
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from opentelemetry.sdk.resources import Resource
 
@@ -40,16 +40,13 @@ OLDER_NS = 10_000_000_000
 _log = logging.getLogger(__name__)
 
 
-class Key(NamedTuple):
-    """One rank with its label: when a second process claims the same rank, the labels of both change."""
-
-    incarnation: str
-    rank: str
+Key = tuple[str, str]
+"""A rank's incarnation and label: when a second process claims the same rank, the labels of both change."""
 
 
 def key_of(rank: Rank) -> Key:
     """Return the key of a rank's streams."""
-    return Key(rank.incarnation, rank.rank)
+    return rank.incarnation, rank.rank
 
 
 class Metrics:
@@ -123,11 +120,6 @@ class Traces:
         self._rings, self._with_events = rings, with_events
         self._traces: dict[str, Trace] = {}
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes of the event rings that were overwritten before they were read."""
-        return self._rings.unread_bytes
-
     def written(self, rank: Rank) -> int:
         """Return the bytes written to a rank's ring since it was last read, according to the file's header."""
         trace = self._traces.get(rank.incarnation)
@@ -168,11 +160,6 @@ class Logs:
     def __init__(self, rings: RingReader) -> None:
         self._rings = rings
         self._logs: dict[str, RankLog] = {}
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes of the event rings that were overwritten before they were read."""
-        return self._rings.unread_bytes
 
     def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
         """Return the requests for the new events of ``ranks``, and drop the state of all other ranks."""

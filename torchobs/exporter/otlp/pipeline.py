@@ -40,9 +40,9 @@ class PushPipeline:
         self._senders = [Sender(name, queue, self._transports[name]) for name, queue in self._queues.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
-        self._rings = [RingReader(exporter, born_ns - OLDER_NS) for _ in range(2)]
-        self._traces = Traces(self._rings[0], with_events=config.span_events)
-        self._logs = Logs(self._rings[1])
+        self._rings = {signal: RingReader(exporter, born_ns - OLDER_NS) for signal in ("traces", "logs")}
+        self._traces = Traces(self._rings["traces"], with_events=config.span_events)
+        self._logs = Logs(self._rings["logs"])
         self._ended: set[str] = set()
         self._replaced_since: dict[str, Rank] = {}
         """ranks replaced by other incarnations since the last snapshot that was processed"""
@@ -63,7 +63,7 @@ class PushPipeline:
     def counts(self) -> Mapping[str, Counts]:
         """Counts of what was recorded, sent and dropped, by signal."""
         counts = {signal: queue.counts for signal, queue in self._queues.items()}
-        for signal, rings in (("traces", self._traces), ("logs", self._logs)):
+        for signal, rings in self._rings.items():
             if signal in counts:
                 counts[signal] = counts[signal]._replace(unread_bytes=rings.unread_bytes)
         return counts
@@ -107,7 +107,7 @@ class PushPipeline:
             self._ended = {rank.incarnation for rank in (*scrape.snapshot.ranks, *scrape.snapshot.left) if not rank.up}
             with self._changed:
                 self._final = self._final and self._scrape is not None  # one handed over meanwhile is the final one
-        for rings in self._rings:
+        for rings in self._rings.values():
             rings.close()
 
     def _next(self) -> tuple[ScrapeInput, bool] | None:

@@ -54,7 +54,7 @@ class Trace:
         self.ring_head = 0
         """position of the end of the rank's ring when it was last read"""
         self._header, self._with_events = header, with_events
-        self._root = OpenRoot(header)
+        self.root = OpenRoot(header)
         self._open: dict[str, Frame] = {}
         self._finished = False
 
@@ -67,10 +67,10 @@ class Trace:
             elif not isinstance(span_id, str):
                 continue
             elif kind == "span_start":
-                self._root.begin(frame) if is_root(frame) else self._add_open(span_id, frame)
+                self.root.begin(frame) if is_root(frame) else self._add_open(span_id, frame)
             elif kind == "span":
                 self._open.pop(span_id, None)
-                yield self._root.end(frame) if is_root(frame) else frame
+                yield self.root.end(frame) if is_root(frame) else frame
 
     def finish(self, reason: str, last_ns: int) -> Iterator[Frame]:
         """Yield the open spans, ended, the root last; once. ``last_ns``: the rank's last heartbeat, Unix ns."""
@@ -83,13 +83,9 @@ class Trace:
         for frame in self._open.values():
             yield frame | ended | {"t1": max(last_ns, time_ns(frame.get("t0")))}
         self._open.clear()
-        root = self._root.finish(ended, reason)
+        root = self.root.finish(ended, reason)
         if root is not None:
             yield root
-
-    def events_of(self, frame: Frame) -> tuple[list[Event], int]:
-        """Return torchobs' events for a root span, and the number of events dropped; nothing for other spans."""
-        return self._root.events_of(frame)
 
     def _add_open(self, span_id: str, frame: Frame) -> None:
         self._open[span_id] = frame
@@ -105,7 +101,7 @@ class Trace:
         if isinstance(frame.get("step"), int):
             attributes = {**attributes, otlp_attributes.STEP: frame["step"]}
         at_ns = otlp_attributes.event_time_ns(self._header, frame)
-        self._root.add_event(Event(name, otlp_attributes.cleaned(attributes.items()), at_ns))
+        self.root.add_event(Event(name, otlp_attributes.cleaned(attributes.items()), at_ns))
 
 
 def spans_of(trace: Trace, frames: Iterable[Frame]) -> Iterator[tuple[ReadableSpan, Frame]]:
@@ -130,7 +126,7 @@ def request_of(spans: Sequence[tuple[ReadableSpan, Frame]]) -> ExportTraceServic
 def span_of(frame: Frame, trace: Trace) -> ReadableSpan:
     """Return the span of a frame. Raises ``ValueError`` if it has no valid trace and span identifier."""
     dropped = [*_list(frame.get("dropped")), 0, 0, 0]
-    events, more = trace.events_of(frame)
+    events, more = trace.root.events_of(frame)
     cut, parent = _count(frame.get("cut")), frame.get("parent")
     name, attributes = text(frame.get("name")), mapping(frame.get("attrs"))
     if is_ours(frame) and name in _SPANS:

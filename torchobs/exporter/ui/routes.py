@@ -36,7 +36,7 @@ class LivePage:
     ) -> None:  # fmt: skip
         """``evidence`` returns the ranks' artifacts, as in the API."""
         self._watch, self._problems, self._links = watch, problems, links
-        self._feed = Feed(watch, evidence)
+        self.feed = Feed(watch, evidence)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -47,22 +47,13 @@ class LivePage:
             Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
         ]
 
-    @property
-    def viewers(self) -> int:
-        """Number of viewers."""
-        return self._feed.viewers
-
-    def close(self, *, done: bool = False) -> None:
-        """End all streams, so that the server need not wait for them. ``done``: because all ranks have ended."""
-        self._feed.close(done=done)
-
     async def _page(self, request: Request) -> Response:
-        model = await self._feed.model(choice_of(request.url.query))
+        model = await self.feed.model(choice_of(request.url.query))
         problems = (*self._watch.latest.problems, *self._problems())
         return HTMLResponse(page(model, problems, self._links), headers=HEADERS)
 
     async def _stream(self, request: Request) -> Response:
-        messages = self._feed.messages(choice_of(request.url.query))
+        messages = self.feed.messages(choice_of(request.url.query))
         return StreamingResponse(messages, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
 

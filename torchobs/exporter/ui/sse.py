@@ -99,7 +99,7 @@ class Feed:
         return len(self._viewers)
 
     def close(self, *, done: bool = False) -> None:
-        """End all streams. ``done``: because all ranks have ended, which viewers are informed of."""
+        """End all streams, so that the server need not wait. ``done``: as all ranks have ended, which viewers are told."""
         self._closed, self._done = True, done
         self._wake()
         if self._ticker is not None:

@@ -192,10 +192,10 @@ class Modeller:
         return tuple(self._run(ranks, details) for index, ranks in runs if index < MOST_RUNS or _key(ranks) in asked)
 
     def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
-        world_size = max(_resource(rank, "world_size") for rank in ranks)
-        here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
+        sizes = ("world_size", "local_world_size")
+        world_size, here = (max(labels.number(rank.view.header.resource, name) or 0 for rank in ranks) for name in sizes)
         rows = tuple(self._row(rank, details.get(rank.incarnation, NO_DETAILS)) for rank in ranks)
-        return run_of(ranks[0].job_name, ranks[0].run_id, rows, expected=here, world_size=world_size)
+        return run_of(ranks[0].job_name, ranks[0].run_id, rows, expected=here or world_size, world_size=world_size)
 
     def _row(self, rank: Rank, details: RankDetails) -> Row:
         readings, live, pace = self._reader.read(rank), rank.view.live, details.pace
@@ -331,10 +331,6 @@ def _order(ranks: Sequence[Rank]) -> tuple[bool, int, str]:
 
 def _key(ranks: Sequence[Rank]) -> str:
     return f"{ranks[0].job_name}/{ranks[0].run_id}"
-
-
-def _resource(rank: Rank, name: str) -> int:
-    return labels.number(rank.view.header.resource, name) or 0
 
 
 def _memory(readings: Readings) -> tuple[float | None, float | None]:
