@@ -184,13 +184,10 @@ def space(path: str | None, size: int) -> Check:
     if path is None:
         return Check("room", OK, f"{text_format.size(size)} for each rank, asked for when there is a directory")
     try:
-        fd = location.open_directory(path)
+        with location.opened(path) as fd:
+            short = headroom.shortage(fd, size)
     except OSError as problem:  # a link, which the directory check reports
         return Check("room", WARN, f"{path} cannot be opened: {text_format.clean(problem.strerror)}", "see the directory above")
-    try:
-        short = headroom.shortage(fd, size)
-    finally:
-        os.close(fd)
     if short:
         return Check("room", FAIL, short, "free some, raise the limit, or TORCHOBS_FILE_SIZE=256KiB")
     usage = os.statvfs(path)
@@ -303,10 +300,8 @@ def exporter(path: str | None, address: str) -> Check:
     """Check whether an exporter serves that directory."""
     announced = None
     if path is not None:
-        with contextlib.suppress(OSError):
-            fd = location.open_directory(path)
+        with contextlib.suppress(OSError), location.opened(path) as fd:
             announced = announcement.read(fd)
-            os.close(fd)
     answer: int | str = ""
     for url in [announced.url] if announced else [announcement.url(address), announcement.url(address, tls=True)]:
         answer, shown = _ready(url), text_format.clean(url)

@@ -73,18 +73,13 @@ class Summary:
         error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
 
     def _wait_for_address(self) -> None:
-        from torchobs.flight.files.location import open_directory
+        from torchobs.flight.files.location import opened
         from torchobs.node import announcement
 
         until = time.monotonic() + _PATIENCE_S
         while self._watched is not None and time.monotonic() < until:
-            with contextlib.suppress(OSError):
-                directory_fd = open_directory(self._watched.directory)
-                try:
-                    found = announcement.read(directory_fd)
-                finally:
-                    os.close(directory_fd)
-                if found is not None:
+            with contextlib.suppress(OSError), opened(self._watched.directory) as directory_fd:
+                if (found := announcement.read(directory_fd)) is not None:
                     self._tell([f"this run is shown live on {found.url}"])
                     return
             time.sleep(_LOOK_S)

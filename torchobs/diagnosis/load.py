@@ -26,6 +26,7 @@ from torchobs.diagnosis.rank_report import (
 from torchobs.flight.files import artifacts, crash
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
+from torchobs.flight.files.location import opened
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
 from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
@@ -63,18 +64,15 @@ class Listing(NamedTuple):
 
 def listing(directory: Path) -> Listing:
     """Read the headers of all flight files in a directory. Raises ``OSError`` when it cannot be read."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     found, bad = [], []
     now = system_clock()
-    try:
+    with opened(directory, link=True) as fd:
         for name in reader.names(fd):
             try:
                 with closing(reader.open_file(fd, name)) as file:
                     found.append(_found(directory / name, file, now))
             except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
-    finally:
-        os.close(fd)
     return Listing(tuple(found), tuple(bad))
 
 
@@ -131,20 +129,17 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     Raises ``OSError`` or :class:`BadFlightFileError` when nothing is readable.
     """
     now = system_clock()
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        tracked = open_tracked(fd, path.name, None, now)
-    except READ_ERRORS:
-        return _Look(_salvage(path, limit, now), fading=False)
-    else:
+    with opened(path.parent, link=True) as fd:
+        try:
+            tracked = open_tracked(fd, path.name, None, now)
+        except READ_ERRORS:
+            return _Look(_salvage(path, limit, now), fading=False)
         with closing(tracked.file):
             tracked.observe(fd, now, None)
             report = _report(tracked, path.name, limit)
             if report.same_boot and not path.with_name(lock_name(path.name)).exists():  # of `cp`, which keeps its name
                 report = replace(report, copied=True)
             return _Look(report, tracked.fading)
-    finally:
-        os.close(fd)
 
 
 def reason(problem: BaseException) -> str:
@@ -247,15 +242,11 @@ def _damage(
 def _left(directory: Path) -> dict[str, list[ArtifactName]]:
     """Return the non-empty artifacts in a directory by flight file."""
     left: dict[str, list[ArtifactName]] = {}
-    with suppress(OSError):  # artifacts are optional
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for one in artifacts.names(fd):
-                with suppress(OSError):
-                    artifacts.look(fd, one, None)
-                    left.setdefault(one.flight, []).append(one)
-        finally:
-            os.close(fd)
+    with suppress(OSError), opened(directory, link=True) as fd:  # artifacts are optional
+        for one in artifacts.names(fd):
+            with suppress(OSError):
+                artifacts.look(fd, one, None)
+                left.setdefault(one.flight, []).append(one)
     return left
 
 
@@ -267,12 +258,8 @@ def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[Artif
 def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
     """Return the frames in which a rank crashed."""
     if report.reason == "crashed":
-        with suppress(OSError):  # it is gone by now
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                return stack_text.crash_frames(crash.stack_in(fd, lock_name(file_name(report.header))))
-            finally:
-                os.close(fd)
+        with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
+            return stack_text.crash_frames(crash.stack_in(fd, lock_name(file_name(report.header))))
     return ()
 
 
@@ -283,30 +270,22 @@ def _frames(directory: Path, left: Sequence[ArtifactName], report: RankReport) -
     with suppress(OSError):  # artifacts are optional
         if dumps:
             newest = max(dumps, key=lambda one: one.number or inf)
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                opened, size = artifacts.open_checked(fd, newest, None)
-            finally:
-                os.close(fd)
-            with os.fdopen(opened, "rb") as file:
+            with opened(directory, link=True) as directory_fd:
+                fd, size = artifacts.open_checked(directory_fd, newest, None)
+            with os.fdopen(fd, "rb") as file:
                 return stack_text.main_frames(file.read(size).decode(errors="replace"))
     return ()
 
 
 def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:
-    header, live = file.header, file.live()
-    tracked_claim = _claim(file, now)
-    last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
-    return LoadedFlight(path, header, tracked_claim, last_ns)
-
-
-def _claim(file: FlightFile, now: Now) -> RankCandidate:
-    header = file.header
+    header, heartbeat_ns = file.header, file.live().heartbeat_ns or 0
+    last_ns = header.wall_ns + (heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
     same_boot = header.boot_id == now.boot_id
     born_ns = header.monotonic_ns if same_boot else header.wall_ns
     restart = labels.number(header.resource, "restart") or 0
     rank = labels.identity(header.resource)
-    return RankCandidate(rank, header.incarnation.hex(), same_boot, born_ns, restart, file.live().heartbeat_ns or 0)
+    claim = RankCandidate(rank, header.incarnation.hex(), same_boot, born_ns, restart, heartbeat_ns)
+    return LoadedFlight(path, header, claim, last_ns)
 
 
 def _by_rank(claim: RankCandidate) -> tuple[int, str]:

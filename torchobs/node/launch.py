@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.config import settings
-from torchobs.flight.files.location import KUBERNETES_MOUNT, open_directory
+from torchobs.flight.files.location import KUBERNETES_MOUNT, opened
 from torchobs.node.election import is_decided
 from torchobs.node.log_file import open_log
 
@@ -67,12 +67,9 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
         log.warning("no exporter is started in Kubernetes: there it is a sidecar of the pod")
         return
     try:
-        directory_fd = open_directory(flight_dir)
-        try:
+        with opened(flight_dir) as directory_fd:
             if not is_decided(directory_fd) and _is_free(address, directory_fd, log):
                 _start(os.path.abspath(flight_dir), directory_fd, address, grace_s, environ, log)
-        finally:
-            os.close(directory_fd)
     except (OSError, subprocess.SubprocessError) as problem:
         log.warning("the exporter could not be started: %s", problem)
 

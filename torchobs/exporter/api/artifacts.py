@@ -17,7 +17,7 @@ from torchobs.exporter.otlp.transport import printable
 from torchobs.flight.files import artifacts, lock
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import open_directory
+from torchobs.flight.files.location import opened
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.directory import Directory
@@ -170,13 +170,11 @@ def read(stored: StoredArtifact) -> Iterator[bytes]:
 
 
 def _piece(stored: StoredArtifact, offset: int) -> bytes:
-    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
-        directory_fd = open_directory(stored.directory)
-        opened.callback(os.close, directory_fd)
+    with contextlib.suppress(OSError), opened(stored.directory) as directory_fd:
         fd, _ = artifacts.open_checked(directory_fd, stored.evidence, stored.owner)
-        opened.callback(os.close, fd)
-        if os.fstat(fd).st_ino == stored.inode:
-            return os.pread(fd, min(CHUNK, stored.size - offset), offset)
+        with open(fd, "rb"):  # noqa: PTH123  # a descriptor, closed at the end
+            if os.fstat(fd).st_ino == stored.inode:
+                return os.pread(fd, min(CHUNK, stored.size - offset), offset)
     return b""
 
 

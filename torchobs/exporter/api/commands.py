@@ -189,11 +189,8 @@ class CommandService:
             raise FileNotFoundError("the flight directory is not there yet")
         path = Path(location.control_directory(self._config.control_dir, flight_dir))
         path.mkdir(mode=0o755, exist_ok=True)
-        directory_fd = location.open_directory(str(path))
-        try:
+        with location.opened(path) as directory_fd:
             yield directory_fd
-        finally:
-            os.close(directory_fd)
 
     def _clean(self, directory_fd: int) -> None:
         """Remove, once, the commands of an earlier exporter to ranks that have ended since."""

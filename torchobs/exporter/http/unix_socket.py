@@ -14,10 +14,9 @@ import socket
 import stat
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from torchobs.flight.files.location import opened
 
 MODE = 0o660
 """Access for the owner and the group; these permissions are the socket's only access control."""
@@ -92,7 +91,7 @@ def bind_unix(path: Path) -> UnixSocket:
     """
     made = UnixSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _directory_of(path) as directory_fd:
+        with opened(path.parent, link=True) as directory_fd:
             made.listen_at(path, directory_fd)
     except OSError:
         made.close()
@@ -157,15 +156,6 @@ def _in_use() -> OSError:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-@contextlib.contextmanager
-def _directory_of(path: Path) -> Iterator[int]:
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _connect(connecting: socket.socket, path: Path) -> None:

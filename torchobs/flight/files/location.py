@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,6 +127,16 @@ def control_directory(chosen: str | None, flight_dir: str) -> str:
 def open_directory(path: str) -> int:
     """Open a directory for reading its flight files; a symbolic link is refused. Raises ``OSError``."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
+    """Open a directory in a ``with`` block; a symbolic link is refused, unless with ``link``. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if link else open_directory(str(path))
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _temporary() -> str:
