@@ -250,8 +250,8 @@ def _held(fact: Fact) -> str:
     """Return what took the memory by component, and the largest module."""
     names = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state", "buffers": "buffers"}
     sizes = [f"{word} {text_format.size(size)}" for name, word in names.items() if (size := fact.number(name))]
-    modules = fact.texts("modules")[:1]
-    largest = f", most of it in {text_format.clean(modules[0], 120)}" if modules else ""
+    modules = fact.texts("modules", 1, 120)
+    largest = f", most of it in {modules[0]}" if modules else ""
     return f"; of the model, {text_format.joined(sizes)}{largest}" if sizes else ""
 
 

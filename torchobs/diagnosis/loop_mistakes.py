@@ -46,7 +46,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         if text is not None and fact.text("kind") in known:
             said = text.format(
                 step=f"{fact.step or 0:,}",
-                optimizer=text_format.clean(fact.text("optimizer"), 80),
+                optimizer=fact.text("optimizer", 80),
                 parameters=_parameters(fact),
                 passes=f"{fact.count('backward_passes'):,}",
                 shape=_shape(fact),
@@ -56,7 +56,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         if not fact.count("parameters_affected"):
             break  # trained since then
         are = "is" if fact.count("parameters_affected") == 1 else "are"
-        optimizer = text_format.clean(fact.text("optimizer"), 80)
+        optimizer = fact.text("optimizer", 80)
         where = (
             f"of an optimizer ({optimizer}) that had not stepped by step {fact.step or 0:,}" if optimizer else "in no optimizer"
         )
@@ -64,7 +64,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
         yield Finding(INFO, "left_out", text)
     for fact in report.events_named(catalog.EVENT_OTHER_THREAD)[:1]:
-        thread = text_format.clean(fact.text("thread"), 40)
+        thread = fact.text("thread", 40)
         text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."
         yield Finding(WARNING, "other_thread", text)
     for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
@@ -79,9 +79,6 @@ def _shape(fact: Fact) -> str:
 
 def _parameters(fact: Fact) -> str:
     """Return the number of parameters that an event is about, and the names of the first."""
-    count, names = (
-        fact.count("parameters_affected"),
-        [text_format.clean(each, 80) for each in fact.texts("parameters")[:_NAMED]],
-    )
+    count, names = fact.count("parameters_affected"), fact.texts("parameters", _NAMED, 80)
     more = f" and {count - len(names):,} more" if count > len(names) else ""
     return text_format.plural(count, "parameter") + (f" ({', '.join(names)}{more})" if names else "")

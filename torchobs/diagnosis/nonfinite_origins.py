@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchobs import catalog
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, Finding
-from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import Fact, RankReport
 
 _INSIDE = "Its operators keep nothing by name: torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."
 _DERIVATIVES = (
@@ -25,50 +24,47 @@ _REGIONS = {"compiled_function": "a compiled region", "checkpoint_function": "a 
 def origins(report: RankReport) -> Iterator[Finding]:
     """Yield where values that are not finite were born."""
     for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
-        operator, module = text_format.clean(fact.text("operator"), 80), text_format.clean(fact.text("module"), 120)
-        name, line = text_format.clean(fact.text("parameter"), 120), text_format.clean(fact.text("location"), 200)
-        made_by = _REGIONS.get(operator, operator)
-        where = f"{made_by} in {module}" if module else f"{made_by}, outside of any module"
-        sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
-        is_within = fact.text("note") == _WITHIN_STEP
-        told = {
-            "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
-            "parameter": f"in the parameter {name}, before {'this loss' if is_within else 'the step'}",
-            "backward": f"in the derivative of {where}",
-        }.get(fact.text("origin"), f"in {where}")
-        step = f" of step {fact.step:,}" if fact.step is not None else ""
-        if fact.text("origin") == "rank":
-            other = text_format.clean(fact.text("note"), 80)
-            yield Finding(ERROR, "nonfinite_origin", f"The NaN or infinity{step} came, in averaged gradients, from {other}.")
-            continue
-        if fact.text("origin") == "unknown" and name:
-            names = f"{name} {text_format.clean(fact.text('note'), 80)}"
-            text = f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
-            yield Finding(ERROR, "nonfinite_origin", text)
-            continue
-        if fact.text("origin") == "backward" and name and not operator:
-            text = f"The NaN or infinity{step} came with the gradient of {name}: {text_format.clean(fact.text('note'), 200)}."
-            yield Finding(ERROR, "nonfinite_origin", f"{text} {_DERIVATIVES}")
-            continue
-        if fact.text("origin") == "overflow":
-            yield Finding(ERROR, "nonfinite_origin", _overflow(name, text_format.clean(fact.text("note"), 80), step))
-            continue
-        if fact.text("origin") == "optimizer":
-            why = text_format.clean(fact.text("note"), 120)
-            text = f"The NaN or infinity{step} was made by the optimizer ({operator}), of finite gradients, in {name}: {why}."
-            yield Finding(ERROR, "nonfinite_origin", text)
-            continue
-        at = f" ({line})" if line else ""
-        text = f"The NaN or infinity{step} was born {told}{at}."
-        if fact.text("note") == _REFUSED:
-            seen = f"{name}{sample}{at}, the outermost variable that held it"
-            text = f"The NaN or infinity{step} was seen in {seen}; {operator} refused what came of it."
-        if fact.text("origin") == "unknown":
-            why = text_format.clean(fact.text("note"), 120)
-            text = f"Where the NaN or infinity{step} began was not found: it passed {where}{at}{f'; {why}' if why else ''}."
-        if operator in _REGIONS and fact.text("origin") == "operator":
-            text += f" {_INSIDE}"
-        yield Finding(ERROR, "nonfinite_origin", text)
+        yield Finding(ERROR, "nonfinite_origin", _sentences(fact))
+
+
+def _sentences(fact: Fact) -> str:
+    origin, operator, name = fact.text("origin"), fact.text("operator", 80), fact.text("parameter", 120)
+    step = f" of step {fact.step:,}" if fact.step is not None else ""
+    if origin == "rank":
+        return f"The NaN or infinity{step} came, in averaged gradients, from {fact.text('note', 80)}."
+    if origin == "unknown" and name:
+        names = f"{name} {fact.text('note', 80)}"
+        return f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
+    if origin == "backward" and name and not operator:
+        return f"The NaN or infinity{step} came with the gradient of {name}: {fact.text('note', 200)}. {_DERIVATIVES}"
+    if origin == "overflow":
+        return _overflow(name, fact.text("note", 80), step)
+    if origin == "optimizer":
+        why = fact.text("note", 120)
+        return f"The NaN or infinity{step} was made by the optimizer ({operator}), of finite gradients, in {name}: {why}."
+    return _born(fact, step, operator, name)
+
+
+def _born(fact: Fact, step: str, operator: str, name: str) -> str:
+    """Return the operator, or what went into it, where they were born."""
+    origin, module, line = fact.text("origin"), fact.text("module", 120), fact.text("location", 200)
+    made_by = _REGIONS.get(operator, operator)
+    where = f"{made_by} in {module}" if module else f"{made_by}, outside of any module"
+    at = f" ({line})" if line else ""
+    if origin == "unknown":
+        why = fact.text("note", 120)
+        return f"Where the NaN or infinity{step} began was not found: it passed {where}{at}{f'; {why}' if why else ''}."
+    sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
+    told = {
+        "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
+        "parameter": f"in the parameter {name}, before {'this loss' if fact.text('note') == _WITHIN_STEP else 'the step'}",
+        "backward": f"in the derivative of {where}",
+    }.get(origin, f"in {where}")
+    text = f"The NaN or infinity{step} was born {told}{at}."
+    if fact.text("note") == _REFUSED:
+        seen = f"{name}{sample}{at}, the outermost variable that held it"
+        text = f"The NaN or infinity{step} was seen in {seen}; {operator} refused what came of it."
+    return f"{text} {_INSIDE}" if operator in _REGIONS and origin == "operator" else text
 
 
 def _overflow(name: str, note: str, step: str) -> str:

@@ -265,7 +265,7 @@ def _layers(report: RankReport) -> Iterator[Finding]:
         return
     first, scaled = told[0], bool(report.by_attribute(catalog.AMP_SCALE))
     affected = first.count("layers_affected")
-    names = _named(first)
+    names = first.texts("layers", 3, 80)
     more = f" and {text_format.plural(affected - len(names), 'more layer')}" if affected > len(names) else ""
     where = f", in {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
@@ -290,11 +290,6 @@ def _kinds(fact: Fact) -> str:
     return fact.text("kinds").replace("nan", "NaN").replace("inf", "infinite") or "not finite"
 
 
-def _named(fact: Fact) -> list[str]:
-    layers = fact.attributes.get("layers")
-    return [text_format.clean(layer, 80) for layer in layers[:3]] if isinstance(layers, list) else []
-
-
 def _vanished(report: RankReport) -> Iterator[Finding]:
     count = int(report.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
     zero = report.value(catalog.GRAD_ZERO) or 0.0
@@ -308,7 +303,7 @@ def _vanished(report: RankReport) -> Iterator[Finding]:
 def _faded(report: RankReport) -> Iterator[Finding]:
     """Yield the optimizers whose gradients alone have vanished."""
     for fact in report.events_named(catalog.EVENT_FADED_OPTIMIZER)[:2]:
-        names, count = _named(fact), fact.count("layers_affected")
+        names, count = fact.texts("layers", 3, 80), fact.count("layers_affected")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
         of = f" of {', '.join(names)}{more}" if names else ""
         norms = text_format.number(fact.number("value")), text_format.number(fact.number("baseline"))
@@ -324,7 +319,7 @@ def _unmoved(report: RankReport) -> Iterator[Finding]:
     """Yield the layers that have not changed, by the last event."""
     for fact in report.events_named(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
         count, of = fact.count("layers_affected"), fact.count("layers_measured")
-        names, at = _named(fact), fact.text("at")
+        names, at = fact.texts("layers", 3, 80), fact.text("at")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
         why = {
             "dead_units": f"nothing but zeros comes into {at}, the units before it are dead",

@@ -144,7 +144,7 @@ def _leaked(fact: Fact) -> str:
     """Return what grew, by tensors, lines and types of objects."""
     where = "Device" if fact.text("space") == "device" else "Host"
     tables = {"lines": "made at ", "tensors": "tensors ", "objects": "objects "}
-    rows = {name: [text_format.clean(row, 200) for row in fact.texts(name)[:_LEAKED]] for name in tables}
+    rows = {name: fact.texts(name, _LEAKED, 200) for name in tables}
     told = [f"{word}{'; '.join(rows[name])}" for name, word in tables.items() if rows[name]]
     grown, steps = text_format.size(fact.number("grown")), text_format.plural(fact.count("steps"), "step")
     what = f"Living more than before: {', '.join(told)}." if told else "No object of Python's became more: look at native code."

@@ -55,19 +55,17 @@ class Fact(NamedTuple):
     step: int | None
     attributes: Mapping[str, Any]
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, longest: int = text_format.LONGEST) -> str:
         """Return an attribute as one sanitised line; empty if absent."""
         value = self.attributes.get(name)
-        return (
-            ""
-            if value is None
-            else text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value)
-        )
+        if value is None:
+            return ""
+        return text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value, longest)
 
-    def texts(self, name: str) -> list[str]:
-        """Return the items of an attribute that is a list, sanitised; empty if it is none."""
+    def texts(self, name: str, most: int | None = None, longest: int = text_format.LONGEST) -> list[str]:
+        """Return the first items of an attribute that is a list, sanitised; empty if it is none."""
         value = self.attributes.get(name)
-        return [text_format.clean(item) for item in value] if isinstance(value, list) else []
+        return [text_format.clean(item, longest) for item in value[:most]] if isinstance(value, list) else []
 
     def number(self, name: str) -> float | None:
         """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
@@ -255,14 +253,18 @@ def spans_of(frames: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[SpanFact,
     return tuple(found)
 
 
-def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
-    """Merge late records into their steps; oldest first."""
+def with_late(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """Return the records of the steps, oldest first, each with those of values that devices delivered later."""
     late: dict[int, list[StepRecord]] = {}
     for record in records:
         if record.kind == RecordKind.LATE:
             late.setdefault(record.step, []).append(record)
-    ended = [record for record in records if record.kind == RecordKind.STEP]
-    return tuple(_step([record, *late.get(record.step, ())], header) for record in ended)
+    return [[record, *late.get(record.step, ())] for record in records if record.kind == RecordKind.STEP]
+
+
+def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
+    """Merge late records into their steps; oldest first."""
+    return tuple(_step(parts, header) for parts in with_late(records))
 
 
 def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tuple[str, ...], Value]) -> int:

@@ -15,7 +15,7 @@ NONE = "-"
 """Shown for what has no value; ASCII, for any terminal"""
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
-_LONGEST = 400
+LONGEST = 400
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIMES = ((0.9995, "s", 1.0), (0.9995e-3, "ms", 1e3))
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -25,7 +25,7 @@ _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 _LOGARITHMIC = 100.0
 
 
-def clean(value: object, longest: int = _LONGEST) -> str:
+def clean(value: object, longest: int = LONGEST) -> str:
     """Return a value as one sanitised line: control characters become ``?``, long texts end in ``…``."""
     text = value if isinstance(value, str) else str(value)
     if len(text) > longest:

@@ -240,14 +240,13 @@ class Api:
         return await self._watch.ask(ask)
 
 
-def _json(content: object, status: int) -> Response:
+def _json(content: object, status: int, media_type: str = "application/json", **more: str) -> Response:
     raw = json.dumps(plain(content), allow_nan=False, separators=(",", ":")).encode()
-    return Response(raw, status, media_type="application/json", headers=_HEADERS)
+    return Response(raw, status, media_type=media_type, headers={**_HEADERS, **more})
 
 
 def _problem(problem: Problem) -> Response:
-    raw = json.dumps(problem.content(), separators=(",", ":")).encode()
-    return Response(raw, problem.status, media_type=problems.MEDIA_TYPE, headers={**_HEADERS, **problem.headers})
+    return _json(problem.content(), problem.status, problems.MEDIA_TYPE, **problem.headers)
 
 
 async def _http_problem(_: Request, error: Exception) -> Response:

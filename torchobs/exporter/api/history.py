@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import scalars
+from torchobs.diagnosis.rank_report import with_late
 from torchobs.exporter.api.problems import bad
 from torchobs.exporter.api.serializers import instant, named, wall_ns
-from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.format.step_record import PHASE_NAMES, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS, pace, speed
 
 if TYPE_CHECKING:
@@ -81,15 +82,7 @@ def page(events: Iterable[Dated], before: Position | None, limit: int) -> dict[s
 def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
     """Return the last steps, oldest first, with values delivered after their end, and their throughput."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
-    ended = [record for record in records if record.kind == RecordKind.STEP][-last:]
-    late: dict[int, list[StepRecord]] = {}
-    for record in records:
-        if record.kind == RecordKind.LATE:
-            late.setdefault(record.step, []).append(record)
-    return {
-        "speed": speed(pace(records)),
-        "steps": [_step(record, late.get(record.step, ()), rank) for record in ended],
-    }
+    return {"speed": speed(pace(records)), "steps": [_step(parts, rank) for parts in with_late(records)[-last:]]}
 
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
@@ -113,8 +106,8 @@ def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank)
     )
 
 
-def _step(record: StepRecord, late: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
-    parts, flags, loss, norm = [record, *late], 0, None, None
+def _step(parts: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
+    record, flags, loss, norm = parts[0], 0, None, None
     for part in parts:
         loss = part.loss if part.flags & StepFlag.LOSS else loss
         norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
