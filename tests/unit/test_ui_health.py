@@ -12,8 +12,8 @@ from torchobs.catalog import Severity
 from torchobs.detect.stragglers import SLOW, Slowness
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, mistakes_after
-from torchobs.exporter.ui.view_model import NO_RANK, Row, health_beside
+from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_after
+from torchobs.exporter.ui.view_model import METRICS, NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
 
@@ -289,6 +289,18 @@ def test_a_loss_that_does_not_fall_is_told_with_its_cause(cause: str) -> None:
     assert health.level is Severity.WARNING
     assert "The loss did not fall: " in run(finished(values=values)).health.text
     assert "not fall" not in run(row(0, values={catalog.PROGRESS_BLOCKED.name: {(cause,): 0.0}})).health.text
+
+
+def test_the_page_reads_all_that_a_status_is_made_of() -> None:
+    """A value that it did not read would be missing on the page alone, without a word."""
+    asked: set[str] = set()
+
+    def of(metric: catalog.Metric) -> dict[tuple[str, ...], float]:
+        asked.add(metric.name)
+        return {}
+
+    completed(row(0).status, lambda metric, *_: of(metric).get(()), of)
+    assert asked <= {metric.name for metric in METRICS}
 
 
 def test_gradients_that_a_loss_scaler_skipped_are_its_work() -> None:

@@ -52,7 +52,7 @@ METRICS = (
     catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
     catalog.ACTIVATION_LAYER_MEAN_ABS, catalog.ACTIVATION_LAYER_STD, catalog.ACTIVATION_LAYER_ZERO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *collectives.METRICS,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, catalog.PROGRESS_BLOCKED, *collectives.METRICS,
 )  # fmt: skip
 """Metrics read from a rank."""
 
