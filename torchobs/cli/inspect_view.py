@@ -266,12 +266,8 @@ def _anomalies(events: Sequence[Fact]) -> str:
 
 def _event(fact: Fact) -> str:
     told = [f"{name}={_attribute(fact, name)}" for name in fact.attributes if name != "kind" and fact.text(name)]
-    kind = fact.text("kind").replace("_", " ")
-    return f"{_at(fact)}{kind or text_format.clean(fact.name.removeprefix('torchobs.'))}  {' '.join(told[:8])}".rstrip()
-
-
-def _at(fact: Fact) -> str:
-    return f"step {fact.step:,}  " if fact.step is not None else ""
+    kind, at = fact.text("kind").replace("_", " "), f"step {fact.step:,}  " if fact.step is not None else ""
+    return f"{at}{kind or text_format.clean(fact.name.removeprefix('torchobs.'))}  {' '.join(told[:8])}".rstrip()
 
 
 def _attribute(fact: Fact, name: str) -> str:

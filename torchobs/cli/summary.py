@@ -56,7 +56,8 @@ class Summary:
         directory = str(Path(writer.path).parent)
         self._watched = _Watched(directory, session.identity.run_id, os.getpid())
         if session.settings.exporter:
-            threading.Thread(target=self._say_address, name="torchobs-address", daemon=True).start()
+            guarded = (error_guard.CircuitBreaker("summary"), self._say_address)
+            threading.Thread(target=error_guard.call, args=guarded, name="torchobs-address", daemon=True).start()
 
     def end(self) -> None:
         """Print the summary of the run after everything else has ended."""
@@ -70,9 +71,6 @@ class Summary:
         self._tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
 
     def _say_address(self) -> None:
-        error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
-
-    def _wait_for_address(self) -> None:
         from torchobs.flight.files.location import opened
         from torchobs.node import announcement
 

@@ -55,8 +55,9 @@ class UnixSocket(socket.socket):
     def listen_at(self, path: Path, directory_fd: int) -> None:
         """Listen at ``path``; its file appears once the mode is set and the socket listens. Raises ``OSError``."""
         temporary = f"{TEMPORARY}{token_hex(8)}"
+        beside = path.with_name(temporary)
         try:
-            self._bind_to(path.with_name(temporary), directory_fd)
+            self.bind(os.fspath(beside) if _fits(beside) else f"/proc/self/fd/{directory_fd}/{temporary}")
             os.chmod(temporary, MODE, dir_fd=directory_fd)
             self.listen(_BACKLOG)
             self._path, self._inode = path, _identity(os.stat(temporary, dir_fd=directory_fd, follow_symlinks=False))
@@ -64,10 +65,6 @@ class UnixSocket(socket.socket):
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory_fd)
-
-    def _bind_to(self, path: Path, directory_fd: int) -> None:
-        # the temporary name is short, but its directory's path may be long
-        self.bind(os.fspath(path) if _fits(path) else f"/proc/self/fd/{directory_fd}/{path.name}")
 
     @property
     def is_named(self) -> bool:

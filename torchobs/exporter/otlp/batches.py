@@ -58,7 +58,9 @@ class Metrics:
         self._sources: dict[Key, Source] = {}
         self._collected: dict[str, None] = {}
         """incarnations with metrics collected so far, least recently collected first"""
-        self._own = Source(_own_resource(), {}, born_ns, series_limit, known=False)
+        more: dict[str, str | int] = {"service.version": __version__, "process.pid": os.getpid()}
+        own = _resource("torchobs-exporter", str(uuid.uuid4()), more)
+        self._own = Source(own, {}, born_ns, series_limit, known=False)
         self._host: Source | None = None
 
     def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
@@ -86,8 +88,9 @@ class Metrics:
         return requests.finish()
 
     def _add_host(self, requests: Requests, host: HostFacts, at_ns: int) -> None:
-        if self._host is None:  # its counters began at boot
-            self._host = Source(_host_resource(), {}, host.booted_ns or self._born_ns, self._limit, known=True)
+        if self._host is None:  # in Prometheus with a ``job`` of its own, and the host name as ``instance``
+            resource = _resource("torchobs-host", socket.gethostname(), {"os.type": "linux"})
+            self._host = Source(resource, {}, host.booted_ns or self._born_ns, self._limit, known=True)  # it counts since boot
         self._host.add_to(requests, (), host.said, at_ns)
 
     def _add(self, requests: Requests, rank: Rank, at_ns: int) -> None:
@@ -178,15 +181,6 @@ class Logs:
         for gone in self._logs.keys() - served:
             del self._logs[gone]
         return packed(records, log_encoder.request_of)
-
-
-def _own_resource() -> Resource:
-    return _resource("torchobs-exporter", str(uuid.uuid4()), {"service.version": __version__, "process.pid": os.getpid()})
-
-
-def _host_resource() -> Resource:
-    """Return the machine's resource; in Prometheus it has a ``job`` of its own, and the host name as ``instance``."""
-    return _resource("torchobs-host", socket.gethostname(), {"os.type": "linux"})
 
 
 def _resource(service: str, instance: str, more: Mapping[str, str | int]) -> Resource:

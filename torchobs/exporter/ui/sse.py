@@ -38,7 +38,7 @@ REST_S = 60.0
 T = TypeVar("T")
 
 
-Parts = Mapping[str, str]
+Parts = dict[str, str]
 """Content by element id; also ``title``, and ``stream``, the URL to reconnect to"""
 
 
@@ -110,7 +110,7 @@ class Feed:
         while self._viewers and not self._closed:
             began = time.perf_counter()
             models = await self._models(set(self._viewers.values()), TICK_S / 2)
-            self._parts = await self._in_thread(partial(_rendered, models))
+            self._parts = await self._in_thread(partial(_parts, models))
             self._wake()
             await asyncio.sleep(max(TICK_S, RELAXATION * (time.perf_counter() - began)))
         self._expire()
@@ -156,15 +156,12 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
         return otherwise
 
 
-def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
-    return {choice: _parts(choice, model) for choice, model in models.items()}
-
-
-def _parts(choice: Choice, model: Model) -> Parts:
-    parts = {**page.rendered(model), "heading": page.heading(model), "title": page.title(model)}
-    if model.run and not choice.run:
-        # a page opened before any run: from now on it shows this one
-        parts["stream"] = stream_of(choice._replace(run=model.run.key))
+def _parts(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
+    parts: dict[Choice, Parts] = {}
+    for choice, one in models.items():
+        parts[choice] = {**page.rendered(one), "heading": page.heading(one), "title": page.title(one)}
+        if one.run and not choice.run:  # a page opened before any run: from now on it shows this one
+            parts[choice]["stream"] = stream_of(choice._replace(run=one.run.key))
     return parts
 
 
