@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,8 +40,8 @@ class _Watched(NamedTuple):
 class Summary:
     """Prints the messages at start and end. Must be created before ``init()``, so that its exit handler runs last."""
 
-    def __init__(self, *, quiet: bool, write: Callable[[str], None] | None = None) -> None:
-        self._quiet, self._write = quiet, write or _to_terminal
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
         self._watched: _Watched | None = None
         # exit handlers run last in, first out: this one after the session's and the script's
         atexit.register(error_guard.call, error_guard.CircuitBreaker("summary"), self.end)
@@ -68,7 +68,7 @@ class Summary:
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-        self._tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
+        _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
 
     def _say_address(self) -> None:
         from torchobs.flight.files.location import opened
@@ -78,12 +78,9 @@ class Summary:
         while self._watched is not None and time.monotonic() < until:
             with contextlib.suppress(OSError), opened(self._watched.directory) as directory_fd:
                 if (found := announcement.read(directory_fd)) is not None:
-                    self._tell([f"this run is shown live on {found.url}"])
+                    _tell([f"this run is shown live on {found.url}"])
                     return
             time.sleep(_LOOK_S)
-
-    def _tell(self, lines: Sequence[str]) -> None:
-        self._write("".join(f"torchobs: {line}\n" for line in lines))
 
 
 def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
@@ -103,7 +100,7 @@ def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) 
     return [known.verdict.text, ended.text, *worst, *([f"time: {went}"] if went else [])]
 
 
-def _to_terminal(text: str) -> None:
+def _tell(lines: Sequence[str]) -> None:
     """Write in one piece to descriptor 2: the script may have replaced or closed ``sys.stderr``."""
     with contextlib.suppress(OSError):
-        os.write(_STDERR, text.encode(errors="replace"))
+        os.write(_STDERR, "".join(f"torchobs: {line}\n" for line in lines).encode(errors="replace"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -32,10 +31,9 @@ class TerminalStyle:
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
 
 
-def style_for(out: TextIO, environ: Mapping[str, str] | None = None) -> TerminalStyle:
+def style_for(out: TextIO) -> TerminalStyle:
     """Return the style for ``out``. Colours need a terminal that is not dumb, and no NO_COLOR (no-color.org)."""
-    environ = settings.environment() if environ is None else environ
-    terminal = out.isatty()
+    environ, terminal = settings.environment(), out.isatty()
     width = size_of(out).columns
     colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") not in {"dumb", None, ""}
     encoding = (getattr(out, "encoding", None) or "ascii").lower().replace("-", "")

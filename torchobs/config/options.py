@@ -84,14 +84,10 @@ def values_of(
     problems: list[SettingsProblem],
     first: tuple[str, ValueKind] | None = None,
 ) -> list[object]:
-    """Return the values of the first source that has any; an empty list means the default.
+    """Return the values of the first source that has any; an empty list means the default. Adds to ``problems``.
 
-    Args:
-        option: the option to read.
-        given: values of its flag or argument, as text or as values; they beat the variables.
-        environ: the environment; an empty variable counts as unset, as in OpenTelemetry.
-        problems: invalid values are added here.
-        first: a variable that beats even the flag.
+    Sources are ``first``, a variable that beats even the flag, then ``given``, the flag's or argument's values, then the other
+    variables. An empty variable counts as unset, as in OpenTelemetry.
     """
     for source, kind, raw in _sources(option, list(given), environ, first):
         found = [value for item in raw for value in _parsed(option, source, kind, item, problems)]

@@ -201,14 +201,9 @@ def environment() -> Mapping[str, str]:
 def resolve(
     overrides: Mapping[str, object], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, tuple[SettingsProblem, ...]]:
-    """Return the effective settings, and the values that were ignored.
+    """Return the effective settings, and the values that were ignored. Raises ``TypeError`` if an override names no setting.
 
-    Args:
-        overrides: arguments by field name, as values or as text; ``None``: not given.
-        environ: the environment, by default the process's own.
-
-    Raises:
-        TypeError: an override names no setting.
+    ``overrides``: by field name, as values or as text; ``None``: not given. ``environ``: by default the process's own.
     """
     if unexpected := overrides.keys() - {option.name for option in OPTIONS}:
         word = min(unexpected)

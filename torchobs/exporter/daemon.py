@@ -55,16 +55,10 @@ def serve(
     announce: Callable[[str, bool], None] | None = None,
     finished: Callable[[ServiceStatus], bool] | None = None,
 ) -> int:
-    """Serve until SIGTERM, SIGINT, SIGHUP or ``finished``; return the process's exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP, or until ``finished``, called once a second, returns True.
 
-    Args:
-        config: the exporter's configuration.
-        announce: called with ``host:port`` once the exporter listens there, and whether with TLS; again when that changes or
-            if it raises ``OSError``.
-        finished: called once a second; True ends the service.
-
-    Returns:
-        0, or 1 if a node's exporter could not listen anywhere. A sidecar goes on trying.
+    ``announce`` is called with ``host:port`` once the exporter listens there, and whether with TLS; again when that changes or
+    if it raises ``OSError``. Returns the exit code: 0, or 1 if a node's exporter could not listen. A sidecar goes on trying.
     """
     allow_files()
     with gc_tuning.frozen_gc():

@@ -29,7 +29,7 @@ from torchobs.ranks.metric_values import readings_of
 from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
     from torchobs.flight.format.step_record import StepRecord
@@ -61,10 +61,10 @@ Status = dict[str, Any]
 class TrainJobReporter:
     """Reports in a thread of its own. To be called from one event loop."""
 
-    def __init__(self, server: StatusServer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, server: StatusServer) -> None:
         self.failures = 0
         """number of reports that were not accepted"""
-        self._server, self._clock = server, clock
+        self._server = server
         self._next_s = 0.0
         self._told_end_of = ""
         self._problem = ""
@@ -78,20 +78,20 @@ class TrainJobReporter:
     def settled(self) -> bool:
         """True if no report is on its way, or if it has taken too long to be waited for."""
         with self._changed:
-            return self._deadline_s is None or self._clock() > self._deadline_s
+            return self._deadline_s is None or time.monotonic() > self._deadline_s
 
     async def look(self, snapshots: SnapshotCache, snapshot: Snapshot, *, final: bool = False) -> None:
         """Report what is due: every 30 s, at the run's end, and with ``final``, for the exporter ends. Does not wait for it."""
         rank = reporting(snapshot.ranks)
-        if rank is None or self._told_end_of == rank.incarnation or (rank.up and not final and self._clock() < self._next_s):
+        if rank is None or self._told_end_of == rank.incarnation or (rank.up and not final and time.monotonic() < self._next_s):
             return
-        self._next_s = self._clock() + INTERVAL_S
+        self._next_s = time.monotonic() + INTERVAL_S
         self._told_end_of = "" if rank.up else rank.incarnation
         self._send(await snapshots.ask(partial(_read, rank)))
 
     def _send(self, status: Status) -> None:
         with self._changed:
-            self._waiting, self._deadline_s = status, self._clock() + 2 * TIMEOUT_S  # one may be on its way
+            self._waiting, self._deadline_s = status, time.monotonic() + 2 * TIMEOUT_S  # one may be on its way
             self._changed.notify_all()
         if self._thread is None:
             self._thread = Thread(target=self._run, name="trainjob", daemon=True)

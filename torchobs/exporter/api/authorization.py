@@ -80,14 +80,9 @@ class Token:
 def refusal(
     method: str, headers: Mapping[str, str], channel: AccessChannel, token: Token, *, authenticated: bool = False
 ) -> Problem | None:
-    """Return the reason to refuse a request, or ``None`` to allow it.
+    """Return the reason to refuse a request, or ``None`` to allow it. ``headers``: by lower-case name.
 
-    Args:
-        method: the HTTP method.
-        headers: by lower-case name.
-        channel: the request's access channel.
-        token: the exporter's token.
-        authenticated: True if the web configuration has authenticated the request, which is enough for reading.
+    ``authenticated``: True if the web configuration has authenticated the request, which is enough for reading.
     """
     changes = method not in READING
     if channel == "socket":

@@ -14,32 +14,18 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.flight.format.series import Series
 
-RANK_METRICS = (
+_OF_RANKS = (
     catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
     catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
     catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND, catalog.RANK_STALL_POSITION,
 )  # fmt: skip
-"""Metrics of each rank that the exporter itself produces."""
-
-OWN_METRICS = (
-    catalog.RUN_LOCAL_RANKS, catalog.RUN_MISSING_RANKS, catalog.RUN_STEP_SPREAD, catalog.RUN_GRAD_NORM,
-    catalog.BUILD_INFO, catalog.EXPORTER_FILES, catalog.EXPORTER_READ_ERRORS, catalog.EXPORTER_SCAN_DURATION,
-    catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
-    catalog.EXPORTER_CONNECTIONS_DROPPED, catalog.EXPORTER_WRITE_ERRORS,
-    catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,
-    catalog.OTLP_UNREAD,
-    catalog.EXPORTER_HOST_DURATION, catalog.EXPORTER_HOST_ERRORS, catalog.EXPORTER_HOST_STUCK,
-)  # fmt: skip
-"""Metrics of the exporter itself."""
-
-HOST_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("torchobs.host."))
-"""Metrics of the machine."""
+_OWN = ("torchobs.run.", "torchobs.build.", "torchobs.exporter.", "torchobs.host.", "system.")
 
 COMMON_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("system."))
 """Metrics of the machine with OpenTelemetry's names, which an application's own instruments may have as well."""
 
-EXPORTER_S = frozenset((*RANK_METRICS, *OWN_METRICS, *HOST_METRICS, *COMMON_METRICS))
-"""Metrics that only the exporter produces; a flight file that has one is forged."""
+EXPORTER_S = frozenset((*_OF_RANKS, *(metric for metric in catalog.METRICS if metric.name.startswith(_OWN))))
+"""Metrics that only the exporter produces: of ranks, runs, itself and the machine. A flight file that has one is forged."""
 
 _FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
             "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
