@@ -15,7 +15,7 @@ from torchobs.diagnosis.health import BADGES
 from torchobs.exporter.ui import panels, rank_table
 from torchobs.exporter.ui.events import EventGroup
 from torchobs.exporter.ui.urls import link, stream_of
-from torchobs.exporter.ui.view_model import Choice
+from torchobs.exporter.ui.view_model import LAYERS, Choice
 from torchobs.report import charts
 from torchobs.report.html import EMPTY, Html, exact, heading_cell, joined, named, number_cell, table, tag, text
 
@@ -211,17 +211,11 @@ def _when(now_s: float, at_s: float) -> Html:
     return tag("time", local, datetime=iso)
 
 
-_LAYER_COLUMNS = {
-    "gradient": "gradient norm", "weights": "weight norm", "update": "update / weights", "output": "mean output",
-    "spread": "its deviation", "zero": "its zeros",
-}  # fmt: skip
-
-
 def _layers(model: Model) -> Html:
     if not model.layers or model.focus is None:
         return EMPTY
     sort = model.choice.layers
-    columns = [name for name in _LAYER_COLUMNS if any(getattr(layer, name) is not None for layer in model.layers)]
+    columns = [name for name in LAYERS if any(name in layer.values for layer in model.layers)]
 
     def heading(name: str, words: str, class_: str, order: str) -> Html:
         sorting = link(model.choice._replace(layers=name), words, "layers")
@@ -229,11 +223,11 @@ def _layers(model: Model) -> Html:
 
     head = [
         heading("name", "layer", "", "ascending"),
-        *(heading(name, _LAYER_COLUMNS[name], "n", "descending") for name in columns),
+        *(heading(name, LAYERS[name][1], "n", "descending") for name in columns),
     ]
     rows = []
     for layer in model.layers:
-        values = [getattr(layer, name) for name in columns]
+        values = [layer.values.get(name) for name in columns]
         cells = [number_cell(exact(text_format.number(value), value)) for value in values]
         rows.append(tag("tr", tag("th", named(layer.name), scope="row"), *cells))
     order = {"model": "largest layers as the model has them", "name": "by name"}.get(sort, "the highest first")

@@ -36,7 +36,17 @@ MOST_RUNS = 50
 MOST_EVIDENCE = 50
 
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
-LAYER_SORTS = ("model", "name", "gradient", "weights", "update", "output", "spread", "zero")
+LAYERS = {
+    "gradient": (catalog.GRAD_LAYER_NORM, "gradient norm"),
+    "weights": (catalog.PARAM_LAYER_NORM, "weight norm"),
+    "update": (catalog.UPDATE_LAYER_RATIO, "update / weights"),
+    "output": (catalog.ACTIVATION_LAYER_MEAN_ABS, "mean output"),
+    "spread": (catalog.ACTIVATION_LAYER_STD, "its deviation"),
+    "zero": (catalog.ACTIVATION_LAYER_ZERO, "its zeros"),
+}
+"""Columns of the layers' table: the metric, and its heading. The last three at level extreme: the mean absolute value of what
+a layer puts out, its standard deviation, and the share that is exactly zero."""
+LAYER_SORTS = ("model", "name", *LAYERS)
 
 METRICS = (
     catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.STEPS_PLANNED, catalog.GRAD_NORM,
@@ -49,10 +59,9 @@ METRICS = (
     catalog.MEMORY_TIME_TO_LIMIT, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.CHECKPOINT_FAILURE_STREAK,
-    catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
-    catalog.ACTIVATION_LAYER_MEAN_ABS, catalog.ACTIVATION_LAYER_STD, catalog.ACTIVATION_LAYER_ZERO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
     catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, catalog.PROGRESS_BLOCKED, *collectives.METRICS,
+    *(metric for metric, _ in LAYERS.values()),
 )  # fmt: skip
 """Metrics read from a rank."""
 
@@ -79,18 +88,10 @@ class Choice(NamedTuple):
 
 
 class LayerRow(NamedTuple):
-    """One row of the layers' table: norms, the ratio of an update to the weights, and at level extreme what it puts out."""
+    """One row of the layers' table; ``values``: by column, as far as it has any."""
 
     name: str
-    gradient: float | None = None
-    weights: float | None = None
-    update: float | None = None
-    output: float | None = None
-    """mean absolute value"""
-    spread: float | None = None
-    """standard deviation"""
-    zero: float | None = None
-    """share that is exactly zero"""
+    values: Mapping[str, float]
 
 
 class ArtifactLink(NamedTuple):
@@ -352,18 +353,14 @@ def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iter
             yield ArtifactLink(one["href"], one["kind"], label, one["time"], one["size_bytes"])
 
 
-_LAYER_METRICS = (
-    catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO, catalog.ACTIVATION_LAYER_MEAN_ABS,
-    catalog.ACTIVATION_LAYER_STD, catalog.ACTIVATION_LAYER_ZERO,
-)  # fmt: skip
-
-
 def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
-    columns = [readings.of(metric) for metric in _LAYER_METRICS]
-    names = dict.fromkeys(key for column in columns for key in column)
-    rows = [LayerRow(key[0] if key else "", *(column.get(key) for column in columns)) for key in names]
+    values: dict[str, dict[str, float]] = {}
+    for column, (metric, _) in LAYERS.items():
+        for key, value in readings.of(metric).items():
+            values.setdefault(key[0] if key else "", {})[column] = value
+    rows = [LayerRow(*row) for row in values.items()]
     if sort == "name":
         rows.sort(key=lambda row: row.name)
     elif sort != "model":
-        rows.sort(key=lambda row: _descending(getattr(row, sort)))
+        rows.sort(key=lambda row: _descending(row.values.get(sort)))
     return tuple(rows)
