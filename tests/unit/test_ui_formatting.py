@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.exporter.ui.data import KEPT, RecentValues
@@ -149,6 +150,19 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
     ]
     assert told[0].at_s == 1_700_000_005
     assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 1), ("", 1), ("", 1)]
+
+
+@pytest.mark.parametrize("event", catalog.EVENTS, ids=lambda event: event.name)
+def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
+    """But points of curves. Whatever its attributes hold, it can be compared with those of other ranks."""
+    given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | {
+        "kind": "gradients_kept",
+        "values": [1.0, 2.0],
+    }
+    frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
+    rows = [RankEvents().add(of_ring(HEADER, str(rank), [(1, frame)])) for rank in range(2)]
+    lines = log_of(rows).lines
+    assert [line.last.ranks for line in lines] == [("1", "0")] * (event is not catalog.EVENT_SCALARS)
 
 
 def test_what_all_ranks_say_is_said_once() -> None:

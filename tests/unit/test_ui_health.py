@@ -12,7 +12,8 @@ from torchobs.catalog import Severity
 from torchobs.detect.stragglers import SLOW, Slowness
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_after
+from torchobs.diagnosis.rank_report import Fact
+from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_of
 from torchobs.exporter.ui.view_model import METRICS, NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -44,10 +45,14 @@ def test_mistakes_of_the_loop_are_told_once_for_all_ranks() -> None:
 
 def test_a_mistake_that_is_taken_back_is_none() -> None:
     """By a later event about no parameter."""
-    stopped, again = ({"kind": "gradients_stopped", "parameters_affected": count} for count in (4, 0))
-    assert mistakes_after(("gradients_kept",), [stopped]) == ("gradients_kept", "gradients_stopped")
-    assert mistakes_after(("gradients_kept",), [stopped, again]) == ("gradients_kept",)
-    assert mistakes_after(("gradients_stopped",), [again, {"kind": "unheard of"}, {"kind": ["list"]}]) == ()
+
+    def told(kind: object, parameters: int) -> Fact:
+        return Fact(catalog.EVENT_LOOP_MISTAKE.name, 1.0, 3, {"kind": kind, "parameters_affected": parameters})
+
+    stopped, again = (told("gradients_stopped", parameters) for parameters in (4, 0))
+    assert mistakes_of([stopped], ("gradients_kept",)) == ("gradients_kept", "gradients_stopped")
+    assert mistakes_of([stopped, again], ("gradients_kept",)) == ("gradients_kept",)
+    assert mistakes_of([again, told("unheard of", 1), told(["list"], 1)], ("gradients_stopped",)) == ()
 
 
 @pytest.mark.parametrize("kind", catalog.LOOP_MISTAKES)

@@ -289,37 +289,32 @@ def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
             yield event.time_s, event.text("kind"), 1 + event.count("left_out")
 
 
-def mistakes_of(events: Iterable[Fact]) -> tuple[str, ...]:
-    """Return the kinds of the loop's mistakes among the events, each once."""
-    return mistakes_after((), (event.attributes for event in events if event.name == catalog.EVENT_LOOP_MISTAKE.name))
+def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the kinds of the loop's mistakes, each once, with those ``known`` before these events.
 
-
-def mistakes_after(known: Iterable[str], told: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the kinds that are known after more events (their attributes): one of no parameter takes its kind back."""
+    An event about no parameter takes its kind back.
+    """
     found = dict.fromkeys(known)
-    for attributes in told:
-        kind = attributes.get("kind")
-        if kind in catalog.LOOP_MISTAKES and isinstance(kind, str):
+    for event in events:
+        kind = event.attributes.get("kind")
+        if event.name == catalog.EVENT_LOOP_MISTAKE.name and isinstance(kind, str) and kind in catalog.LOOP_MISTAKES:
             found[kind] = None
-            if attributes.get("parameters_affected") == 0:
+            if event.attributes.get("parameters_affected") == 0:
                 del found[kind]
     return tuple(found)
 
 
-def replicas_of(events: Iterable[Fact], losses: Mapping[int, float]) -> Replicas:
-    """Return what a rank has written down to be compared with others; ``losses``: by step."""
-    found: dict[str, dict[int, tuple[float, ...]]] = {
-        catalog.EVENT_REPLICA_WEIGHTS.name: {},
-        catalog.EVENT_REPLICA_BATCHES.name: {},
-    }
+def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Replicas = NO_REPLICAS) -> Replicas:
+    """Return what a rank has written down to be compared with others, with what was ``known`` before; ``losses``: by step."""
+    weights, batches = dict(known.weights), dict(known.batches)
+    found = {catalog.EVENT_REPLICA_WEIGHTS.name: weights, catalog.EVENT_REPLICA_BATCHES.name: batches}
     for event in events:
-        if event.name in found and event.step is not None and (values := replica_values(event.attributes)):
+        if event.name in found and event.step is not None and (values := _replica_values(event.attributes)):
             found[event.name][event.step] = values
-    weights, batches = found.values()
     return Replicas(weights, batches, last_losses(losses) if batches else {})
 
 
-def replica_values(attributes: Mapping[str, object]) -> tuple[float, ...]:
+def _replica_values(attributes: Mapping[str, object]) -> tuple[float, ...]:
     """Return the numbers of such an event; none if they are none, for a file may hold anything."""
     values = attributes.get("values")
     if not isinstance(values, list) or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in values):

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.diagnosis import scalars
-from torchobs.diagnosis.status import NOTHING_NEW, Newest, Replicas, newest
+from torchobs.diagnosis.rank_report import events_of
+from torchobs.diagnosis.status import NO_REPLICAS, NOTHING_NEW, Newest, Replicas, mistakes_of, newest, replicas_of
 from torchobs.exporter.ui import events
 from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -36,6 +37,8 @@ EVENTS_S = 0.2
 """Time limit per update for event rings, each of which takes up to 5 ms; the remaining rings are read by the next update."""
 
 MOST_HISTORIES = 16
+MOST_COMPARED = 64
+"""Steps by which ranks are compared."""
 KEPT = 4096
 """Values kept of a quantity: as many as the ring has records."""
 
@@ -59,13 +62,12 @@ class RankDetails(NamedTuple):
     events: RankEvents = NO_EVENTS
     scalars: Mapping[str, tuple[Point, ...]] = MappingProxyType({})
     """the scalars that the script logs"""
+    mistakes: tuple[str, ...] = ()
+    """of the training loop, each once"""
+    replicas: Replicas = NO_REPLICAS
+    """what the rank has written down to be compared with others, of the last steps"""
     curves: Curves = Curves()
     """empty if the rank is not focused"""
-
-    @property
-    def replicas(self) -> Replicas:
-        """What the rank has written down to be compared with others."""
-        return Replicas(self.events.weights, self.events.batches, self.newest.losses)
 
 
 Details = Mapping[str, RankDetails]
@@ -158,7 +160,15 @@ class _RankReader:
             new = [(position, frame) for position, frame in file.events() if position > self._newest_event]
             rows = self.details.events.add(events.of_ring(rank.view.header, rank.rank, new))
             logged = scalars.curves((frame for _, frame in new), self.details.scalars)
-            self.details = self.details._replace(events=rows, scalars=logged)
+            facts, known = events_of(new, rank.view.header), self.details
+            replicas = replicas_of(facts, known.newest.losses, known.replicas)
+            weights, batches = (dict([*steps.items()][-MOST_COMPARED:]) for steps in replicas[:2])
+            self.details = known._replace(
+                events=rows,
+                scalars=logged,
+                mistakes=mistakes_of(facts, known.mistakes),
+                replicas=Replicas(weights, batches),
+            )
             self._newest_event = max((position for position, _ in new), default=self._newest_event)
         self._event_head = rank.view.live.event_head
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.status import mistakes_after, replica_values
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ MOST_ALIKE = 3
 MOST_LINES = 100
 MOST_TEXT = 400
 ALIKE_S = 60.0
-MOST_COMPARED = 64
 
 _EVENTS = {event.name: event for event in catalog.EVENTS}
 _SPANS = {
@@ -60,10 +58,6 @@ class EventRow(NamedTuple):
     """the kind of anomaly; empty for other events"""
     number: int = 1
     """number of events that it stands for, including those the rank left out before it"""
-    mistake: Mapping[str, object] | None = None
-    """attributes of one of the loop's; ``None`` for other events"""
-    replica: tuple[str, tuple[float, ...]] = ("", ())
-    """name and values of an event by which ranks are compared"""
 
     @property
     def kind(self) -> Kind:
@@ -86,12 +80,6 @@ class RankEvents:
     newest: tuple[EventRow, ...] = ()
     """oldest first"""
     groups: Mapping[Kind, EventGroup] = field(default_factory=dict)
-    mistakes: tuple[str, ...] = ()
-    """of the training loop, each once"""
-    weights: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """by step, to be compared with those of other ranks; the last ones"""
-    batches: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """likewise"""
 
     def add(self, events: Iterable[EventRow]) -> RankEvents:
         """Return a copy with later events added."""
@@ -101,17 +89,7 @@ class RankEvents:
                 groups[event.kind] = EventGroup(known.number + event.number, known.first, event)
             elif len(groups) < MOST_KINDS:
                 groups[event.kind] = EventGroup(event.number, event, event)
-        mistakes = mistakes_after(self.mistakes, (event.mistake for event in later if event.mistake is not None))
-        weights = self._compared(self.weights, catalog.EVENT_REPLICA_WEIGHTS, later)
-        batches = self._compared(self.batches, catalog.EVENT_REPLICA_BATCHES, later)
-        return RankEvents((*self.newest, *later)[-KEPT:], groups, mistakes, weights, batches)
-
-    @staticmethod
-    def _compared(
-        known: Mapping[int, tuple[float, ...]], event: catalog.Event, later: Iterable[EventRow]
-    ) -> Mapping[int, tuple[float, ...]]:
-        new = {row.step: row.replica[1] for row in later if row.replica[0] == event.name and row.step is not None}
-        return dict([*known.items(), *new.items()][-MOST_COMPARED:]) if new else known
+        return RankEvents((*self.newest, *later)[-KEPT:], groups)
 
 
 class EventLog(NamedTuple):
@@ -185,10 +163,6 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
         text=_text(attributes),
     )
     kind, left_out = attributes.get("kind"), attributes.get("left_out")
-    if known in {catalog.EVENT_REPLICA_WEIGHTS, catalog.EVENT_REPLICA_BATCHES}:
-        return row._replace(replica=(name, replica_values(attributes)))
-    if known is catalog.EVENT_LOOP_MISTAKE:
-        return row._replace(mistake={"kind": kind, "parameters_affected": attributes.get("parameters_affected")})
     if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
         return row
     number = 1 + max(0, left_out) if isinstance(left_out, int) else 1

@@ -206,8 +206,8 @@ class Modeller:
             readings,
             details.newest,
             per_s=pace.per_s if trains and pace else None,
-            replicas=details.replicas,
-            mistakes=details.events.mistakes,
+            replicas=details.replicas._replace(losses=details.newest.losses),
+            mistakes=details.mistakes,
             lately=recent_anomalies(((one.at_s, one.anomaly, one.number) for one in details.events.newest), time.time()),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
