@@ -43,7 +43,7 @@ class LivePage:
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(partial(_asset, _style, "text/css"))),
+            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, __package__, "static", "live.css"), "text/css"))),
             Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
         ]
 
@@ -76,10 +76,6 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
 
 async def _asset(content: Callable[[], str], media_type: str, _: Request) -> Response:
     return Response(content(), media_type=media_type, headers=HEADERS)
-
-
-def _style() -> str:
-    return style_sheet("torchobs.exporter.ui", "static", "live.css")
 
 
 @cache
