@@ -123,11 +123,6 @@ class Traces:
         self._rings, self._with_events = rings, with_events
         self._traces: dict[str, Trace] = {}
 
-    def written(self, rank: Rank) -> int:
-        """Return the bytes written to a rank's ring since it was last read, according to the file's header."""
-        trace = self._traces.get(rank.incarnation)
-        return rank.view.live.event_head - (trace.ring_head if trace else 0)
-
     def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
         """Return the requests for the new spans of ``ranks``."""
         spans: list[tuple[ReadableSpan, Frame]] = []
@@ -150,7 +145,6 @@ class Traces:
         if rank.incarnation not in self._traces:
             self._traces[rank.incarnation] = Trace(header, with_events=self._with_events)
         trace = self._traces[rank.incarnation]
-        trace.ring_head = live.event_head
         spans += spans_of(trace, trace.take(self._rings.fresh(rank, wall_ns)))
         if not rank.up:
             last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
@@ -170,12 +164,10 @@ class Logs:
         served = set()
         for rank in ranks:
             served.add(rank.incarnation)
-            head = rank.view.live.event_head
             if rank.incarnation not in self._logs:
                 self._logs[rank.incarnation] = RankLog(rank.view.header)
             log = self._logs[rank.incarnation]
-            if head != log.ring_head:
-                log.ring_head = head
+            if self._rings.written(rank):
                 records += ((log, record) for record in log.records(self._rings.fresh(rank, wall_ns), wall_ns))
         self._rings.keep(served)
         for gone in self._logs.keys() - served:

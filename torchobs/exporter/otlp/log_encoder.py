@@ -49,8 +49,6 @@ class RankLog:
     """State of one incarnation's records: resource, identifiers, and how far its ring was read."""
 
     def __init__(self, header: Header) -> None:
-        self.ring_head = 0
-        """position of the end of the rank's ring when it was last read"""
         resource = otlp_attributes.resource_of(header)
         self.resource = _pairs(resource.attributes)
         self.scope = InstrumentationScope(name=otlp_attributes.SCOPE, version=otlp_attributes.own_scope(resource).version or "")

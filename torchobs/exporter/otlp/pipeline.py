@@ -156,7 +156,7 @@ class PushPipeline:
         self._traces.keep((*ranks, *replaced))
 
     def _wants_reading(self, rank: Rank, *, due: bool, final: bool) -> bool:
-        written = self._traces.written(rank)
+        written = self._rings["traces"].written(rank)
         ring = rank.view.header.regions[Region.EVENTS].length
         if final or self._has_just_ended(rank) or written > _FULL * ring:
             return True

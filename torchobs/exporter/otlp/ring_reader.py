@@ -41,10 +41,17 @@ class RingReader:
         self._directory, self._since_ns = Directory(config), since_ns
         self._files: dict[str, FlightFile] = {}
         self._tails: dict[str, Tail] = {}
+        self._heads: dict[str, int] = {}
+        """position of the end of each rank's ring when it was last read"""
         self._warnings = RateLimiter(_EVERY_S)
+
+    def written(self, rank: Rank) -> int:
+        """Return the bytes written to a rank's ring since it was last read, according to the file's header."""
+        return rank.view.live.event_head - self._heads.get(rank.incarnation, 0)
 
     def fresh(self, rank: Rank, wall_ns: int) -> list[bytes]:
         """Return the payloads written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
+        self._heads[rank.incarnation] = rank.view.live.event_head
         name, header = file_name(rank.view.header), rank.view.header
         known = self._tails.get(rank.incarnation)
         tail = known or Tail(header.regions[Region.EVENTS].length, header.seed)
@@ -65,8 +72,9 @@ class RingReader:
         """Close the files of all other incarnations."""
         for incarnation in self._files.keys() - set(incarnations):
             self._forget(incarnation)
-        for incarnation in self._tails.keys() - set(incarnations):
-            del self._tails[incarnation]
+        for incarnation in self._heads.keys() - set(incarnations):
+            del self._heads[incarnation]
+            self._tails.pop(incarnation, None)
 
     def close(self) -> None:
         """Close everything. Idempotent."""

@@ -51,8 +51,6 @@ class Trace:
 
     def __init__(self, header: Header, *, with_events: bool = True) -> None:
         self.resource = otlp_attributes.resource_of(header)
-        self.ring_head = 0
-        """position of the end of the rank's ring when it was last read"""
         self._header, self._with_events = header, with_events
         self.root = OpenRoot(header)
         self._open: dict[str, Frame] = {}
