@@ -28,6 +28,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 LEAST_TORCH = (2, 4)
 """Minimum version of torch, as stated in README.md."""
 _LEAST_SHM = 1 << 30
+_OWN_DIRECTORY = "set TORCHOBS_DIR to a local directory of your own"
 _OF_THE_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs"})
 """File systems in which no directory can be created, even where access(2) permits it to root."""
 _WANTS_CERTIFICATE = "it closes connections without a client certificate"
@@ -57,9 +58,8 @@ def system(platform: str = sys.platform, version: tuple[int, ...] = sys.version_
     """Check that torchobs supports this system."""
     text = f"Python {'.'.join(map(str, version))} on {platform}"
     if platform not in {"linux", "darwin"}:
-        return Check(
-            "system", FAIL, text, "torchobs records on Linux, and on macOS; here init() does nothing, and training goes on"
-        )
+        remedy = "torchobs records on Linux, and on macOS; here init() does nothing, and training goes on"
+        return Check("system", FAIL, text, remedy)
     return Check("system", OK, text)
 
 
@@ -113,20 +113,11 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
     try:
         opened = location.open_place(flight_dir, runtime_dir)
     except OSError as problem:
-        return Check(
-            "directory",
-            FAIL,
-            text_format.clean(problem.strerror or problem),
-            "set TORCHOBS_DIR to a local directory of your own",
-        )
+        return Check("directory", FAIL, text_format.clean(problem.strerror or problem), _OWN_DIRECTORY)
     os.close(opened.fd)
     if not opened.in_memory:
-        return Check(
-            "directory",
-            WARN,
-            f"{about}: no memory file system",
-            "a tmpfs saves the disk a write each 0.1 s: TORCHOBS_DIR=/dev/shm/…",
-        )
+        remedy = "a tmpfs saves the disk a write each 0.1 s: TORCHOBS_DIR=/dev/shm/…"
+        return Check("directory", WARN, f"{about}: no memory file system", remedy)
     return Check("directory", OK, about)
 
 
@@ -153,7 +144,7 @@ def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Chec
             if not problem:
                 return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
             problems.append(problem)
-    return Check("directory", FAIL, problems[0], "set TORCHOBS_DIR to a local directory of your own")
+    return Check("directory", FAIL, problems[0], _OWN_DIRECTORY)
 
 
 def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
@@ -206,13 +197,11 @@ def kubernetes(
     status = Path(mount).stat()
     text = f"{mount} has mode {stat.S_IMODE(status.st_mode):04o} and group {status.st_gid}"
     if not status.st_mode & stat.S_ISGID:
-        return Check(
-            "kubernetes", WARN, f"{text}, which is no fsGroup's", "set securityContext.fsGroup: the sidecar reads by group"
-        )
+        remedy = "set securityContext.fsGroup: the sidecar reads by group"
+        return Check("kubernetes", WARN, f"{text}, which is no fsGroup's", remedy)
     if not Path(control).is_dir():
-        return Check(
-            "kubernetes", WARN, f"{text}; {control} is no volume", "mount the second emptyDir there: commands come by it"
-        )
+        remedy = "mount the second emptyDir there: commands come by it"
+        return Check("kubernetes", WARN, f"{text}; {control} is no volume", remedy)
     return Check("kubernetes", OK, text)
 
 
@@ -239,9 +228,8 @@ def cgroup() -> Check:
     groups = of_process("memory")
     found = tightest(groups) if groups else None
     if found is None:
-        return Check(
-            "cgroup", WARN, "no memory cgroup can be read", "a kill for memory is only judged by the machine's memory then"
-        )
+        remedy = "a kill for memory is only judged by the machine's memory then"
+        return Check("cgroup", WARN, "no memory cgroup can be read", remedy)
     level, memory = found
     limit = f"limit {text_format.size(memory.limit)}" if memory.limit is not None else "no limit"
     used = f"{text_format.size(memory.working_set)} in use, {limit}"
@@ -258,12 +246,8 @@ def clock(now_s: float | None = None, synchronised: int | None = None) -> Check:
     if now_s < _YEAR_2020_S:
         return Check("clock", FAIL, f"{text} is in the past", "set it; TLS and every date are wrong until then")
     if state == _TIME_ERROR:
-        return Check(
-            "clock",
-            WARN,
-            f"{text}; the kernel says that nothing keeps it right",
-            "run chrony or another NTP client on the machine",
-        )
+        remedy = "run chrony or another NTP client on the machine"
+        return Check("clock", WARN, f"{text}; the kernel says that nothing keeps it right", remedy)
     return Check("clock", OK, text)
 
 
@@ -278,12 +262,8 @@ def gpus() -> Check:
     try:
         import pynvml
     except ImportError:
-        return Check(
-            "nvml",
-            WARN,
-            "nvidia-ml-py is not installed",
-            "pip install nvidia-ml-py, for the GPUs' temperature, power and errors",
-        )
+        remedy = "pip install nvidia-ml-py, for the GPUs' temperature, power and errors"
+        return Check("nvml", WARN, "nvidia-ml-py is not installed", remedy)
     try:
         pynvml.nvmlInit()
         count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()

@@ -65,12 +65,8 @@ def evaluate(report: RankReport | None, status: int, stderr: str) -> Iterator[Ch
     lines = [text_format.clean(line) for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     if status:
-        yield Check(
-            "probes",
-            FAIL,
-            f"a training of five steps ended with status {status}: {last}",
-            "does `python -c 'import torch'` work?",
-        )
+        text = f"a training of five steps ended with status {status}: {last}"
+        yield Check("probes", FAIL, text, "does `python -c 'import torch'` work?")
         return
     if report is None:
         yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")

@@ -88,13 +88,8 @@ def lines(result: Benchmark, hints: Sequence[str], style: TerminalStyle) -> list
         ]
         for each in result.modes
     ]
-    columns = [
-        Column("mode", right=False),
-        Column("step"),
-        Column("times as fast"),
-        Column("which is", right=False),
-        Column("first step", dispensable=1),
-    ]
+    factor, verdict = Column("times as fast"), Column("which is", right=False)
+    columns = [Column("mode", right=False), Column("step"), factor, verdict, Column("first step", dispensable=1)]
     left_out = [f"{each.mode} was not tried: {each.reason}" for each in result.left_out]
     recommended = f"recommended: {result.recommended} ({result.reason})"
     return [*table(columns, rows, style.width), *bullets([*left_out, *hints, recommended], style.width)]

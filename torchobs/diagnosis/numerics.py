@@ -308,11 +308,8 @@ def _faded(report: RankReport) -> Iterator[Finding]:
         of = f" of {', '.join(names)}{more}" if names else ""
         norms = text_format.number(fact.number("value")), text_format.number(fact.number("baseline"))
         text = f"The gradients of one optimizer ({fact.text('optimizer')}{of}) had vanished in step {fact.step or 0:,}"
-        yield Finding(
-            WARNING,
-            "gradient_vanishing",
-            f"{text}: their norm was {norms[0]}, usual was {norms[1]}. Those of the others had not.",
-        )
+        text = f"{text}: their norm was {norms[0]}, usual was {norms[1]}. Those of the others had not."
+        yield Finding(WARNING, "gradient_vanishing", text)
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:

@@ -106,11 +106,8 @@ def _slowed(report: RankReport) -> Iterator[Finding]:
     took = text_format.duration(sum(step.duration_s or 0.0 for step in late))
     now, usual = text_format.duration(now_s), text_format.duration(usual_s)
     text = f"Its last {len(late):,} steps ({took}) took {now} each, usual was {usual}"
-    yield Finding(
-        WARNING,
-        "slowdown",
-        f"{text}; {text_format.percent(min(1.0, excess_s / (now_s - usual_s)))} of the difference is {phase}.",
-    )
+    share = text_format.percent(min(1.0, excess_s / (now_s - usual_s)))
+    yield Finding(WARNING, "slowdown", f"{text}; {share} of the difference is {phase}.")
 
 
 def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, float]:

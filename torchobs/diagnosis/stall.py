@@ -54,11 +54,8 @@ def stall(report: RankReport) -> Stall | None:
     usual_s, since_s = median(timed) if timed else None, report.steps[-1].end_s if report.steps else report.start_s
     quiet_s, timeout_s = max(0.0, report.last_s - since_s), _timeout_s(report)
     least_s = timeout_s if usual_s is None else max(LEAST_S, state.HANG_FACTOR * usual_s)
-    held = any(left.kind == STUCK and not left.number for left in report.left) and report.reason in {
-        "",
-        "lost",
-        "out_of_memory",
-    }
+    unheard = report.reason in {"", "lost", "out_of_memory"}
+    held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
     long = quiet_s >= least_s or held or report.state == "hung"
     if report.reason == "finished" or not (long or _written_early(report, since_s)):
         return None
@@ -83,9 +80,8 @@ def stalled(report: RankReport) -> Iterator[Finding]:
         return
     patient = found.phase in state.PATIENT_PHASES and not found.lock_held
     severity = ERROR if found.hung or found.lock_held else INFO if patient or not found.long else WARNING
-    yield Finding(
-        severity, "stalled", f"{_held(found, report) if found.lock_held else _quiet(found, report)} {_where(found, report)}"
-    )
+    text = _held(found, report) if found.lock_held else _quiet(found, report)
+    yield Finding(severity, "stalled", f"{text} {_where(found, report)}")
 
 
 def _quiet(found: Stall, report: RankReport) -> str:
