@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 
 from tests import otel
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.otel import FlightSpan, FlightTracerProvider, SpanLimits
+from torchobs.otel import FlightTracerProvider, SpanLimits
 from torchobs.otel.span_codec import fit
 
 REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))
@@ -73,19 +73,6 @@ def test_a_span_is_in_the_file_when_it_has_ended(writer: FlightWriter, tracer: T
         "links": [],
         "scope": ["tests", "1.0", "", {}],
     }
-
-
-def test_an_announced_span_is_known_of_before_its_end(writer: FlightWriter, tracer: Tracer) -> None:
-    """The span of a run says that it has begun, so that a killed process leaves its trace and its start."""
-    span = tracer.start_span("run", attributes={"rank": 0})
-    assert isinstance(span, FlightSpan)
-    span.announce()
-    (frame,) = otel.frames(writer)
-    assert (frame["k"], frame["name"], frame["attrs"]) == ("span_start", "run", {"rank": 0})
-    assert frame["span_id"] == trace.format_span_id(span.get_span_context().span_id)
-    assert "t1" not in frame
-    span.end()
-    assert [frame["k"] for frame in otel.frames(writer)] == ["span_start", "span"]
 
 
 def test_spans_nest_through_the_context(writer: FlightWriter, tracer: Tracer) -> None:

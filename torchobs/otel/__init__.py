@@ -5,12 +5,11 @@ Only ``opentelemetry-api`` is imported here: the SDK is a dependency of the expo
 
 from torchobs.otel.global_providers import Installed, install, observe, uninstall
 from torchobs.otel.meter_provider import FlightMeterProvider
-from torchobs.otel.span import FlightSpan, SpanLimits
+from torchobs.otel.span import SpanLimits
 from torchobs.otel.tracer_provider import FlightTracerProvider
 
 __all__ = [
     "FlightMeterProvider",
-    "FlightSpan",
     "FlightTracerProvider",
     "Installed",
     "SpanLimits",

@@ -202,10 +202,6 @@ class FlightSpan(Span):
         }
         self.add_event("exception", described | dict(attributes or {}), timestamp)
 
-    def announce(self) -> None:
-        """Write a frame at the span's begin, so that it is visible even if the process is killed before its end."""
-        self._origin.write(self._begun("span_start") | {"attrs": dict(self._attributes.values)})
-
     def end(self, end_time: int | None = None) -> None:
         """End it, at ``end_time`` (Unix ns), now by default, and write it to the file."""
         try:
@@ -213,7 +209,7 @@ class FlightSpan(Span):
         except IndexError:
             warn_once("end() was called on a span that has ended (%r)", self._name)
             return
-        self._origin.write(self._begun("span") | self._done(self._origin.now_ns() if end_time is None else end_time))
+        self._origin.write(self._begun() | self._done(self._origin.now_ns() if end_time is None else end_time))
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
@@ -228,10 +224,10 @@ class FlightSpan(Span):
             warn_once("a span was changed after its end (%r)", self._name)
         return bool(self._unended)
 
-    def _begun(self, kind: str) -> dict[str, Any]:
+    def _begun(self) -> dict[str, Any]:
         parent = self._parent
         trace_id, span_id, flags, state = _identity(self._context)
-        fields = {"k": kind, "name": clean(self._name), "trace_id": trace_id, "span_id": span_id, "flags": flags}
+        fields = {"k": "span", "name": clean(self._name), "trace_id": trace_id, "span_id": span_id, "flags": flags}
         if parent is not None:
             fields["parent"] = format_span_id(parent.span_id)
             if parent.is_remote:
