@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 
 from tests import otel
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.otel import FlightTracerProvider, SpanLimits
+from torchobs.otel import FlightTracerProvider, span
 from torchobs.otel.span_codec import fit
 
 REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))
@@ -303,20 +303,20 @@ def test_every_frame_fits(field: str, size: int) -> None:
     assert (cut == 0) == (len(json.dumps(whole, separators=(",", ":"))) <= 11_000)
 
 
-def test_limits_drop_the_oldest_and_count(writer: FlightWriter) -> None:
+def test_limits_drop_the_oldest_and_count(writer: FlightWriter, tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a limit the oldest attribute, event or link goes, as in the SDK, and the frame says how many went."""
-    limits = SpanLimits(attributes=2, events=2, links=1, attributes_of_each=1)
-    span = FlightTracerProvider(lambda: writer, limits=limits).get_tracer("t").start_span("a")
+    monkeypatch.setattr(span, "LIMIT", 1)
+    long = tracer.start_span("a")
     for number in range(4):
-        span.set_attribute(f"k{number}", number)
-        span.add_event(f"e{number}", {"a": 1, "b": 2}, timestamp=number)
-        span.add_link(REMOTE, {"n": number})
-    span.end()
+        long.set_attribute(f"k{number}", number)
+        long.add_event(f"e{number}", {"a": 1, "b": 2}, timestamp=number)
+        long.add_link(REMOTE, {"n": number})
+    long.end()
     (frame,) = otel.frames(writer)
-    assert frame["attrs"] == {"k2": 2, "k3": 3}
-    assert frame["events"] == [[2, "e2", {"b": 2}, 1], [3, "e3", {"b": 2}, 1]]
+    assert frame["attrs"] == {"k3": 3}
+    assert frame["events"] == [[3, "e3", {"b": 2}, 1]]
     assert frame["links"] == [[f"{0xABC:032x}", f"{0xDEF:016x}", 1, "vendor=x", {"n": 3}, 0]]
-    assert frame["dropped"] == [2, 2, 3]
+    assert frame["dropped"] == [3, 3, 3]
 
 
 # --- exceptions and decorators ------------------------------------------------------------------------------------------------

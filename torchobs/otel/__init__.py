@@ -5,14 +5,12 @@ Only ``opentelemetry-api`` is imported here: the SDK is a dependency of the expo
 
 from torchobs.otel.global_providers import Installed, install, observe, uninstall
 from torchobs.otel.meter_provider import FlightMeterProvider
-from torchobs.otel.span import SpanLimits
 from torchobs.otel.tracer_provider import FlightTracerProvider
 
 __all__ = [
     "FlightMeterProvider",
     "FlightTracerProvider",
     "Installed",
-    "SpanLimits",
     "install",
     "observe",
     "uninstall",

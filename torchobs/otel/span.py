@@ -28,15 +28,8 @@ if TYPE_CHECKING:
     from torchobs.otel.metric_stream import Source
 
 
-@dataclass(frozen=True, slots=True)
-class SpanLimits:
-    """Limits of one span, with the SDK's defaults; beyond them the oldest items are dropped."""
-
-    attributes: int = 128
-    events: int = 128
-    links: int = 128
-    attributes_of_each: int = 128
-    """per event or link"""
+LIMIT = 128
+"""Most attributes, events and links of a span, and attributes of an event or link: the SDK's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,6 @@ class Origin:
     source: Source
     scope: list[object]
     """as encoded in a frame"""
-    limits: SpanLimits
 
     def now_ns(self) -> int:
         """Unix time by the pair of clocks in the file's header: a span stays right when the wall clock jumps."""
@@ -72,10 +64,9 @@ class Reactions(NamedTuple):
 class Bounded:
     """Bounded attributes: the oldest is dropped beyond the limit. The SDK's rules, without its lock."""
 
-    __slots__ = ("_limit", "dropped", "values")
+    __slots__ = ("dropped", "values")
 
-    def __init__(self, limit: int, attributes: Attributes = None) -> None:
-        self._limit = limit
+    def __init__(self, attributes: Attributes = None) -> None:
         self.values: dict[str, Plain] = {}
         self.dropped = 0
         if attributes:
@@ -86,7 +77,7 @@ class Bounded:
         found = cleaned(attributes)
         if isinstance(attributes, Mapping):
             self.dropped += len(attributes) - len(found)
-        if not self.values and len(found) <= self._limit:
+        if not self.values and len(found) <= LIMIT:
             self.values = found
             return
         for name, value in found.items():
@@ -102,10 +93,8 @@ class Bounded:
     def _put(self, name: str, value: Plain) -> None:
         values = self.values
         values.pop(name, None)  # a key set again becomes the newest
-        if len(values) >= self._limit:
+        if len(values) >= LIMIT:
             self.dropped += 1
-            if not self._limit:
-                return
             values.pop(list(values)[0], None)  # noqa: RUF015  # list() is atomic, an iterator would see other threads' changes
         values[name] = value
 
@@ -125,9 +114,9 @@ class FlightSpan(Span):
     ) -> None:
         self._origin, self._name, self._context, self._parent, self._kind = origin, name, context, parent, kind
         self._begin_ns, self._reactions = begin_ns, reactions
-        self._attributes = Bounded(origin.limits.attributes)
-        self._events: deque[list[Any]] = deque(maxlen=origin.limits.events)
-        self._links: deque[list[Any]] = deque(maxlen=origin.limits.links)
+        self._attributes = Bounded()
+        self._events: deque[list[Any]] = deque(maxlen=LIMIT)
+        self._links: deque[list[Any]] = deque(maxlen=LIMIT)
         self._events_seen = self._links_seen = 0
         self._status = Status()
         self._unended = [None]  # popped by the first end(): later calls do nothing
@@ -153,7 +142,7 @@ class FlightSpan(Span):
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Add a dated fact; ``timestamp`` in Unix ns, now by default."""
         if self._may_change():
-            found = Bounded(self._origin.limits.attributes_of_each, attributes)
+            found = Bounded(attributes)
             at_ns = self._origin.now_ns() if timestamp is None else timestamp
             self._events.append([clean(at_ns), clean(name), found.values, found.dropped])
             self._events_seen += 1
@@ -161,7 +150,7 @@ class FlightSpan(Span):
     def add_link(self, context: SpanContext, attributes: Attributes = None) -> None:
         """Add a link to another span; one without a valid context, attributes or trace state is ignored."""
         if (context.is_valid or attributes or context.trace_state) and self._may_change():
-            found = Bounded(self._origin.limits.attributes_of_each, attributes)
+            found = Bounded(attributes)
             self._links.append([*_identity(context), found.values, found.dropped])
             self._links_seen += 1
 

@@ -32,7 +32,7 @@ from opentelemetry.trace import (
 from torchobs.flight.format.series import Scope
 from torchobs.otel.attributes import clean_key, frozen
 from torchobs.otel.log_once import warn_once
-from torchobs.otel.span import FlightSpan, Origin, Reactions, SpanLimits, react
+from torchobs.otel.span import FlightSpan, Origin, Reactions, react
 
 if TYPE_CHECKING:
     from contextvars import Token
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _SAMPLED, _RANDOM = 0x01, 0x02
-_LIMITS = SpanLimits()
 
 
 def no_parent() -> None:
@@ -59,10 +58,8 @@ class FlightTracerProvider(TracerProvider):
     ``source`` must return ``None`` or the child's own writer.
     """
 
-    def __init__(
-        self, source: Source, parent: Callable[[], SpanContext | None] = no_parent, limits: SpanLimits = _LIMITS
-    ) -> None:
-        self._source, self.parent, self.limits = source, parent, limits
+    def __init__(self, source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
+        self._source, self.parent = source, parent
         self._tracers: dict[Scope, FlightTracer] = {}
 
     def writer(self) -> FlightWriter | None:
@@ -163,7 +160,7 @@ class FlightTracer(Tracer):
             return None
         if origin is None or origin.writer is not writer:
             scope: list[object] = [*self._scope[:3], dict(self._scope.attributes)]
-            origin = self._origin = Origin(writer, provider.writer, scope, provider.limits)
+            origin = self._origin = Origin(writer, provider.writer, scope)
         return origin
 
 
