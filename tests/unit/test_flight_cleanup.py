@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import flights
-from torchobs.flight.files import lock
+from torchobs.flight.files import entries, lock
 from torchobs.flight.files.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.files.location import open_directory
@@ -76,16 +76,10 @@ def test_beyond_the_total_size_the_oldest_go_first(directory_fd: int, make: Make
     assert clean(directory_fd, now=NOW, max_total_bytes=3 * MIN_SIZE) == []
 
 
-def test_what_everybody_has_seen_goes_at_once(directory_fd: int, make: Make) -> None:
-    """The exporter says which."""
-    seen, _ = make(1), make(1)
-    assert clean(directory_fd, now=NOW, served=lambda name: name == seen) == [seen]
-
-
 def test_a_living_rank_s_file_never_goes(directory_fd: int, flight_dir: Path) -> None:
     """However old its heartbeat: a rank may be stopped for days. And asking does not drop its lock."""
     writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0, served=lambda _: True) == []
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
     assert (flight_dir / writer.name).exists()
     assert lock.is_held(directory_fd, lock_name(writer.name))
     writer.close()
@@ -96,7 +90,7 @@ def test_a_rank_that_lost_its_lock_is_known_by_its_heartbeat(directory_fd: int, 
     beat_ago_h = (SETTLED_S - 1) / 3600
     make(beat_ago_h)
     make(beat_ago_h, lock_file=False)
-    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0, served=lambda _: True) == []
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
     dead = make(2 * SETTLED_S / 3600, lock_file=False)
     assert clean(directory_fd, now=NOW, min_age_s=0.0) == [dead]
 
@@ -131,7 +125,7 @@ def test_names_that_are_not_ours_are_never_touched(directory_fd: int, flight_dir
     for name in (*foreign, *names):
         age(flight_dir / name, STALE_S * 10)
     before = {path.name for path in flight_dir.iterdir()}
-    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0, served=lambda _: True) == []
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
     assert {path.name for path in flight_dir.iterdir()} == before
 
 
@@ -166,17 +160,22 @@ def test_a_file_of_another_user_stays(directory_fd: int, flight_dir: Path, make:
         assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == [name]
 
 
-def test_a_name_that_was_given_to_another_file_meanwhile_stays(directory_fd: int, flight_dir: Path, make: Make) -> None:
+def test_a_name_that_was_given_to_another_file_meanwhile_stays(
+    directory_fd: int, flight_dir: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is removed is what was looked at."""
     header = flights.header()
-    make(100, of=header)
+    name = make(100, of=header)
 
-    def replace_it(name: str) -> bool:
+    def replace_it(directory_fd: int, name: str) -> int:
         (flight_dir / name).unlink()
         make(100, of=header)
-        return True
+        return inode(directory_fd, name)
 
-    assert clean(directory_fd, now=NOW, min_age_s=1e9, served=replace_it) == []
+    inode = entries.inode
+    monkeypatch.setattr(entries, "inode", replace_it)
+    assert clean(directory_fd, now=NOW) == []
+    assert (flight_dir / name).exists()
 
 
 def test_cleaning_ends_when_its_time_is_over(directory_fd: int, make: Make) -> None:

@@ -166,13 +166,6 @@ def test_links_pipes_and_directories_are_no_commands(directory_fd: int, reader: 
     assert reader.poll() is None
 
 
-def test_only_the_owner_asked_for_commands(directory_fd: int, flight_dir: Path) -> None:
-    """In node mode trainer and exporter are one user."""
-    write_command(directory_fd, TARGET, Command(level=1))
-    assert ControlReader(str(flight_dir), TARGET, os.getuid() + 1).poll() is None
-    assert ControlReader(str(flight_dir), TARGET, os.getuid()).poll()
-
-
 def test_the_directory_may_come_later_and_may_be_made_anew(flight_dir: Path) -> None:
     """The exporter makes it when it starts; what was told before the directory was deleted is not told again."""
     later = flight_dir / "control"

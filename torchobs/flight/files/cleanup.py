@@ -22,7 +22,7 @@ from torchobs.flight.reader.reader import is_name
 from torchobs.identity.process import boot_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 MIN_AGE_S = 24 * 3600.0
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
@@ -50,14 +50,13 @@ def clean(
     now: int,
     min_age_s: float = MIN_AGE_S,
     max_total_bytes: int = MAX_TOTAL_BYTES,
-    served: Callable[[str], bool] | None = None,
     budget_s: float = 0.25,
 ) -> list[str]:
     """Remove files that are no longer needed and return their names.
 
-    ``now`` is CLOCK_MONOTONIC in nanoseconds. A dead file is removed ``min_age_s`` after its last heartbeat, or once
-    ``served(name)`` is true; then the oldest until all our files take at most ``max_total_bytes``. The listing
-    stops after ``budget_s``; the remaining files wait for the next call.
+    ``now`` is CLOCK_MONOTONIC in nanoseconds. A dead file is removed ``min_age_s`` after its last heartbeat; then the
+    oldest until all our files take at most ``max_total_bytes``. The listing stops after ``budget_s``; the remaining files
+    wait for the next call.
 
     Raises ``OSError`` when the directory cannot be read.
     """
@@ -72,7 +71,7 @@ def clean(
     sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in files}
     total = sum(sizes.values())
     for file in sorted(files, reverse=True):
-        unwanted = file.age_s >= min_age_s or total > max_total_bytes or (served is not None and served(file.name))
+        unwanted = file.age_s >= min_age_s or total > max_total_bytes
         if file.age_s >= SETTLED_S and unwanted and _remove(directory_fd, file):
             removed += [file.name, *_remove_all(directory_fd, beside[file.name])]
             total -= sizes[file.name]

@@ -95,7 +95,7 @@ def write_command(directory_fd: int, incarnation: bytes, command: Command) -> in
         msg = f"probes {command.probes_off:#x} is no set of at most 63"
         raise ValueError(msg)
     with _mutex:
-        before = _read(directory_fd, incarnation, None) or _NOTHING
+        before = _read(directory_fd, incarnation) or _NOTHING
         seq = max(before.seq + 1, time.time_ns() // 1_000_000)
         record = _Record(
             before.level if command.level is None else command.level,
@@ -118,9 +118,9 @@ def remove(directory_fd: int, incarnation: bytes) -> None:
 class ControlReader:
     """Polls for commands in the trainer, every 100 ms, at the cost of one ``stat`` while nothing is new."""
 
-    def __init__(self, path: str, incarnation: bytes, owner: int | None = None) -> None:
-        """``path``: the directory, which may not exist yet; ``owner``: the only uid to accept commands from."""
-        self._path, self._incarnation, self._owner = path, incarnation, owner
+    def __init__(self, path: str, incarnation: bytes) -> None:
+        """``path``: the directory, which may not exist yet."""
+        self._path, self._incarnation = path, incarnation
         self._name = file_name(incarnation)
         self._directory_fd = -1
         self._seen: tuple[int, int, int] | None = None
@@ -158,12 +158,12 @@ class ControlReader:
         version = status.st_ino, status.st_mtime_ns, status.st_ctime_ns
         if version == self._seen:
             return None
-        record = _read(self._directory_fd, self._incarnation, self._owner)
+        record = _read(self._directory_fd, self._incarnation)
         self._seen = version  # after reading: a file that could not be opened is tried again
         return record
 
 
-def _read(directory_fd: int, incarnation: bytes, owner: int | None) -> _Record | None:
+def _read(directory_fd: int, incarnation: bytes) -> _Record | None:
     """Return the record; ``None`` if missing or invalid. Raises ``OSError`` unless the file is gone."""
     try:
         fd = os.open(file_name(incarnation), entries.READ, dir_fd=directory_fd)
@@ -171,7 +171,7 @@ def _read(directory_fd: int, incarnation: bytes, owner: int | None) -> _Record |
         return None
     try:
         status = os.fstat(fd)
-        if not entries.is_plain(status, owner) or status.st_size != SIZE:
+        if not entries.is_plain(status, None) or status.st_size != SIZE:
             return None
         return _decode(os.pread(fd, SIZE, 0), incarnation)
     finally:

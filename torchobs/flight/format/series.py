@@ -93,9 +93,9 @@ def encode(series: Series, seed: int) -> bytes:
     return _HEAD.pack(length, crc, *tail) + payload
 
 
-def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tuple[Series, int]]:
-    """Yield each valid entry from ``start`` on with the offset after it; entries with words outside their block are skipped."""
-    at = start
+def decode(table: bytes, seed: int, blocks: int) -> Iterator[tuple[Series, int]]:
+    """Yield each valid entry with the offset after it; entries with words outside their block are skipped."""
+    at = 0
     while at + _HEAD.size <= len(table):
         length, crc, *tail = _HEAD.unpack_from(table, at)
         if not _HEAD.size < length <= min(_MAX_ENTRY, len(table) - at) or length % 8:
