@@ -321,7 +321,7 @@ class PhaseTimeline:
         self._mark_ns += length
         self.spent_ns[COMPILE] += length
 
-    def close(self, now_ns: int, following: int = OTHER) -> list[int]:
+    def close(self, now_ns: int) -> list[int]:
         """End the step: return the ns spent in each segment, and begin the next step."""
         around = self._pinned
         if self._compiling_ns:
@@ -332,7 +332,7 @@ class PhaseTimeline:
         self._leave_window()
         pinned = around[-1] if around else None
         before = self.segment
-        length = self._cut(now_ns, following if pinned is None else pinned)
+        length = self._cut(now_ns, OTHER if pinned is None else pinned)
         if before != NOTHING:
             self.spent_ns[before] += length
         self._decide()
