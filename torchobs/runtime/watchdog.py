@@ -21,11 +21,10 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.files import artifacts
+from torchobs.flight.files import artifacts, signal_marks
 from torchobs.flight.files.artifacts import END, STUCK, named
 
 if TYPE_CHECKING:
@@ -232,16 +231,9 @@ def _library() -> Any:
 
 def _unused_signal() -> int | None:
     """Return the highest real-time signal that has no handler and is not ignored; ``None`` if there is none."""
-    if sys.platform != "linux":
+    taken = signal_marks.kernel_handlers()
+    if sys.platform != "linux" or taken is None:
         return None
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
-    taken = 0
-    for mask in masks:
-        taken |= mask
     # the highest is used by valgrind and others
     return next((n for n in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if not taken >> (n - 1) & 1), None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import signal
 import stat
@@ -27,12 +29,18 @@ class LockFile:
 
 def kernel_has_handler(numbers: Iterable[signal.Signals]) -> bool | None:
     """Return whether one of these is caught or ignored; ``None`` where the kernel does not say (macOS)."""
+    handled = kernel_handlers()
+    return None if handled is None else any(handled >> (number - 1) & 1 for number in numbers)
+
+
+def kernel_handlers() -> int | None:
+    """Return the signals that are caught or ignored, signal 1 in bit 0; ``None`` where the kernel does not say (macOS)."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    bits = sum(1 << (number - 1) for number in numbers)
-    return any(int(line.split()[1], 16) & bits for line in lines if line.startswith(("SigCgt:", "SigIgn:")))
+    masks = (int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:")))
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def read(directory_fd: int, lock_name: str, size: int) -> tuple[bytes, float]:
