@@ -23,6 +23,7 @@ from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import LIMITS, PROFILE, named
 from torchobs.flight.files.headroom import deadly_limit, shortage, survive_limits
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.memory.process_stats import ProcessStats
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Profiles:
             return "complete"
         if time.monotonic() > run.deadline_s:
             return "time"
-        return "memory" if _resident() - run.memory > MAX_GROWTH else None
+        return "memory" if ProcessStats().resident().all - run.memory > MAX_GROWTH else None
 
     def _start(self, steps: int, wanted: ArtifactName) -> None:
         from torch import profiler
@@ -137,7 +138,7 @@ class Profiles:
         profile.start()
         patch = Patch(autograd_profiler.profile, "_prepare_trace", self._end_before_other_profiler)
         first, deadline_s = self._context.recorder.ended, time.monotonic() + MAX_DURATION_S
-        self._running = _Run(profile, patch, steps, wanted, first, deadline_s, _resident())
+        self._running = _Run(profile, patch, steps, wanted, first, deadline_s, ProcessStats().resident().all)
         attributes = {"steps": steps, "evidence": wanted.id}
         self._context.event(catalog.EVENT_PROFILE_START, attributes)
 
@@ -248,11 +249,3 @@ def _compress(plain: Path, fd: int) -> int | None:
         target.flush()
         size = os.fstat(fd).st_size
         return size if size <= LIMITS[PROFILE] else None
-
-
-def _resident() -> int:
-    """Return the process's resident memory in bytes, 0 where that is unknown."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -8,7 +8,6 @@ taken 8 MiB. Where the user runs ``tracemalloc``, nothing is traced or counted (
 
 from __future__ import annotations
 
-import os
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.probes.memory.device_leak import DeviceLeak
 from torchobs.probes.memory.leak_report import MOST_ROWS, MOST_TOLD, tell
 from torchobs.probes.memory.live_objects import Amount, LiveObjects, count_objects, grown_kinds, grown_types
+from torchobs.probes.memory.process_stats import ProcessStats
 from torchobs.probes.memory.source_lines import innermost
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
@@ -135,7 +135,7 @@ class HostTrace:
     def _trace(self) -> None:
         """Begin to trace once objects are counted."""
         if self._counted():
-            self._resident.append(_resident_bytes())
+            self._resident.append(ProcessStats().resident().all)
             self._tracing.start()
             self._since, self._first_step = self._clock(), self._context.recorder.step
             self._next = self._warm_up
@@ -155,7 +155,7 @@ class HostTrace:
             self._passed_s, self._steps = passed, steps
             self._take()
             self._tracing.stop()
-            self._resident.append(_resident_bytes())
+            self._resident.append(ProcessStats().resident().all)
             self._count()
             self._next = self._tell
 
@@ -226,9 +226,3 @@ class _Tracing:
         if self.on:
             tracemalloc.stop()
         return False
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process(os.getpid()).memory_info().rss)
