@@ -7,7 +7,8 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+
+from torchobs.support.cgroup import read
 
 __all__ = ["ProcessInfo", "boot_id", "exit_status", "parse_start_ticks", "this_process"]
 
@@ -38,7 +39,7 @@ def this_process() -> ProcessInfo:
 def boot_id() -> bytes:
     """Return the 16-byte random id of this boot; zeros where the system has none."""
     try:
-        return bytes.fromhex((_read("/proc/sys/kernel/random/boot_id") or "").strip().replace("-", "")) or bytes(16)
+        return bytes.fromhex(read("/proc/sys/kernel/random/boot_id").strip().replace("-", "")) or bytes(16)
     except ValueError:
         return bytes(16)
 
@@ -78,16 +79,8 @@ def _key(pid: int) -> str | None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    stat = _read(f"/proc/{pid}/stat")
-    return None if stat is None else parse_start_ticks(stat)
-
-
-def _read(path: str) -> str | None:
-    """Return a file's text; ``None`` where there is none: another system, pid 0, a /proc mounted with ``hidepid``."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return None
+    stat = read(f"/proc/{pid}/stat")  # nothing on another system, of pid 0, and in a /proc mounted with `hidepid`
+    return parse_start_ticks(stat) if stat else None
 
 
 def _unix_time_ns(ticks: int) -> int:

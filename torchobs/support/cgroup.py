@@ -11,6 +11,7 @@ from the process's up to the mount are read, and the one with the least memory l
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, NamedTuple
 
 _NO_LIMIT = 1 << 62
@@ -174,6 +175,11 @@ def read(path: str) -> str:
     return b"".join(chunks).decode(errors="replace")
 
 
+def unescaped(path: str) -> str:
+    """Undo the octal escapes in a path of ``/proc/self/mountinfo`` (proc(5))."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), path)
+
+
 def number(text: str) -> int | None:
     """Return a file's number; ``None`` for ``max``, an empty text and anything else."""
     text = text.strip()
@@ -220,14 +226,7 @@ def _mount(line: str) -> _Mount | None:
     fields, (kind, _, options) = left.split(), [*right.split(None, 2), "", "", ""][:3]
     if kind not in {"cgroup", "cgroup2"} or len(fields) < 5:  # noqa: PLR2004  # up to the mount point
         return None
-    return _Mount(_unescaped(fields[3]), _unescaped(fields[4]), kind == "cgroup2", frozenset(options.split(",")))
-
-
-def _unescaped(path: str) -> str:
-    """Undo proc(5)'s octal escapes of blanks and backslashes."""
-    for escape, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        path = path.replace(escape, character)
-    return path
+    return _Mount(unescaped(fields[3]), unescaped(fields[4]), kind == "cgroup2", frozenset(options.split(",")))
 
 
 def _levels(mount: _Mount, path: str) -> list[str]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from torchobs.support.cgroup import unescaped
 
 KUBERNETES_MOUNT = "/var/run/torchobs/flight"
 KUBERNETES_CONTROL = "/var/run/torchobs/control"
@@ -233,7 +234,7 @@ def filesystem_type(mountinfo: str, path: str) -> str:
         fields = line.split(" ")
         if "-" not in fields[6:-1]:
             continue
-        mount = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4])
+        mount = unescaped(fields[4])
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= best:  # of equal mount points the last one is on top
             best, kind = len(mount), fields[fields.index("-", 6) + 1]
