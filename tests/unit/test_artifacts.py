@@ -90,9 +90,8 @@ def test_a_rank_keeps_its_newest(flight_dir: Path) -> None:
     place = open_place(str(flight_dir), None)
     other = named(f"r8-{'cd' * 16}.flight", PROFILE, 1)
     for one in [other, *(named(FLIGHT, PROFILE, number) for number in (3, 10, 20)), named(FLIGHT, STUCK, 0)]:
-        temporary, fd = artifacts.create_unfinished(place)
-        os.close(fd)
-        artifacts.finish(place, temporary, one)
+        with artifacts.new(place, one):
+            pass
     assert sorted(one.number for one in artifacts.names(place.fd) if one.flight == FLIGHT) == [0, 10, 20]
     assert other in artifacts.names(place.fd)
     assert not list(flight_dir.glob(".tmp*"))

@@ -49,6 +49,10 @@ WRITE_TIMEOUT_S = 5.0
 _CHUNK = 1 << 20
 
 
+class _TooLargeError(Exception):
+    """A compressed trace exceeds the artifact limit."""
+
+
 class _Run(NamedTuple):
     """A profile in progress."""
 
@@ -220,32 +224,26 @@ def _store(plain: Path, most: int, place: FlightDirectory, wanted: ArtifactName)
     problem_detail = shortage(place.fd, min(most, LIMITS[PROFILE]))
     if problem_detail is not None:
         return {"reason": "no_room", "detail": problem_detail}
-    temporary = None
     try:
-        temporary, fd = artifacts.create_unfinished(place)
-        try:
+        with artifacts.new(place, wanted) as fd:
             size = _compress(plain, fd)
-        finally:
-            os.close(fd)
-        if size is not None:
-            artifacts.finish(place, temporary, wanted)
-            return size
+    except _TooLargeError:
+        return {"reason": "too_large"}
     except OSError as problem:
-        if temporary is not None:
-            artifacts.remove(place, temporary)
         return artifacts.refusal(problem)
-    artifacts.remove(place, temporary)
-    return {"reason": "too_large"}
+    return size
 
 
-def _compress(plain: Path, fd: int) -> int | None:
-    """Compress into an open file; return its size in bytes, ``None`` if it exceeds the artifact limit."""
+def _compress(plain: Path, fd: int) -> int:
+    """Compress into an open file; return its size in bytes. Raises :class:`_TooLargeError` beyond the artifact limit."""
     with plain.open("rb") as source, open(fd, "wb", closefd=False) as target:
         with gzip.GzipFile("", "wb", 6, target, mtime=0) as packed:
             while chunk := source.read(_CHUNK):
                 packed.write(chunk)
                 if target.tell() > LIMITS[PROFILE]:
-                    return None
+                    raise _TooLargeError
         target.flush()
         size = os.fstat(fd).st_size
-        return size if size <= LIMITS[PROFILE] else None
+    if size > LIMITS[PROFILE]:
+        raise _TooLargeError
+    return size

@@ -51,17 +51,10 @@ def _write(context: ProbeContext, place: FlightDirectory, done: ArtifactName) ->
     """Write the artifact; on failure, return the event's attributes that say why."""
     if (lack := shortage(place.fd, MIN_FREE)) is not None:
         return {"reason": "no_room", "detail": lack}
-    temporary = None
     try:
-        temporary, fd = artifacts.create_unfinished(place)
-        try:
+        with artifacts.new(place, done) as fd:
             _write_content(fd, _header(context).encode())
-        finally:
-            os.close(fd)
-        artifacts.finish(place, temporary, done)
     except OSError as problem:
-        if temporary is not None:
-            artifacts.remove(place, temporary)
         return artifacts.refusal(problem)
     return None
 

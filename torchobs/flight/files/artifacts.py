@@ -8,6 +8,7 @@ nothing; clients of the exporter request an artifact by its :attr:`ArtifactName.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -21,6 +22,8 @@ from torchobs.flight.files.create import SUFFIX, TEMPORARY
 from torchobs.flight.files.headroom import shortage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torchobs.flight.files.location import FlightDirectory
 
 STACKS, STUCK, PROFILE, LEAK, LAYERS = "stacks", "stuck", "profile", "leak", "layers"
@@ -125,10 +128,19 @@ def create(place: FlightDirectory, name: str) -> int:
     return entries.create(place.fd, name, place.file_mode, os.O_RDWR | os.O_APPEND)
 
 
-def create_unfinished(place: FlightDirectory) -> tuple[str, int]:
-    """Create a file that is cleaned away if nobody calls :func:`finish`. Raises ``OSError``."""
+@contextlib.contextmanager
+def new(place: FlightDirectory, evidence: ArtifactName) -> Iterator[int]:
+    """Open a file to append to, which is there under its name only after a block without an exception. Raises ``OSError``."""
     temporary = TEMPORARY + token_hex(8)
-    return temporary, create(place, temporary)
+    fd = create(place, temporary)
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove, place, temporary)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+        finish(place, temporary, evidence)
+        undo.pop_all()
 
 
 def append(fd: int, data: bytes) -> None:
@@ -152,17 +164,10 @@ def write(place: FlightDirectory, evidence: ArtifactName, data: bytes) -> dict[s
     """Write a whole file; on failure, return why, as :func:`refusal` does."""
     if (lack := shortage(place.fd, len(data))) is not None:
         return {"reason": "no_room", "detail": lack}
-    temporary = None
     try:
-        temporary, fd = create_unfinished(place)
-        try:
+        with new(place, evidence) as fd:
             append(fd, data[: LIMITS[evidence.kind]])
-        finally:
-            os.close(fd)
-        finish(place, temporary, evidence)
     except OSError as problem:
-        if temporary is not None:
-            remove(place, temporary)
         return refusal(problem)
     return None
 
