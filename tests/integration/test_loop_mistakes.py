@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
 from torchobs.probes.gradients import left_out as left_out_parameters
 from torchobs.probes.gradients import loop_mistakes
-from torchobs.probes.optimizer.living import living_optimizers
+from torchobs.support.living_objects import living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

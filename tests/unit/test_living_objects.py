@@ -13,8 +13,7 @@ import torch
 from torchobs import debug
 from torchobs.debug.switch_checks import model_of
 from torchobs.probes.memory.live_objects import count_objects
-from torchobs.probes.optimizer.living import living_optimizers
-from torchobs.support.living_objects import living, types_of_objects
+from torchobs.support.living_objects import living, living_optimizers, types_of_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable

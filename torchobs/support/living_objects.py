@@ -27,6 +27,13 @@ def living(base: type) -> list[Any]:
         return list(objects_of(classes))
 
 
+def living_optimizers() -> list[Any]:
+    """Return all optimizers, also those that have not stepped: as :func:`living`, so seldom, and in the sampler thread."""
+    import torch  # torch is optional until training begins
+
+    return living(torch.optim.Optimizer)
+
+
 @contextmanager
 def collections_paused() -> Iterator[None]:
     """Let no garbage collection begin in the block, which is to be one call of a C function."""

@@ -14,7 +14,7 @@ from weakref import ref
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.gradients.parameter_names import clean
-from torchobs.probes.optimizer.living import living_optimizers
+from torchobs.support.living_objects import living_optimizers
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
