@@ -28,8 +28,6 @@ from torchobs.config.settings import Settings, SettingsProblem
 from torchobs.identity.launchers import RankPlacement, count, locate
 from torchobs.identity.process import ProcessInfo
 
-__all__ = ["Identity", "discover"]
-
 _MAX_NAME_LENGTH = 128
 # The flight file's header has 3,804 bytes for the whole description of a rank; this part is for ``resource``.
 _RESOURCE_LIMIT = 1536

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from torchobs.config.settings import SettingsProblem
 
-__all__ = ["LAUNCHED_BY", "RankPlacement", "count", "locate", "tasks_on_node"]
-
 LAUNCHED_BY = "launched_by"
 """Resource attribute of a child's flight file: the incarnation of the process that launched it."""
 

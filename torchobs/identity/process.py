@@ -10,8 +10,6 @@ from functools import lru_cache
 
 from torchobs.support.cgroup import read
 
-__all__ = ["ProcessInfo", "boot_id", "exit_status", "parse_start_ticks", "this_process"]
-
 _START_TICKS = 19
 
 

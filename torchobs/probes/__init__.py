@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchobs.probes.activations import ActivationProbe
+from torchobs.probes.activations.probe import ActivationProbe
 from torchobs.probes.compile.compile import CompileProbe
 from torchobs.probes.data.epochs import EpochCount, EpochProbe
 from torchobs.probes.data.fetches import DataProbe
 from torchobs.probes.data.loaders import LoaderProbe
-from torchobs.probes.gpu import GpuProbe
+from torchobs.probes.gpu.probe import GpuProbe
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.probes.lifecycle.checkpoints import CheckpointProbe

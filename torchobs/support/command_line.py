@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
-__all__ = ["starts_others"]
-
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "lightning", "fabric"})
 _LAUNCHER_MODULES = ("torch.distributed.", "accelerate.commands.", "torch._inductor.")
 
