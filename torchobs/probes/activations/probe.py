@@ -17,6 +17,7 @@ selective checkpointing.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from threading import get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -267,7 +268,7 @@ class ActivationProbe:
             module = known()
             slot.calls, slot.worth = [], 0
             if module is not None and slot.silent < _SILENT:
-                take = self._breaker.guard(_Taker(self, slot, known).take)
+                take = self._breaker.guard(partial(self._take, slot, known))
                 self._handles.append(module.register_forward_hook(OutputHook(take)))
         self._open = 1 if self._handles else 0
 
@@ -276,10 +277,10 @@ class ActivationProbe:
             handle.remove()
         self._handles, self._open = [], 0
 
-    def take(self, slot: _Slot, module: Any, output: Any) -> None:
-        """Look at an output of a module; called by its hook."""
+    def _take(self, slot: _Slot, known: Any, module: Any, output: Any) -> None:
+        """Look at an output of a module; called by its hook, and by the one that a copy of the module has."""
         context, torch = self._context, self._torch
-        if not self._open or context.training.backwards or get_ident() != context.training.thread:
+        if known() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:
             return
         grad = torch.is_grad_enabled()
         worth = (_TRAINING if module.training else _FROZEN) if grad else _WITHOUT_GRAD if module.training else 0
@@ -321,20 +322,6 @@ class ActivationProbe:
                 with self._context.device.cuda.on(device):
                     if not self._context.device.cuda.capturing():
                         self._sent.append(_Sent(step, rows, self._copies.send(self._torch.cat(vectors))))
-
-
-class _Taker:
-    """The hook of one module; not of a copy of it."""
-
-    __slots__ = ("_known", "_probe", "_slot")
-
-    def __init__(self, probe: ActivationProbe, slot: _Slot, known: Any) -> None:
-        self._probe, self._slot, self._known = probe, slot, known
-
-    def take(self, module: Any, output: Any) -> None:
-        """See :meth:`ActivationProbe.take`."""
-        if self._known() is module:
-            self._probe.take(self._slot, module, output)
 
 
 def _trains(model: Any, trained: set[int]) -> bool:

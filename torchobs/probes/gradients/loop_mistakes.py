@@ -14,6 +14,7 @@ training mode may be meant so, and one of which other parameters are trained tha
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -170,7 +171,7 @@ class LoopMistakes:
         if known.handle is not None:
             self._judge(known, gradient, step)
         if "gradients_kept" not in self._told and known.key == id(gradient) and gradient._version > known.version:
-            self._context.at_backward(self._guard(_Watch(self, known)))
+            self._context.at_backward(self._guard(partial(self._watch, known)))
         known.key, known.version = id(gradient), gradient._version
 
     def _judge(self, known: _Gradient, gradient: Any, step: int) -> None:
@@ -181,7 +182,7 @@ class LoopMistakes:
         if known.kept >= LASTING_SAMPLES:
             self._find("gradients_kept", step)
 
-    def watch(self, known: _Gradient) -> None:
+    def _watch(self, known: _Gradient) -> None:
         """Count what the next backward passes add to a gradient, if it is still that of the last step."""
         import torch  # torch is optional until training begins
 
@@ -271,18 +272,6 @@ def _is_in_doubt(model: _Model) -> bool:
     """Return True for a model that was trained and is in evaluation mode now."""
     module = model.module()
     return module is not None and not module.training and model.trained >= 0
-
-
-class _Watch:
-    """The task for the next backward pass."""
-
-    __slots__ = ("_known", "_mistakes")
-
-    def __init__(self, mistakes: LoopMistakes, known: _Gradient) -> None:
-        self._mistakes, self._known = mistakes, known
-
-    def __call__(self) -> None:
-        self._mistakes.watch(self._known)
 
 
 _MEANING = {
