@@ -22,7 +22,6 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.optimizer.remade import RemadeOptimizers
 from torchobs.probes.step.manual_steps import OptimizerStandIn
 
@@ -95,7 +94,7 @@ class OptimizerProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context = context
-        self._optimizers: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._first: Callable[[], object] = lambda: None
         self._changes = context.recorder.models.changes
         self._shown: dict[tuple[Metric, int], float] = {}
@@ -131,7 +130,7 @@ class OptimizerProbe:
         """Note that an optimizer steps within the step of the one with this id."""
         container = self._containers.get(outer)
         if container is None or container.outer() is None:
-            known = next((each for each, _ in self._optimizers.living() if id(each) == outer), None)
+            known = next((each for each in self._living() if id(each) == outer), None)
             if known is None or known is optimizer:
                 return  # a subclass's step calls its parent's
             self._containers = {key: each for key, each in self._containers.items() if each.outer() is not None}
@@ -150,17 +149,14 @@ class OptimizerProbe:
 
     def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
         """Insert it into the order if it is new, and update which is the first."""
-        models, living = self._context.recorder.models, [known for known, _ in self._optimizers.living()]
+        models, living = self._context.recorder.models, self._living()
         if isinstance(optimizer, OptimizerStandIn) and _shares(optimizer, living):
             return  # SAM moves the weights by hand, too: what has rates is its optimizer
         if models.changes != self._changes:
             self._changes, living = models.changes, []
         if not any(known is optimizer for known in living):
             living = _with(optimizer, living)[:MAX_GROUPS]
-            ordered: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
-            for one in living:
-                ordered.of(one)
-            self._optimizers = ordered
+            self._optimizers = [ref(one) for one in living]
         self._first, self._rates.key = ref(living[0]), id(living[0])
 
     def _take_from_device(self) -> None:
@@ -178,8 +174,11 @@ class OptimizerProbe:
         append = self._context.writer.append
         append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 8)
 
+    def _living(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
     def _groups(self) -> list[dict[str, Any]]:
-        stepping = [part for optimizer, _ in self._optimizers.living() for part in self._parts_of(optimizer) or [optimizer]]
+        stepping = [part for optimizer in self._living() for part in self._parts_of(optimizer) or [optimizer]]
         return [group for optimizer in stepping for group in optimizer.param_groups][:MAX_GROUPS]
 
     def _parts_of(self, optimizer: object) -> list[torch.optim.Optimizer]:
