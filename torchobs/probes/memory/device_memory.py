@@ -97,7 +97,7 @@ class _Device:
 
     def __init__(self, context: ProbeContext, memory: DeviceMemory, before: DeviceMemory | None = None) -> None:
         table, device = context.writer.table, {"device": memory.device}
-        self._table, self._attributes, self._memory = table, device, memory
+        self._context, self._attributes, self._memory = context, device, memory
         self._floor, self._fast = Floor(), FastWindow()
         self._trends: tuple[Growth | None, Growth | None] = (None, None)
         self._peak, self._seen_peak = memory.allocated, before.peak if before else None
@@ -146,9 +146,7 @@ class _Device:
             (catalog.MEMORY_DEVICE_PEAK, self._peak),
             (catalog.MEMORY_DEVICE_LIMIT, memory.limit),
         ):
-            cell = self._table.cell(metric, self._attributes) if value is not None else None
-            if cell is not None and value is not None:
-                cell.set(float(value))
+            self._context.set_gauge(metric, value, self._attributes)
         for (counter, total), now in zip(self._counters, (memory.retries, memory.ooms), strict=True):
             if counter is not None and now is not None:
                 counter.add(total.increase(now))
