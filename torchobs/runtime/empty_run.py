@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.config import settings
 from torchobs.flight.files.location import KUBERNETES_MOUNT
-from torchobs.runtime import process_group
+from torchobs.support.process_group import rank_and_size
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -46,7 +46,7 @@ def hide(context: ProbeContext, error: BaseException | None) -> None:
     alone = resource.get("world_size", 1) == 1
     if not alone and not isinstance(error, SystemExit):
         return  # the other ranks may wait for this one
-    begun = context.recorder.last_complete or context.recorder.has_begun() or process_group.rank_and_size() is not None
+    begun = context.recorder.last_complete or context.recorder.has_begun() or rank_and_size() is not None
     if not begun and not context.writer.hidden:
         context.writer.hide()
 

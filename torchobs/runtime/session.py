@@ -36,7 +36,7 @@ from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
 from torchobs.probes.lifecycle.exits import Ending, ExitProbe
 from torchobs.probes.precision.loss_scale import LossScaling
-from torchobs.runtime import empty_run, process_group, spawned_ranks
+from torchobs.runtime import empty_run, spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.history import GaugeHistory
 from torchobs.runtime.notebook import NotebookStatus, in_notebook
@@ -51,6 +51,7 @@ from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.log_level import set_level
+from torchobs.support.process_group import rank_and_size
 from torchobs.support.rank_log import OWN, name_rank, remove_rank
 from torchobs.support.tensor_reference import let_tensors_be_swapped
 
@@ -330,7 +331,7 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
         return
     environ, this = settings.environment(), process.this_process()
     found_identity, more = identity.discover(environ, chosen, this)
-    group = process_group.rank_and_size()
+    group = rank_and_size()
     if group is not None and found_identity.launcher == "python" and chosen.rank is None:
         # ranks that a script started itself (torch.multiprocessing.spawn): only the process group has the rank
         found_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torchobs import catalog
 from torchobs.detect.disagreement import LOOKED_BATCHES
 from torchobs.probes.data.batch_sizes import MOST_DEPTH, items
-from torchobs.support.import_hooks import imported
+from torchobs.support.process_group import rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,10 +71,10 @@ class ReplicaBatches:
 
 def _in_one_group() -> bool:
     """Return True if there are several ranks, and no process group of some of them."""
-    distributed = imported("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    group = rank_and_size()
+    if group is None:
         return False
-    size = distributed.get_world_size()
+    size = group[1]
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     members = getattr(world, "pg_group_ranks", None)
     return size > 1 and members is not None and all(len(ranks) in {1, size} for ranks in dict(members).values())

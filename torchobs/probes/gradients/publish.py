@@ -12,7 +12,7 @@ from torchobs.detect.blown_layer import blown_layer
 from torchobs.probes.gradients.faded import FadedOptimizers
 from torchobs.probes.gradients.layers import WIDER, Layers
 from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
-from torchobs.support.import_hooks import imported
+from torchobs.support.process_group import rank_and_size
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class GradientPublisher:
     def _ranks(self, parts: list[Measurement]) -> int:
         """Return over how many ranks the squares of norms add up to the whole."""
         if self.layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
-            distributed = imported("torch.distributed")
-            return int(distributed.get_world_size()) if distributed is not None and distributed.is_initialized() else 1
+            group = rank_and_size()
+            return 1 if group is None else group[1]
         return max(part.ranks for part in parts)
 
     def _set(self, metric: catalog.Metric, value: float) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.probes.lifecycle import flight_recorder
-from torchobs.probes.lifecycle.coordinates import group_count
+from torchobs.probes.lifecycle.coordinates import groups
 from torchobs.probes.lifecycle.flight_recorder import Dump, Operation, UnreadableError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class CollectivesProbe:
             self._say("this torch has no flight recorder that can be read")
             return
         recorder = self._context.recorder
-        mark, before = (recorder.step, recorder.phase(), group_count()), self._mark
+        mark, before = (recorder.step, recorder.phase(), len(groups())), self._mark
         self._mark = mark
         if mark != before:
             self._context.at_backward(self._take)

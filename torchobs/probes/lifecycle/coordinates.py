@@ -67,18 +67,12 @@ def of_process_groups() -> dict[str, Place]:
 
     Each is described as ``mesh_NAME`` (``DeviceMesh``); so are meshes found that no parameter belongs to, as a pipeline's.
     """
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     found = {}
-    for group in list(getattr(world, "pg_map", ())):
+    for group in groups():
         name = str(getattr(group, "group_desc", ""))
         if name.startswith("mesh_"):
             found[name.removeprefix("mesh_")] = Place(int(group.rank()), int(group.size()))
     return found
-
-
-def group_count() -> int:
-    """Return the number of process groups: if it has changed, there may be a new mesh."""
-    return len(groups())
 
 
 def groups() -> list[Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.lifecycle.coordinates import AXES, group_count, groups
+from torchobs.probes.lifecycle.coordinates import AXES, groups
 from torchobs.probes.lifecycle.exchange import ExchangeWatch
 from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 
@@ -115,7 +115,8 @@ class DistributedProbe:
                 self._set(catalog.DISTRIBUTED_WORLD_SIZE, nan)
             return
         optimizers = self._context.recorder.optimizers()
-        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()} | {group_count()}
+        known = groups()  # if their number has changed, there may be a new mesh
+        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()} | {len(known)}
         if kinds != self._seen or "torch.distributed.fsdp" in sys.modules:
             self._seen = kinds
             self._parallelism = recognise(optimizers, ddp=bool(self._living()))
@@ -124,7 +125,7 @@ class DistributedProbe:
         except ValueError:  # the training thread has just destroyed the group
             return
         self._publish_group(backend, world_size)
-        self._exchange.look(groups(), world_size)
+        self._exchange.look(known, world_size)
 
     def _publish_group(self, backend: str, world_size: int) -> None:
         spread = self._parallelism

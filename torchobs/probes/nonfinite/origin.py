@@ -22,6 +22,7 @@ from torchobs.probes.nonfinite.values import (
     is_finite,
     statistics,
 )
+from torchobs.support.process_group import rank_and_size
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -326,11 +327,8 @@ class GraphTracer:
 
 def _ranks() -> str:
     """Return what may be otherwise where gradients are averaged over ranks: all have the NaN of one."""
-    import torch  # torch is optional until training begins
-
-    group = torch.distributed
-    shared = group.is_available() and group.is_initialized() and group.get_world_size() > 1
-    return ANOTHER_RANK if shared else ""
+    group = rank_and_size()
+    return ANOTHER_RANK if group is not None and group[1] > 1 else ""
 
 
 def _remark(node: GraphNode) -> str:

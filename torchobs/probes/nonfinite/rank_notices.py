@@ -6,7 +6,10 @@ exchanged: one whose own loss was finite finds it there. No collective is called
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from torchobs.support.process_group import rank_and_size
 
 _KEY = "torchobs/nonfinite_loss/"
 
@@ -36,10 +39,8 @@ def _rank() -> int:
 
 def _store() -> Any:
     """Return the default process group's store; None outside of a job of several ranks."""
-    import torch  # torch is optional until training begins
-
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
+    group = rank_and_size()
+    if group is None or group[1] <= 1:
         return None
-    get = getattr(group.distributed_c10d, "_get_default_store", None)
+    get = getattr(sys.modules["torch.distributed.distributed_c10d"], "_get_default_store", None)
     return get() if get is not None else None  # the one that init_process_group was given or made
