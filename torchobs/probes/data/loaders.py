@@ -26,6 +26,7 @@ from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.pinned_memory_hint import PinningHint
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.gradients.replica_weights import Replicas
+from torchobs.support import signal_handlers
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -182,7 +183,7 @@ class LoaderProbe:
         self._context.count(catalog.DATA_WORKERS_DIED, 1)
         attributes: dict[str, object] = {"pid": pid, "code": max(code, 0)}
         if code < 0:
-            attributes["signal"] = _signal_name(-code)
+            attributes["signal"] = signal_handlers.name(-code)
         self._context.event(catalog.EVENT_WORKER_DIED, attributes)
 
 
@@ -211,9 +212,3 @@ def _ready(iterator: Any) -> float | None:
         return float(iterator._data_queue.qsize() + ahead)
     except NotImplementedError:  # macOS cannot return the length of a multiprocessing queue
         return None
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return str(number)
