@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.detect import collective_timeout
 from torchobs.probes.lifecycle.worker_exceptions import worker_exception
+from torchobs.probes.memory.source_lines import is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import TracebackType
 
 _MAX_CHAIN = 100
-_INSTALLED = ("/site-packages/", "/dist-packages/")
-"""In any environment: torch may be in another one than this Python's, by PYTHONPATH or a .pth file"""
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
@@ -99,6 +98,6 @@ def _places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
         if file.startswith(_OWN) and location != "unknown":
             continue  # a wrapper of ours around what raised
         location = place
-        if not file.startswith(libraries) and not any(part in file for part in _INSTALLED):
+        if not file.startswith(libraries) and not is_installed(file):
             caller = location
     return location, caller

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/"
 _LIBRARIES = ("torch", "numpy")
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def innermost(made: Traceback) -> str | None:
@@ -39,7 +38,12 @@ def is_standard(file: str) -> bool:
     """Return True for a file of Python's, and for code without one."""
     if file.startswith(("<frozen", "<string>", "<__array")):
         return True
-    return file.startswith(_standard()) and not any(part in file for part in _INSTALLED)
+    return file.startswith(_standard()) and not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Return True for a package's file in any environment: torch's may not be this Python's (PYTHONPATH, a .pth file)."""
+    return "/site-packages/" in file or "/dist-packages/" in file
 
 
 @lru_cache(maxsize=1)

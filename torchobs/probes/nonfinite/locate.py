@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.gradients.parameter_names import all_modules, clean, roots
+from torchobs.probes.memory.source_lines import is_installed
 from torchobs.probes.nonfinite.code import Line, is_users, lines_of, locals_of, used, visible
 from torchobs.probes.nonfinite.operators import spellings
 
@@ -24,7 +25,6 @@ _PREPARING = frozenset({"t", "to_copy", "view", "transpose", "expand", "permute"
 _INNER = frozenset({"module", "_orig_mod", "_orig_mod.module", "module._orig_mod"})
 """Paths of the model within what DDP and the compiler wrap around it"""
 _CONTAINERS = frozenset({"ModuleList", "ModuleDict"})
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class Place(NamedTuple):
@@ -87,10 +87,6 @@ class ModuleNames:
     def owner(self, name: str) -> str:
         """Return the path of the module that holds this parameter."""
         return name.rpartition(".")[0]
-
-
-def _is_installed(file: str) -> bool:
-    return any(folder in file for folder in _INSTALLED)
 
 
 def _is_parameter(tensor: Any) -> bool:
@@ -226,7 +222,7 @@ class Locator:
     def _in_frames(self, words: Sequence[str]) -> Line | None:
         # the loops of an installed trainer do much arithmetic that is none of the loss's; the function that begins the backward
         # pass may divide it by the number of micro-batches
-        frames = [frame for frame in self._frames if not _is_installed(frame.f_code.co_filename)] or self._frames
+        frames = [frame for frame in self._frames if not is_installed(frame.f_code.co_filename)] or self._frames
         for frame in dict.fromkeys([*self._frames[:1], *frames]):
             lines = lines_of(frame.f_code, {**frame.f_globals, **locals_of(frame)}, words)
             done = [line for line in lines if line.at <= frame.f_lineno] or lines
