@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.gradients.kept_graphs import KeptGraphs
 from torchobs.probes.gradients.loss_forms import LossForms
-from torchobs.probes.nonfinite.graph import kept_tensors, operator_of
+from torchobs.probes.nonfinite.graph import kept_tensors, operator_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,22 +97,16 @@ def _broadcast(function: Any) -> Iterator[tuple[list[int], Any]]:
     while waiting and seen < _MOST_NODES:
         node, user, depth = waiting.pop()
         seen += 1
-        operator, size = operator_of(node.name()), _size(node, 0)
+        operator, size = operator_of(node.name()), size_of(node)
         inputs = node.next_functions
         if operator in {"sub", "rsub", "expand"} and len(size) == _SQUARE and 1 < size[0] == size[1]:
-            given = [_size(*edge) for edge in inputs if edge[0] is not None]
+            given = [size_of(*edge) for edge in inputs if edge[0] is not None]
             if len(given) == 1 and given[0] in ([size[0], 1], [size[0]]):
                 verdict = _verdict(user, size, column=len(given[0]) > 1)
                 if verdict is not None:
                     yield given[0], verdict
         if depth < _DEEPEST and operator in (_ELEMENTWISE if len(size) > 1 else _ELEMENTWISE | _REDUCED):
             waiting += [(following, node, depth + 1) for following, _ in inputs if following is not None]
-
-
-def _size(node: Any, index: int) -> list[int]:
-    """Return the shape of a node's result; empty for a scalar, and if unknown."""
-    results = getattr(node, "_input_metadata", ())
-    return list(results[index].shape) if index < len(results) else []
 
 
 def _verdict(user: Any, size: list[int], *, column: bool) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.nonfinite.graph import operator_of
+from torchobs.probes.nonfinite.graph import operator_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +77,7 @@ def forms(function: Any) -> Iterator[tuple[str, list[int]]]:
         operator = operator_of(node.name())
         kind = _wrong(operator, node)
         if kind is not None:
-            yield kind, _size(_input(node))
+            yield kind, size_of(_input(node))
         if depth < _DEEPEST and (operator in _TERMS or operator.startswith("nll_loss")):
             waiting += [(following, depth + 1) for following, _ in node.next_functions if following is not None]
 
@@ -117,14 +117,9 @@ def _is(node: Any, operator: str) -> bool:
     return node is not None and operator_of(node.name()) == operator
 
 
-def _size(node: Any) -> list[int]:
-    results = getattr(node, "_input_metadata", ()) if node is not None else ()
-    return list(results[0].shape) if results else []
-
-
 def _dimension(node: Any) -> int | None:
     """Return the dimension that a softmax is taken over, counted from the front."""
-    dimension, count = getattr(node, "_saved_dim", None), len(_size(node))
+    dimension, count = getattr(node, "_saved_dim", None), len(size_of(node))
     if dimension is None or not count:
         return None
     return int(dimension - (1 << 64) if dimension >= 1 << 63 else dimension) % count
@@ -133,9 +128,9 @@ def _dimension(node: Any) -> int | None:
 def _classes(node: Any) -> int:
     """Return over how many values a softmax is taken; 0 if unknown."""
     dimension = _dimension(node)
-    return _size(node)[dimension] if dimension is not None else 0
+    return size_of(node)[dimension] if dimension is not None else 0
 
 
 def _is_over_batch(node: Any) -> bool:
-    size = _size(node)
+    size = size_of(node)
     return len(size) == _MATRIX and size[0] != size[1] and _dimension(node) == 0 and size[1] > 1

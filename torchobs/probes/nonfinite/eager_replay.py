@@ -20,7 +20,7 @@ import torch
 from torchobs.probes.nonfinite.backward import LEAST_AGREEMENT, BackwardWatch
 from torchobs.probes.nonfinite.captured_graph import ModulePaths
 from torchobs.probes.nonfinite.compiled_calls import GoneError
-from torchobs.probes.nonfinite.graph_run import SHARE_OF_MEMORY, GivenUp, GraphRun, free_bytes, memory
+from torchobs.probes.nonfinite.graph_run import SHARE_OF_MEMORY, GivenUp, GraphRun, free_bytes, memory, tensors
 from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import GraphTracer
 from torchobs.probes.nonfinite.replay import SitesOfNodes, placed
@@ -75,7 +75,7 @@ class EagerReplay:
         suspects: list[CompiledCall] = []
         for each in self._calls.among([node.number for node in tracer.nodes if node.operator == COMPILED]):
             try:
-                given = _tensors(each.inputs())
+                given = tensors(each.inputs())
             except GoneError:
                 given = []
             if any(one.grad_fn is not None and condition(one) is Condition.BAD for one in given):
@@ -109,12 +109,7 @@ class EagerReplay:
         except GoneError:
             return None
         buffers = [one for about, one in zip(made.captured.inputs, inputs, strict=True) if about.is_statistic]
-        if (
-            not all(map(_is_whole, _tensors(inputs)))
-            or not _fit(buffers)
-            or dispatch_modes()()
-            or _has_hooks_on_saved_tensors()
-        ):
+        if not all(map(_is_whole, tensors(inputs))) or not _fit(buffers) or dispatch_modes()() or _has_hooks_on_saved_tensors():
             return None
         named = [names.of(one) if isinstance(one, torch.Tensor) else "" for one in inputs]
         paths = ModulePaths(made.captured, named, names.modules)
@@ -232,7 +227,3 @@ def _has_hooks_on_saved_tensors() -> bool:
     """Return True if hooks of the user's would be called with what a run keeps for its backward pass."""
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
     return hooks(True) is not None  # noqa: FBT003  # torch's own signature: whether to ignore that a graph is traced
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in values if isinstance(each, torch.Tensor)]

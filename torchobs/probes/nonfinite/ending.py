@@ -27,13 +27,10 @@ LONGEST_WAIT_S = 1.0
 def frames_of(error: BaseException | None) -> list[FrameType]:
     """Return the frames of the user's code that an exception leaves, or those that run now; innermost first."""
     if error is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        return [frame for frame in reversed(frames) if is_users(frame.f_code)]
-    found, running = list[FrameType](), sys._getframe().f_back
-    while running is not None:
-        found.append(running)
-        running = running.f_back
-    return [frame for frame in found if is_users(frame.f_code)]
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    else:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe().f_back)]
+    return [frame for frame in frames if is_users(frame.f_code)]
 
 
 def bad_losses(frames: Iterable[FrameType]) -> list[Any]:

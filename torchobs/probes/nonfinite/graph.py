@@ -72,6 +72,12 @@ def operator_of(name: str) -> str:
     return _HUMP.sub("_", _NUMBERED.sub("", name.rpartition("::")[2])).lower()
 
 
+def size_of(node: Any, index: int = 0) -> list[int]:
+    """Return the shape of a node's result; empty for a scalar, and if unknown."""
+    results = getattr(node, "_input_metadata", ())
+    return list(results[index].shape) if index < len(results) else []
+
+
 def read_graph(roots: Iterable[Any]) -> list[GraphNode]:
     """Return the nodes below these ``grad_fn``, leaves first, then in the order of the forward pass; at most 100,000."""
     nodes: dict[Any, GraphNode] = {}

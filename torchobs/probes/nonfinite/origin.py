@@ -13,6 +13,7 @@ from torchobs.probes.nonfinite.forward import Birth, first_birth
 from torchobs.probes.nonfinite.graph import GraphNode, read_graph
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, memory_of
 from torchobs.probes.nonfinite.operators import MASKABLE, OPAQUE
+from torchobs.probes.nonfinite.overflow import SHARE_OF_STEP
 from torchobs.probes.nonfinite.values import (
     Condition,
     TensorStatistics,
@@ -40,8 +41,6 @@ REFUSED = "refused by torch, in a forward pass without a graph"
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
-_SHARE_OF_STEP = 2
-"""From so many non-finite parameters on they are what an optimizer made of non-finite gradients, not one bad weight"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +218,7 @@ class GraphTracer:
         bad = {
             id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
         }
-        if birth.is_leaf and not earliest and len(bad) >= _SHARE_OF_STEP:
+        if birth.is_leaf and not earliest and len(bad) >= SHARE_OF_STEP:
             found = likely_node(self.nodes, bad)
             if found is not None:
                 return self._backward(found, f"{len(bad)} parameters are not finite since the last step")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torchobs.probes.nonfinite.graph import GraphNode
 
-_SHARE_OF_STEP = 2
+SHARE_OF_STEP = 2
 """From so many parameters on they are what a step made of its gradients, not one bad weight"""
 
 
@@ -31,7 +31,7 @@ def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = 
 
 def is_of_a_step(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
     """Return True if an optimizer's step made these parameters non-finite: there are several, or it has kept such gradients."""
-    return len(bad) >= _SHARE_OF_STEP or any(_keeps_bad_values(optimizer, each) for each in bad for optimizer in optimizers)
+    return len(bad) >= SHARE_OF_STEP or any(_keeps_bad_values(optimizer, each) for each in bad for optimizer in optimizers)
 
 
 def _keeps_bad_values(optimizer: Any, parameter: Any) -> bool:
