@@ -83,8 +83,7 @@ class RunSpan:
     def remove(self) -> None:
         """Uninstall our providers. Idempotent."""
         for handle in self._handles:
-            if handle is not None:
-                cancel(handle)
+            cancel(handle)
         if self._installed:
             from torchobs import otel
 

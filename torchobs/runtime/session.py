@@ -248,8 +248,7 @@ class Session:
             _current = None
 
     def _remove_hooks(self, context: ProbeContext) -> None:
-        if self._torch is not None:
-            cancel(self._torch)
+        cancel(self._torch)
         settle(CircuitBreaker("cycle"), context.recorder.flush)  # while phases are still recorded
         if self._probe_manager is not None:
             self._probe_manager.remove_all()

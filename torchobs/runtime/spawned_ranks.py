@@ -67,8 +67,7 @@ class SpawnedRanks:
 
     def remove(self) -> None:
         """Undo :meth:`install`. Idempotent."""
-        if self._handle is not None:
-            cancel(self._handle)
+        cancel(self._handle)
         if self._patch is not None:
             self._patch.undo()
         if _configuration().get(_KEY) is self.token:

@@ -78,7 +78,7 @@ def after_import(name: str, callback: Callable[[], None]) -> MetaPathFinder | No
     return finder
 
 
-def cancel(handle: MetaPathFinder) -> None:
-    """Cancel a pending callback. Idempotent."""
-    if handle in sys.meta_path:
+def cancel(handle: MetaPathFinder | None) -> None:
+    """Cancel a callback if it is pending. Idempotent."""
+    if handle is not None and handle in sys.meta_path:
         sys.meta_path.remove(handle)

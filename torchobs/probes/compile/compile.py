@@ -90,8 +90,7 @@ class CompileProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        if self._handle is not None:
-            cancel(self._handle)
+        cancel(self._handle)
         if self._patch is not None:
             self._patch.undo()
         self._show(timeout_s=0.5)

@@ -31,8 +31,7 @@ class DynamoRules:
 
     def remove(self) -> None:
         """Remove the entries. Idempotent."""
-        if self._handle is not None:
-            cancel(self._handle)
+        cancel(self._handle)
         if self._added:
             rules = _trace_rules()
             for entry in self._added:

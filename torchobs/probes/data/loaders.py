@@ -79,8 +79,7 @@ class LoaderProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        if self._import is not None:
-            cancel(self._import)
+        cancel(self._import)
         for patch in self._patches:
             patch.undo()
         if self._batches is not None:

@@ -103,8 +103,7 @@ class ClipWatch:
 
     def remove(self) -> None:
         """Undo the patches. Idempotent."""
-        if self._fsdp is not None:
-            cancel(self._fsdp)
+        cancel(self._fsdp)
         for patch in reversed(self._patches):
             patch.undo()
 

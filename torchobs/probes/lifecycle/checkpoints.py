@@ -94,8 +94,7 @@ class CheckpointProbe:
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         for handle in self._imports:
-            if handle is not None:
-                cancel(handle)
+            cancel(handle)
         for patch in self._patches:
             patch.undo()
 

@@ -84,8 +84,7 @@ class CompiledCalls:
     def remove(self) -> None:
         """Restore what was wrapped; regions that are compiled stay wrapped, and note nothing. Idempotent."""
         self._ended = True
-        if self._handle is not None:
-            cancel(self._handle)
+        cancel(self._handle)
         if self._patch is not None:
             self._patch.undo()
         self._patch = None

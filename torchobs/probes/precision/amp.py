@@ -66,8 +66,7 @@ class AmpProbe:
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._removed = True
-        if self._handle is not None:
-            cancel(self._handle)
+        cancel(self._handle)
         if self._hook is not None:
             remove_hooks([self._hook])
         self._autocast.remove()
