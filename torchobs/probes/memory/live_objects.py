@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
-from torchobs.support.living_objects import collections_paused, objects_of, types_of_objects
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from torchobs.support.living_objects import collections_paused, objects_of, subclasses, types_of_objects
 
 MOST_TENSORS = 20_000
 """Tensors asked for their size, of more the last in the collector's order; each takes 4 µs."""
@@ -69,7 +66,7 @@ def count_objects(torch: Any) -> LiveObjects:
 def grown_types(before: LiveObjects, after: LiveObjects) -> list[tuple[str, int]]:
     """Return the names of types that have more objects than before, and how many more, the most first."""
     grown = {kind: more for kind, count in after.types.items() if (more := count - before.types[kind]) > 0}
-    names = {id(kind): f"{kind.__module__}.{kind.__qualname__}" for kind in _types() if id(kind) in grown}
+    names = {id(kind): f"{kind.__module__}.{kind.__qualname__}" for kind in subclasses(object) if id(kind) in grown}
     rows = ((name, grown[kind]) for kind, name in names.items() if not name.startswith(_OWN))
     return sorted(rows, key=lambda row: -row[1])
 
@@ -107,14 +104,3 @@ def _add(found: LiveObjects, known: ref[Any], storages: set[int], torch: Any) ->
 
 def _sum(one: Amount, other: Amount) -> Amount:
     return Amount(one.number + other.number, one.size + other.size)
-
-
-def _types() -> Iterator[type]:
-    """Yield all classes, some of them more than once."""
-    waiting, seen = [object], set[int]()
-    while waiting:
-        kind = waiting.pop()
-        if id(kind) not in seen:
-            seen.add(id(kind))
-            yield kind
-            waiting += type.__subclasses__(kind)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
+from torchobs.support.living_objects import subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +97,7 @@ class SchedulerProbe:
         self._watch(lr_scheduler._enable_get_lr_call, "__enter__", self._watched_rates)
         for name in ("LRScheduler", *_OWN_CONSTRUCTORS):
             self._watch(getattr(lr_scheduler, name), "__init__", self._watched_init)
-        for owner in (lr_scheduler.ReduceLROnPlateau, *_family(self._base)):
+        for owner in (lr_scheduler.ReduceLROnPlateau, *subclasses(self._base)):
             self._patch_steps(owner)
         context.hooks.before_step.register(breaker, self._before_step)
 
@@ -291,9 +292,3 @@ _MEANING = {
 
 def _count_of(scheduler: Any) -> object:
     return getattr(scheduler, "last_epoch", None)
-
-
-def _family(base: type) -> list[type]:
-    """Return all subclasses, also indirect ones."""
-    children: list[type] = base.__subclasses__()
-    return [descendant for child in children for descendant in (child, *_family(child))]

@@ -19,9 +19,10 @@ from torchobs.probes.precision.loss_scale import LossScales
 from torchobs.probes.precision.overflows import Overflows
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.living_objects import subclasses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from importlib.abc import MetaPathFinder
 
     from torch.utils.hooks import RemovableHandle
@@ -90,7 +91,7 @@ class AmpProbe:
             "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
             "update": self._watched_update,
         }  # fmt: skip
-        for owner in _with_subclasses(self._scaler):
+        for owner in subclasses(self._scaler):
             if owner in self._patched:
                 continue
             self._patched.add(owner)
@@ -199,11 +200,3 @@ class AmpProbe:
     def _after_update(self, scaler: Any) -> None:
         if scaler._enabled:
             self._scales.updated(scaler)
-
-
-def _with_subclasses(base: type) -> Iterator[type]:
-    """Yield a class and all its subclasses."""
-    yield base
-    child: type
-    for child in base.__subclasses__():
-        yield from _with_subclasses(child)
