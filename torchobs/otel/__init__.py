@@ -3,14 +3,13 @@
 Only ``opentelemetry-api`` is imported here: the SDK is a dependency of the exporter only.
 """
 
-from torchobs.otel.global_providers import Installed, install, observe, uninstall
+from torchobs.otel.global_providers import install, observe, uninstall
 from torchobs.otel.meter_provider import FlightMeterProvider
 from torchobs.otel.tracer_provider import FlightTracerProvider
 
 __all__ = [
     "FlightMeterProvider",
     "FlightTracerProvider",
-    "Installed",
     "install",
     "observe",
     "uninstall",

@@ -12,7 +12,7 @@ The API has no public name for its proxies; the two private names used here have
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import MeterProvider
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.otel.metric_stream import Source
-
-
-class Installed(NamedTuple):
-    """Which of the two providers are ours; the application, or its environment, had set the other."""
-
-    metrics: bool
-    traces: bool
 
 
 class DefaultTracerProvider(FlightTracerProvider, ProxyTracerProvider):
@@ -64,13 +57,16 @@ _meters = DefaultMeterProvider(_no_file)
 _tracers = DefaultTracerProvider(_no_file)
 
 
-def install(source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> Installed:
+def install(source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
     """Record the application's own instruments and tracers, unless it has set providers.
 
     ``source`` and ``parent`` as in :class:`FlightMeterProvider` and :class:`FlightTracerProvider`. May be called
     again after :func:`uninstall`. Raises what the API raises when the environment names a provider that cannot be loaded.
     """
-    return Installed(_install_meters(source), _install_tracers(source, parent))
+    _install_meters(source)
+    if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
+        trace._TRACER_PROVIDER = _tracers  # noqa: SLF001  # see the module
+        _tracers.write_to(source, parent)
 
 
 def uninstall() -> None:
@@ -84,21 +80,12 @@ def observe(timeout_s: float = 0.0) -> bool:
     return _meters.observe(timeout_s)
 
 
-def _install_meters(source: Source) -> bool:
+def _install_meters(source: Source) -> None:
     current = metrics.get_meter_provider()
     if current is not _meters:
         if not isinstance(current, metrics_api._ProxyMeterProvider):  # noqa: SLF001  # see the module
-            return False
+            return
         _meters.before = current
         metrics_api._PROXY_METER_PROVIDER = _meters  # noqa: SLF001  # see the module
         current.on_set_meter_provider(_meters)  # instruments created before
     _meters.write_to(source)
-    return True
-
-
-def _install_tracers(source: Source, parent: Callable[[], SpanContext | None]) -> bool:
-    if not isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
-        return False
-    trace._TRACER_PROVIDER = _tracers  # noqa: SLF001  # see the module
-    _tracers.write_to(source, parent)
-    return True
