@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.core.event_pool import EventPool
 from torchobs.probes.core.pinned_buffers import PendingCopies
@@ -129,7 +129,7 @@ class Batch:
         self.copy: PendingCopy | None = None
         self._values: list[float] = []
 
-    def add(self, vector: Any) -> Numbers:
+    def add(self, vector: Any) -> BatchPart:
         """Add a vector; return its part of what will arrive."""
         self._vectors.append(vector)
         self._count += len(vector)
@@ -153,27 +153,17 @@ class Batch:
         return self._values
 
 
-class Numbers(Protocol):
-    """Numbers on their way."""
-
-    def ready(self) -> bool:
-        """Return True if all have arrived."""
-
-    def take(self) -> list[float]:
-        """Return them, once."""
-
-
 class BatchPart(NamedTuple):
-    """:class:`Numbers` of one optimizer in a batch."""
+    """Numbers of one optimizer in a batch, on their way as a :class:`~torchobs.probes.core.pinned_buffers.PendingCopy`."""
 
     batch: Batch
     begin: int
     end: int
 
     def ready(self) -> bool:
-        """See :class:`Numbers`."""
+        """Return True if all have arrived."""
         return self.batch.ready()
 
     def take(self) -> list[float]:
-        """See :class:`Numbers`."""
+        """Return them, which must have arrived."""
         return self.batch.values()[self.begin : self.end]

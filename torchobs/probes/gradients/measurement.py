@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from weakref import ref
 
-    from torchobs.probes.gradients.devices import Devices, Numbers
+    from torchobs.probes.core.pinned_buffers import PendingCopy
+    from torchobs.probes.gradients.devices import BatchPart, Devices
 
     Part = tuple[Callable[[], float | None], float]
 
@@ -31,7 +32,7 @@ class NonFiniteGradient(NamedTuple):
 class Arriving(NamedTuple):
     """Numbers that are being copied from a device."""
 
-    numbers: Numbers
+    numbers: PendingCopy | BatchPart
     order: list[int]
     """Indices of the gradients that the first numbers are the norms of"""
     counted: list[int]
@@ -188,7 +189,7 @@ def _send(
         more.append(scale.to(vector.device, non_blocking=True))
     if more:
         vector = torch.cat([vector, *(number.reshape(1).to(vector.dtype) for number in more)])
-    numbers: Numbers
+    numbers: PendingCopy | BatchPart
     if batch is None:
         numbers = sent = devices.copies.send(vector)
         if begun is not None:

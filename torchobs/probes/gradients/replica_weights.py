@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from weakref import ref
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.gradients.devices import Devices, Numbers
+    from torchobs.probes.core.pinned_buffers import PendingCopy
+    from torchobs.probes.gradients.devices import Devices
 
 FIRST = 16
 _PARAMETERS, _ELEMENTS = 16, 8
@@ -38,7 +39,7 @@ class ReplicaWeights:
 
     def __init__(self, context: ProbeContext, replicas: Replicas, devices: Devices) -> None:
         self._context, self._replicas, self._devices = context, replicas, devices
-        self._sent: list[tuple[int, list[float] | Numbers]] = []
+        self._sent: list[tuple[int, list[float] | PendingCopy]] = []
         self.due_at = FIRST - 1
         """Number of the ended step after which it is looked next"""
 
