@@ -59,7 +59,7 @@ class ProgressWatch:
             "learning_rate": seen.rate, "weight_decay": given.weight_decay, "grad_norm": seen.norm, "max_norm": given.max_norm,
         }  # fmt: skip
         known = {name: value for name, value in attributes.items() if value is not None}
-        self._context.writer.event(catalog.EVENT_NO_PROGRESS.name, known, self._context.recorder.step)
+        self._context.event(catalog.EVENT_NO_PROGRESS, known)
         what = f"the loss has not fallen since the first step ({seen.first:.4g}, now {seen.late:.4g})"
         self._context.warn_limited("no progress", f"{what}; likely cause: {cause.kind.replace('_', ' ')}")
 

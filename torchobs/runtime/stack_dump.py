@@ -42,7 +42,7 @@ def write_stacks(
     refused = _write(context, place, done)
     event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
     attributes = {"cause": cause, **(more if refused is None else refused), "evidence": done.id}
-    writer.event(event.name, attributes, context.recorder.step)
+    context.event(event, attributes)
     if refused is not None and cause == "asked":
         context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
 

@@ -112,7 +112,7 @@ class DistributedProbe:
         distributed = self._distributed
         if not distributed.is_initialized():
             if self._published is not None:
-                self._set(catalog.DISTRIBUTED_WORLD_SIZE, nan)
+                self._context.set_gauge(catalog.DISTRIBUTED_WORLD_SIZE, nan)
             return
         optimizers = self._context.recorder.optimizers()
         known = groups()  # if their number has changed, there may be a new mesh
@@ -130,8 +130,8 @@ class DistributedProbe:
     def _publish_group(self, backend: str, world_size: int) -> None:
         spread = self._parallelism
         parallelism, mesh = "+".join(spread.kinds), ",".join(f"{name}={size}" for name, size in spread.mesh)
-        self._set(catalog.DISTRIBUTED_WORLD_SIZE, float(world_size))
-        self._set(catalog.DISTRIBUTED_COPIES, float(spread.copies))
+        self._context.set_gauge(catalog.DISTRIBUTED_WORLD_SIZE, world_size)
+        self._context.set_gauge(catalog.DISTRIBUTED_COPIES, spread.copies)
         if spread.coordinates:
             self._describe(
                 catalog.DISTRIBUTED_COORDINATES, dict.fromkeys(AXES, "") | {a: str(i) for a, i in spread.coordinates}
@@ -147,30 +147,27 @@ class DistributedProbe:
         data = [model._get_ddp_logging_data() for model in self._living() if getattr(model, "logger", None) is not None]
         timed = [one for one in data if one.get("iteration", 0) > 0 and not one.get("has_error")]
         for part, key in _PARTS.items() if timed else ():
-            self._set(catalog.DDP_TIME, sum(one.get(key, 0) for one in timed) / 1e9, part=part)
+            self._context.set_gauge(catalog.DDP_TIME, sum(one.get(key, 0) for one in timed) / 1e9, {"part": part})
         if not data:
             return
         if not any(one.get("iteration", 0) for one in data):
             self._context.at_backward(self._read)  # the first backward: DDP has timed nothing yet, and the next asking is far
         buckets = [int(size) for one in data for size in _list(one.get("bucket_sizes", ""))]
         if buckets:
-            self._set(catalog.DDP_BUCKETS, float(len(buckets)))
-            self._set(catalog.DDP_BUCKET_SIZE, float(max(buckets)))
+            self._context.set_gauge(catalog.DDP_BUCKETS, len(buckets))
+            self._context.set_gauge(catalog.DDP_BUCKET_SIZE, max(buckets))
         unused = [one["unused_parameter_size"] for one in timed if one.get("find_unused_parameters")]
         if unused:
-            self._set(catalog.DDP_UNUSED_SIZE, float(sum(unused)))
+            self._context.set_gauge(catalog.DDP_UNUSED_SIZE, sum(unused))
         self._describe(catalog.DDP_INFO, _setup(max(data, key=lambda one: int(one.get("total_parameter_size_bytes", 0)))))
-
-    def _set(self, metric: Metric, value: float, **attributes: str) -> None:
-        self._context.set_gauge(metric, value, attributes)
 
     def _describe(self, metric: Metric, attributes: dict[str, str]) -> None:
         """Set an info metric to 1 with these labels, and remove it with the previous ones."""
         before = self._info.get(metric)
         if before is not None and before != attributes:
-            self._set(metric, nan, **before)
+            self._context.set_gauge(metric, nan, before)
         self._info[metric] = attributes
-        self._set(metric, 1.0, **attributes)
+        self._context.set_gauge(metric, 1.0, attributes)
 
 
 def _setup(data: Mapping[str, Any]) -> dict[str, str]:
