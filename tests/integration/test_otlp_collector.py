@@ -53,7 +53,7 @@ def measure(writer: FlightWriter) -> None:
 def work(writer: FlightWriter) -> None:
     """And every part of a span, below the run's."""
     header = writer.header
-    run = SpanContext(int(identifiers.trace_id(header), 16), int(identifiers.run_span_id(header), 16), is_remote=False,
+    run = SpanContext(int(identifiers.trace_id(header), 16), int(identifiers.SpanIds(header).run.span, 16), is_remote=False,
                       trace_flags=TraceFlags(1))  # fmt: skip
     provider = FlightTracerProvider(lambda: writer, lambda: run)
     tracer = provider.get_tracer("my.package", "1.2", "https://example.org/1", {"s": 1})
@@ -283,7 +283,7 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
         assert [*map(event_of, span.get("events", []))] == [event[:3] for event in frame.get("events", [])]
         assert [*map(link_of, span.get("links", []))] == [[link[0], link[1], link[4]] for link in frame.get("links", [])]
         assert [scope["name"], scope["version"], pairs_of_json(scope["attributes"])] == [*frame["scope"][:2], frame["scope"][3]]
-    assert (run["spanId"], run["traceId"]) == (identifiers.run_span_id(header), identifiers.trace_id(header))
+    assert (run["spanId"], run["traceId"]) == (identifiers.SpanIds(header).run.span, identifiers.trace_id(header))
     (event,) = run["events"]
     assert event["name"] == catalog.EVENT_ANOMALY.name
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5}

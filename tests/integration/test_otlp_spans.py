@@ -28,7 +28,7 @@ def frame(number: int, begun_s: float, ended_s: float, **more: object) -> dict[s
 def run_span(file: File, **more: object) -> dict[str, object]:
     """The span of the run."""
     header = file.header
-    identity = {"trace_id": identifiers.trace_id(header), "span_id": identifiers.run_span_id(header)}
+    identity = {"trace_id": identifiers.trace_id(header), "span_id": identifiers.SpanIds(header).run.span}
     more = {"k": "span_start", "name": "torchobs.run", "t0": BORN_WALL_NS, "scope": ["torchobs", None, None, {}]} | more
     return {**identity, "flags": 1, "kind": "internal", **more}
 
@@ -112,7 +112,7 @@ def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: Fil
     for span in (*others, run):
         assert span.end_time_unix_nano == BORN_WALL_NS + round(1.5 * S)
         assert (span.status.code, span.status.message) == (2, "the rank ended before it: lost")
-    assert run.span_id.hex() == identifiers.run_span_id(file.header)
+    assert run.span_id.hex() == identifiers.SpanIds(file.header).run.span
     assert run.trace_id.hex() == identifiers.trace_id(file.header)
 
 

@@ -14,19 +14,19 @@ from torchobs.flight.format import span_ids
 def test_identifiers_are_functions_of_the_file() -> None:
     """The same for whoever asks, another for every run, step and phase; a launcher's trace is kept."""
     one, two = header(), header()
-    assert span_ids.run_span_id(one) == span_ids.run_span_id(one) != span_ids.run_span_id(two)
+    run, again, other = (span_ids.SpanIds(each).run.span for each in (one, one, two))
+    assert run == again != other
     given = replace(one, resource={**one.resource, "trace_id": "0af7651916cd43dd8448eb211c80319c"})
     assert span_ids.trace_id(given) == "0af7651916cd43dd8448eb211c80319c"
-    run = span_ids.run_span_id(one)
-    steps = {span_ids.step_span_id(run, number) for number in range(1000)}
-    phases = {span_ids.phase_span_id(own, phase) for own in steps for phase in ("data", "forward")}
+    steps = {span_ids.SpanIds(one).step(number).span for number in range(1000)}
+    phases = {span_ids.derived(own, phase) for own in steps for phase in ("data", "forward")}
     assert len(steps | phases | {run}) == 3001
     assert all(re.fullmatch("[0-9a-f]{16}", own) for own in (*steps, *phases, run))
 
 
 def test_known_identifiers() -> None:
     """The derivation is part of the format: ``printf torchobs/1234 | b2sum -l 128`` says the same, and so on."""
-    assert span_ids.step_span_id("00f067aa0ba902b7", 17) == "4ffd007c9ccbe63c"
+    assert span_ids.derived("00f067aa0ba902b7", "17") == "4ffd007c9ccbe63c"
     ids = span_ids.SpanIds(replace(header(), resource={"run_id": "1234", "rank": 5, "restart": 2}))
     assert ids.run.trace == "99b9893a94b1aa0f6437987b4d1022e0"
     assert ids.step(17).trace == "bfb475a693aff9a02a756a9409e7b542"

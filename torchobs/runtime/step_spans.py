@@ -151,7 +151,7 @@ class StepSpans:
             attributes |= {f"{name}_s": value for name, value in zip(PHASE_NAMES, record.phase_s, strict=True) if value}
         ids = self._write_step(record.step, started_ns, record.end_ns, attributes)
         for phase, from_ns, to_ns in exact[1] if exact else ():
-            own = ids._replace(span=span_ids.phase_span_id(ids.span, phase))
+            own = ids._replace(span=span_ids.derived(ids.span, phase))
             self._write(catalog.SPAN_STEP_PHASE.name, own, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
 
     def _write_step(self, step: int, started_ns: int, ended_ns: int, attributes: dict[str, object]) -> SpanId:

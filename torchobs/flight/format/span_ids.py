@@ -53,22 +53,22 @@ class SpanIds:
     __slots__ = ("_life", "run")
 
     def __init__(self, header: Header) -> None:
-        self.run = SpanId(trace_id(header), run_span_id(header))
+        self.run = SpanId(trace_id(header), derived(header.incarnation.hex(), "run"))
         restart = header.resource.get("restart")
         self._life = f"{self.run.trace}/{restart if isinstance(restart, int) else 0}"
 
     def segment(self, epoch: int, part: int) -> SpanId:
         """Return the identifiers of the part (from 0) of an epoch (0: before the first, or without any)."""
         what = f"segment/{epoch}/{part}"
-        return SpanId(_derived(self._life, what, 16), _derived(self.run.span, what))
+        return SpanId(derived(self._life, what, 16), derived(self.run.span, what))
 
     def step(self, number: int) -> SpanId:
         """Return the identifiers of a step."""
-        return SpanId(self.step_trace(number), step_span_id(self.run.span, number))
+        return SpanId(self.step_trace(number), derived(self.run.span, str(number)))
 
     def step_trace(self, number: int) -> str:
         """Return the trace of a step, the same on all ranks."""
-        return _derived(self._life, f"step/{number}", 16)
+        return derived(self._life, f"step/{number}", 16)
 
 
 def trace_id(header: Header) -> str:
@@ -76,25 +76,11 @@ def trace_id(header: Header) -> str:
     given, run_id = header.resource.get(TRACE_ID), header.resource.get("run_id")
     if isinstance(given, str):
         return given
-    return _derived("torchobs", run_id, 16) if isinstance(run_id, str) and run_id else header.incarnation.hex()
+    return derived("torchobs", run_id, 16) if isinstance(run_id, str) and run_id else header.incarnation.hex()
 
 
-def run_span_id(header: Header) -> str:
-    """Return the run's span id, 16 hexadecimal digits."""
-    return _derived(header.incarnation.hex(), "run")
-
-
-def step_span_id(run: str, step: int) -> str:
-    """Return a step's span id from the run's."""
-    return _derived(run, str(step))
-
-
-def phase_span_id(step: str, phase: str) -> str:
-    """Return a phase's span id from the step's."""
-    return _derived(step, phase)
-
-
-def _derived(parent: str, what: str, size: int = 8) -> str:
+def derived(parent: str, what: str, size: int = 8) -> str:
+    """Return the identifier, of ``size`` bytes, of what is called so within the parent: of a phase within its step's span."""
     digits = blake2b(f"{parent}/{what}".encode(errors="replace"), digest_size=size).hexdigest()
     return digits if digits.strip("0") else f"{digits[:-1]}1"
 
