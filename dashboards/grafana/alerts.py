@@ -8,7 +8,7 @@ from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import BAD, FAIR, Column, Query, Step
 from dashboards.grafana.template import Choice, link, page
-from torchobs.rules.labels import RUN
+from torchobs.rules.promql import RUN
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

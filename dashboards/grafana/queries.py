@@ -7,9 +7,9 @@ import re
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.rules.labels import RANK, RUN
+from torchobs.rules import recordings
 from torchobs.rules.percentiles import rank_quantile, run_quantile
-from torchobs.rules.promql import select
+from torchobs.rules.promql import BY_RUN, ON_RANK, ON_RUN, RUN, select
 
 RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
 """Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""
@@ -19,19 +19,6 @@ FLEET = RUNS[:-1]
 EXPORTERS = ('instance=~"$instance"',)
 """Matchers for the own metrics of the chosen runs' exporters, which carry no job, run or rank."""
 LAYERS = (*RANKS, 'layer=~"$layer"')
-
-BY_RUN = f"by ({', '.join(RUN)})"
-ON_RUN = f"on ({', '.join(RUN)})"
-ON_RANK = f"on ({', '.join(RANK)})"
-
-# Recorded series, each of which has a fallback here for where the rules are not loaded.
-RUN_GOODPUT = "run:torchobs_goodput:ratio"
-"""Share of the run's wall time since its first start that was productive."""
-RUN_TOKENS = "run:torchobs_tokens:rate5m"
-"""Tokens a second, without those that ranks of a tensor- or pipeline-parallel group count once more."""
-RANK_SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
-NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
-"""Step time over that of the run's other ranks on all nodes, all without waiting for each other; of a node its ranks' mean."""
 
 PRODUCTIVE = 'state="productive"'
 MOST = 5
@@ -97,14 +84,14 @@ def _own_time(*matchers: str) -> str:
 
 def straggling(*matchers: str) -> str:
     """Return how slow each rank is as recorded; where rules are not loaded, its own step time over the median of the run."""
-    return f"{select(RANK_SLOWDOWN, *matchers)} or {_over_median(*matchers)}"
+    return f"{select(recordings.SLOWDOWN, *matchers)} or {_over_median(*matchers)}"
 
 
 def slow_nodes(*matchers: str) -> str:
     """Return how slow the ranks of each machine are on average, as recorded or computed."""
     info = per_rank(select(catalog.RANK_INFO, *matchers), "host")
     computed = per_run("avg", f"{_over_median(*matchers)} * {ON_RANK} group_left (host) {info}", "host")
-    return f"{select(NODE_SLOWDOWN, *RUNS)} or {computed}"
+    return f"{select(recordings.NODE_SLOWDOWN, *RUNS)} or {computed}"
 
 
 def _over_median(*matchers: str) -> str:
@@ -115,7 +102,7 @@ def _over_median(*matchers: str) -> str:
 
 def tokens(*matchers: str) -> str:
     """Return a run's recorded tokens a second; where rules are not loaded, the sum of what its ranks count."""
-    return f"{select(RUN_TOKENS, *RUNS)} or {per_run('sum', rate(catalog.TOKENS, *matchers))}"
+    return f"{select(recordings.TOKENS, *RUNS)} or {per_run('sum', rate(catalog.TOKENS, *matchers))}"
 
 
 def run_step_s(share: str, *matchers: str) -> str:
@@ -139,7 +126,7 @@ def rank_step_s(*matchers: str) -> str:
 def goodput(*runs: str) -> str:
     """Return the recorded goodput of a run; where rules are not loaded, the productive share of its living ranks' time now."""
     productive = per_run("sum", rate(catalog.GOODPUT_TIME, *runs, PRODUCTIVE))
-    return f"{select(RUN_GOODPUT, *runs)} or {share_of(productive, _living(*runs))}"
+    return f"{select(recordings.GOODPUT, *runs)} or {share_of(productive, _living(*runs))}"
 
 
 def uses(*ranks: str) -> str:

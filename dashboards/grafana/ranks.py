@@ -9,7 +9,6 @@ from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import Column, Query
 from dashboards.grafana.queries import (
     MOST,
-    ON_RANK,
     PRODUCTIVE,
     RANKS,
     RUNS,
@@ -24,8 +23,7 @@ from dashboards.grafana.queries import (
 )
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules import labels
-from torchobs.rules.promql import select
+from torchobs.rules.promql import ON_RANK, ONE_RANK, ONE_RUN, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -356,7 +354,7 @@ def collectives() -> tuple[Panel, ...]:
 
 def _behind(called: str, *group: str) -> tuple[str, Callable[..., str]]:
     """Return how many collectives the ranks lack that are furthest behind, and what gives a metric of these ranks alone."""
-    of_group, of_rank = (f"on ({', '.join((*of, *group))})" for of in (labels.RUN, labels.RANK))
+    of_group, of_rank = (f"on ({of}, {', '.join(group)})" for of in (ONE_RUN, ONE_RANK))
     most, own = per_run("max", called, *group), per_rank(called, *group)
     behind = worst(f"{most} - {of_group} group_right () {own}", LISTED)
 

@@ -8,8 +8,6 @@ from dashboards.grafana import panels, thresholds
 from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import BAD, FAIR, GOOD, Column, Query, Step
 from dashboards.grafana.queries import (
-    BY_RUN,
-    ON_RUN,
     RANKS,
     RUNS,
     exemplars,
@@ -28,7 +26,7 @@ from dashboards.grafana.queries import (
 )
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import select
+from torchobs.rules.promql import BY_RUN, ON_RUN, select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

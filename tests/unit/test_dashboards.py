@@ -24,7 +24,7 @@ from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.detect.starvation import BEGINS
 from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
-from torchobs.rules.labels import RUN
+from torchobs.rules.promql import RUN
 from torchobs.rules.values import DEFAULT, RUNBOOKS
 
 DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(DEFAULT).items()}

@@ -12,9 +12,9 @@ from tests.dashboards import panels, shipped
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
 from torchobs.detect import spikes
-from torchobs.rules import alerts, alerts_links, labels, percentiles, rule_file, values
+from torchobs.rules import alerts, alerts_links, percentiles, rule_file, values
 from torchobs.rules.files import alert_groups, recording_groups, rendered
-from torchobs.rules.promql import ONE_RANK, ONE_RUN
+from torchobs.rules.promql import ONE_RANK, ONE_RUN, RUN
 from torchobs.rules.recent import RECENT
 from torchobs.rules.recordings import POSITION
 from torchobs.rules.rule_file import WINDOW, WINDOW_S
@@ -74,7 +74,7 @@ def test_joins_and_sums_tell_runs_and_ranks_apart(rule: dict[str, Any]) -> None:
     """A rank is unique only within a target, a run only within a cluster and a namespace."""
     for by in re.findall(r"\b(?:on|by) \(([^)]*)\)", rule["expr"]):
         named = by.split(", ")
-        assert named[:4] in (list(labels.RUN), ["cluster", "namespace", "pod", "instance"]) or named[:2] in BY_NODE
+        assert named[:4] in (list(RUN), ["cluster", "namespace", "pod", "instance"]) or named[:2] in BY_NODE
     assert {ONE_RANK.split(", ")[-1], ONE_RUN.split(", ")[0]} == {"instance", "cluster"}
     assert "ignoring" not in rule["expr"]
 
@@ -134,7 +134,7 @@ def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, A
     """No `for` that a job's exit could cut short; one alert for a thousand ranks; its labels are the ones its text uses."""
     assert rule["for"] == ("3m" if rule["alert"] in {"TorchobsRunDown", "TorchobsTelemetryGone"} else "0s")
     assert rule["keep_firing_for"] == "10m"
-    run, exporter = ", ".join(labels.RUN), "cluster, namespace, pod, instance"
+    run, exporter = ONE_RUN, "cluster, namespace, pod, instance"
     assert rule["expr"].startswith((f"max by ({run}) (", f"min by ({run}) (", f"max by ({exporter}"))
     assert "absent" not in rule["expr"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchobs import catalog
+from torchobs.rules import promql
 from torchobs.rules.promql import ONE_RANK, select
 
 RUN = (
@@ -33,6 +34,8 @@ EXPORTER = (
 )
 """The same in an alert about an exporter or a machine"""
 
+HOUR_BEFORE = '{{ query "(floor(vector(time()) / 600) * 600 - 3600) * 1000" | first | value | printf "%.0f" }}'
+"""The time an hour before the alert; it changes every ten minutes only"""
 _WHERE = "host, k8s_node_name, k8s_pod_name"
 
 
@@ -80,14 +83,12 @@ def first(query: str, show: str) -> str:
     )
 
 
-def dashboard(grafana_url: str, uid: str) -> str:
-    """Return a link to a dashboard with the alert's run and the hour before it; its time changes every ten minutes only."""
-    since = 'query "(floor(vector(time()) / 600) * 600 - 3600) * 1000" | first | value | printf "%.0f"'
+def dashboard(grafana_url: str, uid: str, since: str = HOUR_BEFORE) -> str:
+    """Return a link to a dashboard with the alert's run, from that time on."""
     variables = "".join(
-        f"{{{{ with $labels.{label} }}}}&var-{label}={{{{ . | urlquery }}}}{{{{ end }}}}"
-        for label in ("cluster", "namespace", "job_name", "run_id")
+        f"{{{{ with $labels.{label} }}}}&var-{label}={{{{ . | urlquery }}}}{{{{ end }}}}" for label in promql.RUN
     )
-    return f"{grafana_url}/d/{uid}?from={{{{ {since} }}}}&to=now{variables}"
+    return f"{grafana_url}/d/{uid}?from={since}&to=now{variables}"
 
 
 def _located(query: str) -> str:

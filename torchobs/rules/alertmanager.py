@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from torchobs.rules.labels import RUN
+from torchobs.rules.promql import RUN
 from torchobs.rules.rule_file import HEADER
 
 ABOUT = """\

@@ -9,10 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import quote
 
-from torchobs.rules.alert_texts import MATCHERS, RUN
-from torchobs.rules.labels import RUN as RUN_LABELS
+from torchobs.rules.alert_texts import MATCHERS, RUN, dashboard
 from torchobs.rules.rule_file import HEADER, Alert, Group, clean, dump
 from torchobs.rules.values import Values
 
@@ -47,7 +45,7 @@ def _group(group: Group, values: Values) -> dict[str, Any]:
 def _rule(alert: Alert, values: Values) -> dict[str, Any]:
     links = {"runbook_url": f"{values.runbooks}/{alert.alert}.md"}
     if alert.of_run:
-        links = {"dashboard_url": _dashboard(values.grafana_url, alert.dashboard), **links}
+        links = {"dashboard_url": dashboard(values.grafana_url, alert.dashboard, "now-1h"), **links}
     return {
         "uid": alert.alert,
         "title": alert.alert,
@@ -93,10 +91,3 @@ def _step(name: str, source: str, model: dict[str, Any], from_s: int = 0) -> dic
 def _text(template: str) -> str:
     """Return a text without what a query would say, which stands at its end."""
     return re.sub(r"\$value\b", lambda _: VALUE, template.partition(MATCHERS)[0])
-
-
-def _dashboard(grafana_url: str, uid: str) -> str:
-    variables = "".join(
-        f"{{{{ with $labels.{label} }}}}&var-{label}={{{{ . | urlquery }}}}{{{{ end }}}}" for label in RUN_LABELS
-    )
-    return f"{grafana_url}/d/{quote(uid)}?from=now-1h&to=now{variables}"

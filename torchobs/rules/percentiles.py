@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.rules.labels import RUN
-from torchobs.rules.promql import select
+from torchobs.rules.promql import RUN, select
 from torchobs.rules.rule_file import Group, Recording
 
 QUANTILES = ("0.5", "0.99")

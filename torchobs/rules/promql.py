@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from torchobs.catalog import Metric
-from torchobs.rules import labels
 
-ONE_RANK = ", ".join(labels.RANK)
-"""Labels that identify a rank: its number is unique only within one target."""
-ONE_RUN = ", ".join(labels.RUN)
-"""Labels that identify a run across machines."""
+RUN = ("cluster", "namespace", "job_name", "run_id")
+"""Labels of a run. Two clusters, or two namespaces, may have a job of the same name and number; the scrape adds these two, and
+one that no series has costs nothing."""
+ONE_RUN = ", ".join(RUN)
+ONE_RANK = f"{ONE_RUN}, rank, instance"
+"""Labels of a rank, whose number is unique within one target only."""
 BY_RUN = f"by ({ONE_RUN})"
 """Grouping for alerts, which cover all namespaces of a Prometheus server."""
 BY_RANK = f"by ({ONE_RANK})"
+ON_RUN, ON_RANK = f"on ({ONE_RUN})", f"on ({ONE_RANK})"
 
 
 def lasting(selector: str, comparison: str, range_: str, on: str) -> str:

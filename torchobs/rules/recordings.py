@@ -6,11 +6,9 @@ A run's series outlive its ranks' where they have to: who was alive, and how it 
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.promql import ONE_RANK, ONE_RUN, select
+from torchobs.rules.promql import BY_RANK, BY_RUN, ON_RANK, ON_RUN, ONE_RUN, select
 from torchobs.rules.rule_file import WINDOW, WINDOW_S, Group, Recording
 
-BY_RUN, BY_RANK = f"by ({ONE_RUN})", f"by ({ONE_RANK})"
-ON_RUN, ON_RANK = f"on ({ONE_RUN})", f"on ({ONE_RANK})"
 ONE_NUMBER = f"{ONE_RUN}, rank"
 """A rank whatever machine it is on: after a restart elsewhere it has another instance."""
 
