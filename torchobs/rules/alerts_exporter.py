@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules.alert_texts import EXPORTER, THIS_RUN, Culprits, amount
-from torchobs.rules.promql import BY_RUN, ONE_RUN, select
+from torchobs.rules.promql import BY_RUN, ONE_RUN, by_run, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.rule_file import WINDOW, Alert, Group
 
@@ -24,11 +24,7 @@ def _disabled() -> Alert:
     probes = f"count by ({ONE_RUN}, probe) ({select(catalog.PROBE_DISABLED, THIS_RUN)} == 1)"
     return Alert(
         alert="TorchobsProbeDisabled",
-        expr=f"""
-            max {BY_RUN} (
-                count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)
-            )
-        """,
+        expr=by_run(f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)"),
         severity="ticket",
         summary="is watched by fewer probes.",
         description=(
@@ -43,11 +39,7 @@ def _dropped() -> Alert:
     dropped = name(catalog.FLIGHT_DROPPED)
     return Alert(
         alert="TorchobsFlightDropped",
-        expr=f"""
-            max {BY_RUN} (
-                sum {BY_RUN} ({dropped}) > 0
-            )
-        """,
+        expr=by_run(f"sum {BY_RUN} ({dropped}) > 0"),
         severity="ticket",
         summary="records more than its flight files hold.",
         description='{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
-from torchobs.rules.promql import BY_RUN, select
+from torchobs.rules.promql import BY_RUN, by_run, select
 from torchobs.rules.rule_file import Alert, Group
 
 INFINIBAND, UNAME = "node_infiniband_state_id", "node_uname_info"
@@ -29,11 +29,7 @@ def _nvlink() -> Alert:
 
     return Alert(
         alert="TorchobsNvlinkDown",
-        expr=f"""
-            max {BY_RUN} (
-                {lost()} > 0
-            )
-        """,
+        expr=by_run(f"{lost()} > 0"),
         severity="ticket",
         summary="has lost NVLinks.",
         description=f"A GPU has {amount('link', 'links')} fewer than it had within a day: collectives take another way.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
 from torchobs.rules.alert_texts import AT, DURATION, THIS_RUN, Culprits, amount, first
-from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, by_run, lasting, select
 from torchobs.rules.recordings import (
     ALIVE,
     FAILED,
@@ -59,11 +59,7 @@ def _failed() -> Alert:
     failed = select(catalog.RANK_EXIT, f'reason=~"{FAULTS}"')
     return Alert(
         alert="TorchobsRankFailed",
-        expr=f"""
-            max {BY_RUN} (
-                count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)
-            )
-        """,
+        expr=by_run(f"count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)"),
         severity="ticket",
         summary="has lost a rank.",
         description=(
@@ -268,11 +264,7 @@ def _crash_loop(values: Values) -> Alert:
 def _missing() -> Alert:
     return Alert(
         alert="TorchobsRanksMissing",
-        expr=f"""
-            max {BY_RUN} (
-                {lasting(MISSING, "> 0", ABSENT, ONE_RUN)}
-            )
-        """,
+        expr=by_run(lasting(MISSING, "> 0", ABSENT, ONE_RUN)),
         severity="ticket",
         summary="lacks ranks.",
         description=(

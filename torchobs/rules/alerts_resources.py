@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.rules.alert_texts import AT, DURATION, EXPORTER, SHARE, THIS_RUN, Culprits, amount
-from torchobs.rules.promql import BY_RUN, ONE_RANK, select
+from torchobs.rules.promql import BY_RUN, ONE_RANK, by_run, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.rule_file import WINDOW, Alert, Group
 from torchobs.rules.values import DEFAULT, Values
@@ -41,11 +41,7 @@ def resources(values: Values = DEFAULT) -> Group:
 def _growth(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryGrowth",
-        expr=f"""
-            min {BY_RUN} (
-                {select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}
-            )
-        """,
+        expr=by_run(f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}", "min"),
         severity="ticket",
         summary="runs out of memory.",
         description=(
@@ -62,11 +58,7 @@ def _near_limit(values: Values) -> Alert:
     used = select(catalog.MEMORY_HOST_UTILIZATION)
     return Alert(
         alert="TorchobsOutOfMemoryNear",
-        expr=f"""
-            max {BY_RUN} (
-                min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}
-            )
-        """,
+        expr=by_run(f"min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}"),
         severity="ticket",
         summary="is near the limit of its memory.",
         description=(
@@ -85,11 +77,7 @@ def _oom_kill() -> Alert:
     kills = select(catalog.CGROUP_MEMORY_OOM_KILLS)
     return Alert(
         alert="TorchobsCgroupOomKill",
-        expr=f"""
-            max {BY_RUN} (
-                sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0
-            )
-        """,
+        expr=by_run(f"sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0"),
         severity="ticket",
         summary="had processes killed for want of memory.",
         description=(
@@ -114,11 +102,7 @@ def _gpu_memory(values: Values) -> Alert:
 
     return Alert(
         alert="TorchobsGpuMemoryNearLimit",
-        expr=f"""
-            max {BY_RUN} (
-                {share()} > {values.thresholds.gpu_memory:g}
-            )
-        """,
+        expr=by_run(f"{share()} > {values.thresholds.gpu_memory:g}"),
         severity="ticket",
         summary="is near the limit of its GPU memory.",
         description=(
@@ -159,11 +143,7 @@ def _shared_memory(values: Values) -> Alert:
     used, size = select(catalog.MEMORY_SHARED_USED), select(catalog.MEMORY_SHARED_SIZE)
     return Alert(
         alert="TorchobsSharedMemoryFull",
-        expr=f"""
-            max {BY_RUN} (
-                {used} / ({size} > 0) > {values.thresholds.shared_memory:g}
-            )
-        """,
+        expr=by_run(f"{used} / ({size} > 0) > {values.thresholds.shared_memory:g}"),
         severity="ticket",
         summary="has hardly any shared memory left.",
         description=(
@@ -224,11 +204,7 @@ def _cpu(values: Values) -> Alert:
 def _scaler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsLossScaleStuck",
-        expr=f"""
-            max {BY_RUN} (
-                {select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}
-            )
-        """,
+        expr=by_run(f"{select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}"),
         severity="ticket",
         summary="makes no steps.",
         description=(
@@ -269,11 +245,7 @@ def _gpu_throttled(values: Values) -> Alert:
     held, here = (select(catalog.GPU_THROTTLE_TIME, *more, 'reason="thermal"') for more in ((), (THIS_RUN,)))
     return Alert(
         alert="TorchobsGpuThrottled",
-        expr=f"""
-            max {BY_RUN} (
-                rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}
-            )
-        """,
+        expr=by_run(f"rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}"),
         severity="ticket",
         summary="has a GPU that is too hot.",
         description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",
@@ -284,11 +256,7 @@ def _gpu_throttled(values: Values) -> Alert:
 def _worker() -> Alert:
     return Alert(
         alert="TorchobsLoaderWorkerDied",
-        expr=f"""
-            max {BY_RUN} (
-                sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0
-            )
-        """,
+        expr=by_run(f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0"),
         severity="ticket",
         summary="lost workers of its data loaders.",
         description=(

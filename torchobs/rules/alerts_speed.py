@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.detect.stragglers import LEAST_EXCESS_S, SLOW
 from torchobs.rules.alert_texts import AT, SHARE, THIS_RUN, TIMES, Culprits, first
-from torchobs.rules.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
+from torchobs.rules.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, by_run, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.recordings import (
     GOODPUT_NOW,
@@ -77,11 +77,7 @@ def _straggler(values: Values) -> Alert:
     """Return the alert: a rank against the median of its run, on whatever machines they are."""
     return Alert(
         alert="TorchobsStraggler",
-        expr=f"""
-            max {BY_RUN} (
-                {SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {LATE} > {LEAST_EXCESS_S:g}
-            )
-        """,
+        expr=by_run(f"{SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {LATE} > {LEAST_EXCESS_S:g}"),
         severity="ticket",
         summary="waits for one of its ranks.",
         description=(
@@ -149,11 +145,7 @@ def _throttled(values: Values) -> Alert:
     throttled, periods = select(catalog.CGROUP_CPU_THROTTLED_PERIODS), select(catalog.CGROUP_CPU_PERIODS)
     return Alert(
         alert="TorchobsCpuThrottled",
-        expr=f"""
-            max {BY_RUN} (
-                rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}
-            )
-        """,
+        expr=by_run(f"rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}"),
         severity="ticket",
         summary="is held back by its CPU limit.",
         description=(
