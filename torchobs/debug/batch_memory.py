@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from torchobs.debug.module_values import call, is_sequence, walk
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import state_kept
+from torchobs.support.model_calls import call, is_sequence, walk
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _popping(stack: list[tuple[str, str]]) -> Any:
 
 
 def _tensors(values: Any) -> list[Any]:
-    return [x for _, x in walk(values, "")]
+    return [x for _, x in walk(values)]
 
 
 def batch_size(batch: Any) -> int:

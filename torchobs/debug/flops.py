@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.batch_memory import loss_of
-from torchobs.debug.module_values import call
 from torchobs.debug.tensors import require_module
 from torchobs.support.kept_state import state_kept
+from torchobs.support.model_calls import call
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from zlib import crc32
 from torchobs.debug.findings import told
 from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import random_states_kept
+from torchobs.support.model_calls import walk
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -183,8 +184,6 @@ class _Batches:
         self._nonfinite: set[str] = set()
 
     def add(self, fetch: _Fetch) -> None:
-        from torchobs.debug.module_values import walk
-
         named = list(walk(fetch.batch, "batch"))
         size = next((int(x.shape[0]) for _, x in named if x.dim()), 0)
         self.first_samples = self.first_samples or size

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.statistics import UNKNOWN, Moments
 from torchobs.debug.tensors import start_moments
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import elements_of, shape_of
+from torchobs.support.model_calls import call, walk
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -81,23 +82,6 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield pair
 
 
-def walk(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of any nesting of tuples, lists, mappings and dataclasses, each with its path."""
-    import torch
-
-    if isinstance(values, torch.Tensor):
-        yield name, values
-    elif isinstance(values, dict) or hasattr(values, "items"):
-        for key, value in values.items():
-            yield from walk(value, f"{name}.{key}")
-    elif isinstance(values, (tuple, list)):
-        for index, value in enumerate(values):
-            yield from walk(value, f"{name}[{index}]")
-    elif is_dataclass(values) and not isinstance(values, type):
-        for each in fields(values):
-            yield from walk(getattr(values, each.name, None), f"{name}.{each.name}")
-
-
 @contextmanager
 def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[None]:
     """Take the output of every module without children during the block, by hooks that are gone afterwards.
@@ -123,20 +107,6 @@ def _take(collector: Collector, name: str) -> Any:
         collector.add("activations", name, output)
 
     return take
-
-
-def call(model: Any, batch: Any) -> Any:
-    """Call a model with a batch: a dict by keywords, a tuple or list by position, anything else as the only argument."""
-    if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
-        return model(**dict(batch.items()))
-    return model(*batch) if is_sequence(batch) else model(batch)
-
-
-def is_sequence(batch: Any) -> bool:
-    """Return True for a tuple or list of several things; a packed sequence is one, though torch has made it a tuple."""
-    from torch.nn.utils.rnn import PackedSequence
-
-    return isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
 
 
 def raised_by(model: Any, batch: Any) -> str | None:

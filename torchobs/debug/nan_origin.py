@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.debug.module_values import call, is_sequence
 from torchobs.debug.tensors import require_module
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, attributes_of
@@ -14,6 +13,7 @@ from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.kept_state import state_kept
+from torchobs.support.model_calls import call, is_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,6 +13,7 @@ from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
 from torchobs.debug.values import bytes_of
 from torchobs.support.kept_state import state_kept
+from torchobs.support.model_calls import walk
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
         TypeError: ``model`` is no module. What the forward pass raises is in ``error``.
     """
     require_module(model, "devices")
-    from torchobs.debug.module_values import MOST_TENSORS, walk
+    from torchobs.debug.module_values import MOST_TENSORS
 
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     inputs = [pair for pair, _ in zip(walk(batch, "input"), range(MOST_TENSORS), strict=False)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug import resources
 from torchobs.debug.findings import told
 from torchobs.debug.gradients import GradientCheck, check_gradients
-from torchobs.debug.module_values import Collector, ValueStats, activations, call
+from torchobs.debug.module_values import Collector, ValueStats, activations
 from torchobs.debug.monitor import Verdict, judge_step
 from torchobs.debug.tensors import (
     ParameterAnalysis,
@@ -22,6 +22,7 @@ from torchobs.debug.tensors import (
     require_optimizer,
     total_norm,
 )
+from torchobs.support.model_calls import call
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

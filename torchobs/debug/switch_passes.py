@@ -9,11 +9,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import found, told
-from torchobs.debug.module_values import Collector, activations, walk
+from torchobs.debug.module_values import Collector, activations
 from torchobs.debug.stopping import Validation, early_stopping, finish
 from torchobs.debug.switch_checks import Check, ModelHooks
 from torchobs.probes.core.patch import Patch
 from torchobs.support.after_fork import renew_in_child
+from torchobs.support.model_calls import walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

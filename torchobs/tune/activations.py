@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchobs.tune.difference import forward, undisturbed
+from torchobs.support.model_calls import call
+from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,7 @@ class Kept:
             for index, block in enumerate(blocks):
                 stack.callback(block.register_forward_pre_hook(self._entering(index), with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._leaving, always_call=True).remove)
-            forward(model, example)
+            call(model, example)
 
     def _entering(self, index: int) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 from torchobs import api, catalog
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.tune.difference import forward, pair_of
+from torchobs.support.model_calls import call
+from torchobs.tune.difference import pair_of
 from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
 from torchobs.tune.peak_memory import peak_bytes, synchronize
@@ -142,10 +143,10 @@ class _Step:
     def __call__(self) -> None:
         if self._loss_fn is None:
             with torch.no_grad():
-                forward(self._model, self.input)
+                call(self._model, self.input)
             return
         self._model.zero_grad()
-        self._loss_fn(forward(self._model, self.input), self._target).backward()  # type: ignore[no-untyped-call]
+        self._loss_fn(call(self._model, self.input), self._target).backward()  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             self._optimizer.step()
 

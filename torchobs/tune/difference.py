@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from torchobs.support.kept_state import state_kept
+from torchobs.support.model_calls import call, walk
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -61,15 +61,6 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return max(LEAST_TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps)
 
 
-def forward(model: nn.Module, batch: Any) -> Any:
-    """Call the model: with a tensor, with the items of a tuple or list, or with a mapping's items as keyword arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
-        return model(*batch)
-    return model(batch)
-
-
 def described(value: Any) -> str:
     """Return what a value is, for a message that wants something else."""
     return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -103,7 +94,7 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
     with evaluating(model), undisturbed(model):
-        found = [tensor.detach().double() for tensor in _tensors(forward(model, batch)) if tensor.is_floating_point()]
+        found = [tensor.detach().double() for _, tensor in walk(call(model, batch)) if tensor.is_floating_point()]
     if not found:
         raise ValueError("the model's output has no floating tensor to compare; pass a batch for which it has one")
     return found
@@ -150,17 +141,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name, None))

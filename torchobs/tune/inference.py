@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from torchobs.tune.difference import evaluating, forward
+from torchobs.support.model_calls import call
+from torchobs.tune.difference import evaluating
 from torchobs.tune.techniques import Reclassed, first_line
 
 if TYPE_CHECKING:
@@ -150,10 +151,11 @@ class Graph:
         def note(*args: Any, **kwargs: Any) -> Any:
             wanted.append((args, kwargs))
 
-        forward(note, self._example)  # type: ignore[arg-type]
+        call(note, self._example)
         args, kwargs = wanted[0]
         with evaluating(model), torch.no_grad():
-            graph = _exported(model, args, kwargs) if self._kind == "export" else _traced(model, args, kwargs)
+            exports = self._kind == "export"
+            graph = torch.export.export(model, args, kwargs).module() if exports else _traced(model, args, kwargs)
         signature = _signature(args, kwargs)
         recorded = [
             (owned, name, tensor)
@@ -165,16 +167,12 @@ class Graph:
         def is_recorded() -> bool:
             return all(owned.get(name) is tensor for owned, name, tensor in recorded)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
             if not model.training and not torch.is_grad_enabled() and _signature(args, kwargs) == signature and is_recorded():
                 return graph(*args, **kwargs)
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-        return call
-
-
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    return torch.export.export(model, args, kwargs).module()
+        return recorded_call
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
+from torchobs.support.model_calls import call
 from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
-from torchobs.tune.difference import described, forward, pair_of
+from torchobs.tune.difference import described, pair_of
 from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
 from torchobs.tune.random_state import random_state, restore_random_state
@@ -251,7 +252,7 @@ class Pipeline:
         inputs, target = of_loader.moved(pair_of(batch), self.device)
         with self._gradient_sync(on=last):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
-                loss: Any = loss_fn(forward(self.model, inputs), target)
+                loss: Any = loss_fn(call(self.model, inputs), target)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {described(loss)}")
             self.scaler.scale(loss / parts).backward()  # type: ignore[no-untyped-call]
