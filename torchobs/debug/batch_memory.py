@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from math import floor, inf
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
-from torchobs.support import cgroup
 from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, is_sequence, walk
@@ -105,6 +102,8 @@ def memory_usage(
     """
     import torch
 
+    from torchobs.probes.nonfinite.graph_run import free_bytes
+
     require_module(model, "memory_usage")
     if optimizer is not None:
         require_optimizer(optimizer, "memory_usage")
@@ -119,13 +118,14 @@ def memory_usage(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state, state_there = _optimizer_state(optimizer)
     gradients_there = sum(bytes_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    device = next((x.device for x in model.parameters()), torch.device("cpu"))
     rows = sorted((ModuleActivations(*name, size) for name, size in first.modules.items()), key=lambda row: -row.size)
     return MemoryBreakdown(
         model=type(model).__name__, batch_size=size, parameters=_unique(model.parameters()), buffers=_unique(model.buffers()),
         gradients=sum(map(bytes_of, parameters)), optimizer_state=state, inputs=_unique(_tensors(batch)),
         activations=sum(row.size for row in rows), peak=first.peak, per_sample=per_sample,
         fixed=max(first.peak - per_sample * size, 0.0), still_needed=(state or 0) - state_there - gradients_there,
-        available=_available(model) if available is None else available, modules=tuple(rows),
+        available=int(free_bytes(device)) if available is None else available, modules=tuple(rows),
     )  # fmt: skip
 
 
@@ -283,17 +283,3 @@ def _state_of_group(optimizer: Any, group: dict[str, Any]) -> int:
             share = x.numel() / shadow.numel() if x.dim() else inf
             total += sum(bytes_of(x) if share is inf else share * y.numel() * x.element_size() for y in same)
     return round(total)
-
-
-def _available(model: Any) -> int:
-    import torch
-
-    device = next((x.device for x in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = psutil.virtual_memory().available
-    groups = cgroup.of_process("memory")
-    tightest = cgroup.tightest(groups) if groups is not None else None
-    left = tightest[1].left if tightest is not None else None
-    return int(free if left is None else min(free, left))
