@@ -9,6 +9,7 @@ from torchobs.probes.core.hook_removal import remove_hooks, remove_later
 from torchobs.probes.nonfinite.gradients import bad_gradients
 from torchobs.probes.nonfinite.raising import skips_by_itself
 from torchobs.runtime.session import current
+from torchobs.support.collectives import greatest, is_shared
 from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class NanGuard:
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take the gradients away if one is not finite: an optimizer leaves parameters without a gradient as they are."""
+        import torch
+
         if not self._handles:
             return  # removed, but not by torch yet
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
@@ -57,7 +60,10 @@ class NanGuard:
         self._give_back()  # of a step that raised
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         bad = [] if skips_by_itself(optimizer) else bad_gradients(parameters)
-        if not (_any_rank(parameters, is_bad=bool(bad)) if self._agree else bad):
+        is_bad = bool(bad)
+        if self._agree and is_shared():
+            is_bad = bool(greatest(is_bad, next((parameter.device for parameter in parameters), torch.device("cpu"))))
+        if not is_bad:
             return
         self.held += 1
         self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -78,19 +84,6 @@ class NanGuard:
             if parameter.grad is None:
                 parameter.grad = gradient
         self._gradients = []
-
-
-def _any_rank(parameters: list[Any], *, is_bad: bool) -> bool:
-    """Return True if a gradient is not finite on any rank: one all-reduce of a number."""
-    import torch
-
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
-        return is_bad
-    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-    number = torch.tensor(float(is_bad), device=device)
-    group.all_reduce(number, group.ReduceOp.MAX)
-    return bool(number.item())
 
 
 def _record(context: ProbeContext, optimizer: Any, parameters: int, held: int) -> None:

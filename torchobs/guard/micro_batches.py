@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.guard.batches import shares_of, size_of, split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
 
 
 class Part(NamedTuple):
@@ -36,20 +33,3 @@ def can_be_split(batch: Any, parts: int) -> bool:
         return size_of(batch) > parts
     except ValueError:
         return False
-
-
-@contextmanager
-def gradient_sync(model: torch.nn.Module, *, on: bool) -> Iterator[None]:
-    """Let DDP and FSDP average gradients in the last backward pass of a step alone."""
-    no_sync, set_sync = getattr(model, "no_sync", None), getattr(model, "set_requires_gradient_sync", None)
-    if not on and callable(no_sync):  # DDP, FSDP1
-        with no_sync():
-            yield
-    elif not on and callable(set_sync):  # FSDP2
-        set_sync(False)
-        try:
-            yield
-        finally:
-            set_sync(True)
-    else:
-        yield

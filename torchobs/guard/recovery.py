@@ -20,12 +20,14 @@ from torchobs import catalog
 from torchobs.detect.spikes import judge
 from torchobs.guard.batches import free_memory, on_cpu
 from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
-from torchobs.guard.micro_batches import can_be_split, gradient_sync, parts_of
+from torchobs.guard.micro_batches import can_be_split, parts_of
 from torchobs.guard.record import count, record
 from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
 from torchobs.guard.severity import Category, Severity
-from torchobs.guard.snapshots import Buffers, Snapshot
+from torchobs.guard.snapshots import Snapshot
 from torchobs.support.arguments import is_number
+from torchobs.support.collectives import gradient_sync, greatest, is_shared
+from torchobs.support.kept_state import Buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,7 +172,7 @@ class Recovery:
             try:
                 batch = next(iterator, _END)
             except survivable as error:
-                if _is_distributed() or not (isinstance(error, self.policy.data_errors) or is_transient(error)):
+                if is_shared() or not (isinstance(error, self.policy.data_errors) or is_transient(error)):
                     raise  # one rank with a batch less would leave the others waiting
                 self._spend(Category.DATA, self.policy.data, error, "skip")
                 failed, seen = error, seen + 1
@@ -205,7 +207,7 @@ class Recovery:
 
     def _judges_spikes(self) -> bool:
         """Return False where a rank could not go back by itself: then a spike is the user's affair, as it is without us."""
-        return self.policy.spikes > 0 and (self.policy.agree or not _is_distributed())
+        return self.policy.spikes > 0 and (self.policy.agree or not is_shared())
 
     def _forward_backward(
         self, micro_batches: Sequence[Any], compute: Callable[[Any], torch.Tensor], buffers: Buffers
@@ -219,7 +221,7 @@ class Recovery:
                 return parts, [float(loss) for loss in losses]  # read together: a device is waited for once
             except torch.OutOfMemoryError as error:
                 most = max(Counter(part.micro_batch for part in parts).values())
-                if _is_distributed() or not any(can_be_split(each, most) for each in micro_batches):
+                if is_shared() or not any(can_be_split(each, most) for each in micro_batches):
                     raise
                 too_large = error.with_traceback(None)
             # outside of the handler, whose traceback keeps the forward's tensors alive
@@ -267,11 +269,9 @@ class Recovery:
 
     def _agreed(self, verdict: int) -> int:
         """Return what to do with this step: the gravest verdict, here or, under DDP, of any rank."""
-        if not _is_distributed() or not self.policy.agree:
+        if not is_shared() or not self.policy.agree:
             return verdict
-        gravest = torch.tensor(float(verdict), device=next(self.model.parameters()).device)
-        torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX)
-        return int(gravest.item())
+        return int(greatest(verdict, next(self.model.parameters()).device))
 
     def _optimizer_step(self) -> bool:
         """Clip and step; return False if the scaler has skipped it: then it lowers its scale."""
@@ -289,7 +289,7 @@ class Recovery:
 
     def _pay_for(self, problem: NonFiniteLossError | LossSpikeError) -> str:
         """Return what to do; raise the problem if its budget is spent, or other ranks would wait for this one."""
-        if _is_distributed() and not self.policy.agree:
+        if is_shared() and not self.policy.agree:
             self._note(Category.NUMERICS, Severity.ERROR, problem, "raise")
             raise problem
         if isinstance(problem, LossSpikeError):
@@ -320,11 +320,6 @@ _END = object()
 _GO_ON, _SKIP, _RESTORE = range(3)
 """Verdicts on a step, the gravest last"""
 _OTHERS: dict[int, type[NonFiniteLossError | LossSpikeError]] = {_SKIP: NonFiniteLossError, _RESTORE: LossSpikeError}
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _refuse_nonsense(recovery: Recovery) -> None:

@@ -1,4 +1,4 @@
-"""States to go back to: a model's buffers before a step, and everything that a training has learned, in the host's memory."""
+"""A state to go back to: everything that a training has learned, in the host's memory."""
 
 from __future__ import annotations
 
@@ -11,25 +11,6 @@ from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class Buffers:
-    """A model's buffers as they are now. ``put_back`` undoes what a forward pass did to them, in place or by another tensor."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._kept = [
-            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())  # noqa: SLF001  # no setter
-            for module in model.modules()
-            for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
-        ]
-
-    def put_back(self) -> None:
-        """Make them what they were. May be called again."""
-        with torch.no_grad():
-            for buffers, name, buffer, before in self._kept:
-                buffers[name] = buffer
-                if buffer is not None and before is not None:
-                    buffer.copy_(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,50 @@
-"""Be careful with collectives of torch's that are the last thing a program does."""
+"""What the ranks of a training decide together, and care for collectives that are the last thing a program does."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from time import sleep
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
 
 _LETTING_GO_S = 0.01
+
+
+def is_shared() -> bool:
+    """Return True if several ranks train together."""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def greatest(value: float, device: torch.device) -> float:
+    """Return the greatest value of all ranks, by one all-reduce of a number."""
+    import torch
+
+    number = torch.tensor(float(value), device=device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+    return float(number.item())
+
+
+@contextmanager
+def gradient_sync(model: Any, *, on: bool) -> Iterator[None]:
+    """Let DDP and FSDP average gradients in the last backward pass of a step alone."""
+    no_sync, set_sync = getattr(model, "no_sync", None), getattr(model, "set_requires_gradient_sync", None)
+    if not on and callable(no_sync):  # DDP, FSDP1
+        with no_sync():
+            yield
+    elif not on and callable(set_sync):  # FSDP2
+        set_sync(False)
+        try:
+            yield
+        finally:
+            set_sync(True)
+    else:
+        yield
 
 
 def let_backend_finish() -> None:

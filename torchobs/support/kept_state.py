@@ -38,20 +38,31 @@ def random_states_kept() -> Iterator[None]:
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Put random states and the model's buffers back when the block ends, those that a forward pass has replaced, too."""
-    import torch
-
-    kept = [
-        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())  # noqa: SLF001  # no setter
-        for module in model.modules()
-        for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
-    ]
+    buffers = Buffers(model)
     with random_states_kept():
         try:
             yield
         finally:
-            for owned, name, buffer, before in kept:
-                if owned[name] is not buffer:
-                    owned[name] = buffer
-                if buffer is not None and before is not None:
-                    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                        buffer.data.copy_(before)  # which raises no version that a graph of the user's relies on
+            buffers.put_back()
+
+
+class Buffers:
+    """A model's buffers as they are now. ``put_back`` undoes what a forward pass did to them, in place or by another tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())  # noqa: SLF001  # no setter
+            for module in model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
+        ]
+
+    def put_back(self) -> None:
+        """Make them what they were. May be called again."""
+        import torch
+
+        for owned, name, buffer, before in self._kept:
+            if owned[name] is not buffer:
+                owned[name] = buffer
+            if buffer is not None and before is not None:
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    buffer.data.copy_(before)  # which raises no version that a graph of the user's relies on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
+from torchobs.support.collectives import gradient_sync
 from torchobs.support.model_calls import call
 from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
@@ -28,7 +28,6 @@ from torchobs.tune.schedule import Schedule
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     from torchobs.tune.distribution import Wrapped
 
@@ -250,7 +249,7 @@ class Pipeline:
 
     def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
         inputs, target = of_loader.moved(pair_of(batch), self.device)
-        with self._gradient_sync(on=last):
+        with gradient_sync(self.model, on=last):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
                 loss: Any = loss_fn(call(self.model, inputs), target)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -282,13 +281,6 @@ class Pipeline:
     def _autocasts(self) -> bool:
         """FSDP's policy of mixed precision is in autocast's place: it gathers parameters in that type."""
         return self.dtype is not None and not distribution.is_sharded(self.model)
-
-    def _gradient_sync(self, *, on: bool) -> AbstractContextManager[None]:
-        """Let DDP or FSDP average gradients in a group's last backward pass alone."""
-        if distribution.is_sharded(self.model):
-            self.model.set_requires_gradient_sync(on)  # type: ignore[operator]
-        ddp = isinstance(self.model, DistributedDataParallel)
-        return self.model.no_sync() if ddp and not on else nullcontext()  # type: ignore[operator]
 
     def _epoch_groups(self, loader: Any, loss_fn: LossFunction) -> Iterator[None]:
         """Train on the rest of an epoch; yield after each of the optimizer's steps."""
