@@ -148,8 +148,7 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
     import torch
 
     generators = [getattr(one, "generator", None) for one in (loader, getattr(loader, "sampler", None))]
-    states = [(one, one.get_state()) for one in generators if one is not None]
-    with random_states_kept():
+    with random_states_kept([one for one in generators if one is not None]):
         begun = time.perf_counter()
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
         try:
@@ -163,8 +162,6 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
                 begun = time.perf_counter()
         finally:
             getattr(iterator, "_shutdown_workers", int)()
-            for generator, state in states:
-                generator.set_state(state)
 
 
 def _next_worker(iterator: Any) -> int | None:

@@ -9,30 +9,59 @@ from typing import TYPE_CHECKING, Any
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    import torch
     from torch import nn
 
 
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Put the global random states back when the block ends: those of Python, of torch, of NumPy if it is imported."""
+def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """Return the state of Python, torch on CPU and CUDA, NumPy where it is imported, and of a loader's own generators.
+
+    It is data that ``torch.load`` reads safely.
+    """
     import torch  # torch is optional until training begins
 
-    python, host = random.getstate(), torch.get_rng_state()
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    devices = torch.cuda.get_rng_state_all() if on_gpu else []
-    numpy: Any = imported("numpy")
-    legacy = numpy.random.get_state() if numpy is not None else None
+    numpy = imported("numpy")
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "numpy": None if numpy is None else _plain(numpy.random.get_state()),
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def restore_random_state(state: dict[str, Any], generators: Iterable[torch.Generator] = ()) -> None:
+    """Continue from a state that :func:`random_state` returned."""
+    import torch
+
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["numpy"] is not None:
+        import numpy as np
+
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002  # the global one, which others draw from
+    for generator, own in zip(generators, state["generators"], strict=False):  # of another loader there may be fewer
+        generator.set_state(own)
+
+
+def _plain(state: tuple[Any, ...]) -> list[Any]:
+    name, keys, *rest = state
+    return [name, keys.tolist(), *rest]
+
+
+@contextmanager
+def random_states_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Put the global random states, and those of these generators, back when the block ends."""
+    state = random_state(generators)
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-        if numpy is not None:
-            numpy.random.set_state(legacy)
+        restore_random_state(state, generators)
 
 
 @contextmanager

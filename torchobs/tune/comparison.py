@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from torchobs import api, catalog
 from torchobs.support.arguments import is_number, is_whole
+from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import call
 from torchobs.tune.difference import pair_of
 from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
@@ -22,7 +22,7 @@ from torchobs.tune.progress import Progress
 from torchobs.tune.techniques import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -73,8 +73,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     """
     if isinstance(modes, str):
         raise ValueError(f"modes are a tuple of names, such as ('none', {modes!r})")  # noqa: TRY004  # as of every other
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(modes) - 1)
-    _check_arguments(modes, rounds, warmup, confidence, budget_s)
+    _check_arguments(modes, rounds, warmup, budget_s)
     _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
     batch = first_batch(batch)
     model, optimizer = deepcopy((model, optimizer))
@@ -82,11 +81,11 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     trial = _Trial(step, warmup, budget_s, Progress(progress))
     options = {"example": step.input, **options}
     plans = [optimize(model, mode=mode, level=level, **options) for mode in modes]
-    with _random_state_kept(plans[0].device):
+    with random_states_kept():
         plans = trial.begin(plans)
         differences = [_difference(plan, step.input) for plan in plans]
         times, peaks = trial.measure(plans, rounds)
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(plans) - 1)
+    confidence = _confidence(len(plans))
     results = tuple(
         ModeResult(
             mode=plan.mode,
@@ -221,8 +220,13 @@ class _Trial:
         self.left_out.append(LeftOut(plan.mode, reason))
 
 
+def _confidence(modes: int) -> float:
+    """Return that of each comparison with the first mode, for all of them together to have it (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / max(1, modes - 1)
+
+
 def _least_rounds(modes: int) -> int:
-    return least_values(1 - (1 - CONFIDENCE) / max(1, modes - 1))
+    return least_values(_confidence(modes))
 
 
 def _timed(step: _Step, device: str) -> float:
@@ -245,18 +249,11 @@ def _savings(base: int | None, peak: int | None) -> float | None:
     return None if not base or peak is None else 1 - peak / base
 
 
-@contextmanager
-def _random_state_kept(device: str) -> Iterator[None]:
-    kind, _, index = device.partition(":")
-    with torch.random.fork_rng([int(index or 0)] if kind == "cuda" else []):
-        yield
-
-
-def _check_arguments(modes: Sequence[str], rounds: int, warmup: int, confidence: float, budget_s: float | None) -> None:
+def _check_arguments(modes: Sequence[str], rounds: int, warmup: int, budget_s: float | None) -> None:
     if not modes or len(set(modes)) < len(modes):
         raise ValueError(f"modes are one or more different names, not {list(modes)}")
-    if not is_whole(rounds) or rounds < least_values(confidence):
-        raise ValueError(f"{len(modes)} modes need at least {least_values(confidence)} rounds, not {rounds!r}")
+    if not is_whole(rounds) or rounds < _least_rounds(len(modes)):
+        raise ValueError(f"{len(modes)} modes need at least {_least_rounds(len(modes))} rounds, not {rounds!r}")
     if not is_whole(warmup) or warmup < 0:
         raise ValueError(f"warmup is a number of steps, not {warmup!r}")
     if budget_s is not None and not (is_number(budget_s) and 0 < budget_s < float("inf")):

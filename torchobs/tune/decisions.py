@@ -42,21 +42,21 @@ class Request:
     mode: str
     level: str
     device: torch.device
-    dtype: torch.dtype | None
-    """autocast's data type; None for the device's own"""
-    checkpoint: tuple[type[nn.Module], ...]
-    """classes of the modules to checkpoint; empty for repeated blocks"""
-    activation_budget: int | None
-    """bytes of activations that the backward pass may need; None to checkpoint all blocks"""
-    attention: str | None
-    """kernel of scaled_dot_product_attention; None for torch's choice"""
-    quantize: str | None
-    """kind of quantisation"""
-    graph: str | None
-    """kind of graph that inference is to run: export or torchscript"""
-    example: Any
     failed: Callable[[str, str], None]
     """told the technique and the reason when it fails once it is applied"""
+    dtype: torch.dtype | None = None
+    """autocast's data type; None for the device's own"""
+    checkpoint: tuple[type[nn.Module], ...] = ()
+    """classes of the modules to checkpoint; empty for repeated blocks"""
+    activation_budget: int | None = None
+    """bytes of activations that the backward pass may need; None to checkpoint all blocks"""
+    attention: str | None = None
+    """kernel of scaled_dot_product_attention; None for torch's choice"""
+    quantize: str | None = None
+    """kind of quantisation"""
+    graph: str | None = None
+    """kind of graph that inference is to run: export or torchscript"""
+    example: Any = None
 
 
 def skip(name: str, reason: str) -> Choice:

@@ -149,21 +149,7 @@ class ScriptTrial:
         def failed(technique: str, reason: str) -> None:
             self.skipped[technique] = f"failed, ran eagerly: {reason}"
 
-        request = Request(
-            model=model,
-            mode="full",
-            level="maximum",
-            device=torch.device(self._device),
-            dtype=None,
-            checkpoint=(),
-            activation_budget=None,
-            attention=None,
-            quantize=None,
-            graph=None,
-            example=None,
-            failed=failed,
-        )
-        return choices.decide(name, request)
+        return choices.decide(name, Request(model, "full", "maximum", torch.device(self._device), failed))
 
     def _switch(self, to: Turn | None) -> None:
         before, after = (None if turn is None else turn.mode for turn in (self._now, to))

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
 from torchobs.support.collectives import gradient_sync
+from torchobs.support.kept_state import random_state, restore_random_state
 from torchobs.support.model_calls import call
 from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
@@ -22,7 +23,6 @@ from torchobs.tune.choices import amp_dtype
 from torchobs.tune.difference import described, pair_of
 from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
-from torchobs.tune.random_state import random_state, restore_random_state
 from torchobs.tune.schedule import Schedule
 
 if TYPE_CHECKING:
