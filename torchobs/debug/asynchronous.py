@@ -28,9 +28,8 @@ async def acheck_tensor(x: Any, name: str = "tensor") -> TensorStats:
     require_tensor(x, "acheck_tensor")
     if _blocks([x]):
         return await asyncio.to_thread(analyze_tensor, x, name)
-    pending = start_tensor(x, name, "acheck_tensor")
-    result: TensorStats = pending.build(await pending.numbers.aread())
-    return result
+    numbers, build = start_tensor(x, name, "acheck_tensor")
+    return build(await numbers.aread())
 
 
 async def acheck_gradients(model: Any, loss: Any = None, *, scaler: Any = None) -> GradientCheck:
@@ -42,8 +41,8 @@ async def acheck_gradients(model: Any, loss: Any = None, *, scaler: Any = None) 
     named = parameters_of(model, "acheck_gradients")
     if _blocks(parameter.grad for _, parameter in named if parameter.grad is not None):
         return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler)
-    pending = start_gradients(model, loss, scaler, "acheck_gradients")
-    return pending.build(await pending.numbers.aread())
+    numbers, build = start_gradients(model, loss, scaler, "acheck_gradients")
+    return build(await numbers.aread())
 
 
 def _blocks(tensors: Iterable[Any]) -> bool:

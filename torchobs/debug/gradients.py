@@ -7,7 +7,7 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import told
-from torchobs.debug.statistics import UNKNOWN, Moments
+from torchobs.debug.statistics import UNKNOWN, Moments, wide
 from torchobs.debug.tensors import parameters_of, start_moments, total_norm
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import elements_of
@@ -77,13 +77,6 @@ class GradientCheck(Result):
         return tuple(row.name for row in self.parameters if row.norm < threshold)
 
 
-class PendingGradients(NamedTuple):
-    """A check that a device computes; ``build`` makes the result of the numbers when they are read."""
-
-    numbers: Numbers
-    build: Callable[[list[list[float]]], GradientCheck]
-
-
 class _Measured(NamedTuple):
     name: str
     numel: int
@@ -107,12 +100,14 @@ def check_gradients(model: Any, loss: Any = None, *, scaler: Any = None) -> Grad
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
     """
-    pending = start_gradients(model, loss, scaler, "check_gradients")
-    return pending.build(pending.numbers.read())
+    numbers, build = start_gradients(model, loss, scaler, "check_gradients")
+    return build(numbers.read())
 
 
-def start_gradients(model: Any, loss: Any, scaler: Any, function: str) -> PendingGradients:
-    """Start the computations of :func:`check_gradients`."""
+def start_gradients(
+    model: Any, loss: Any, scaler: Any, function: str
+) -> tuple[Numbers, Callable[[list[list[float]]], GradientCheck]]:
+    """Start the computations of :func:`check_gradients`; return the devices' numbers, and what makes the result of them."""
     import torch
 
     named, numbers = parameters_of(model, function), Numbers()
@@ -128,7 +123,7 @@ def start_gradients(model: Any, loss: Any, scaler: Any, function: str) -> Pendin
         ]
         return _checked(model, measured, None if at_loss is None else read[at_loss][0], scale, missing, function)
 
-    return PendingGradients(numbers, build)
+    return numbers, build
 
 
 def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
@@ -138,7 +133,7 @@ def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return numbers.add(value.detach().reshape(1).to(torch.float32 if value.device.type == "mps" else torch.float64))
+        return numbers.add(value.detach().reshape(1).to(wide(torch, value.device)))
     if isinstance(value, (int, float)):
         return numbers.add(torch.tensor([float(value)], dtype=torch.float64, device="cpu"))
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

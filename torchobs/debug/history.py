@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
 
 from torchobs import api, catalog
 from torchobs.debug import findings
@@ -193,14 +192,10 @@ def _recorded() -> dict[str, float]:
     found: dict[str, float] = {}
     for series, value in points:
         if series.scope is None and series.name == catalog.STEPS.name:
-            found[""] = _number(value)
+            found[""] = float(value)  # type: ignore[arg-type]
         elif series.scope is None and series.name == catalog.ANOMALIES.name:
-            found[str(dict(series.attributes)["kind"])] = _number(value)
+            found[str(dict(series.attributes)["kind"])] = float(value)  # type: ignore[arg-type]
     return found
-
-
-def _number(value: Any) -> float:
-    return float(value)
 
 
 history = History()

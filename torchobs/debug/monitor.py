@@ -88,8 +88,8 @@ def monitor_step(
     require_positive(vanishing)
     if loss is None:
         raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
-    pending = start_gradients(model, loss, scaler, "monitor_step")
-    check = pending.build(pending.numbers.read())
+    numbers, build = start_gradients(model, loss, scaler, "monitor_step")
+    check = build(numbers.read())
     value = check.loss if check.loss is not None else float("nan")
     # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
     is_skipped = check.loss_scale != 1.0 and not isfinite(check.total_norm)

@@ -69,10 +69,8 @@ def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
     if not all(map(is_whole, (wait, warmup, active, top))) or wait < 0 or warmup < 0 or active < 1 or top < 1:
         found = ", ".join(map(repr, (wait, warmup, active, top)))
         raise ValueError(f"profile() needs wait and warmup >= 0, active and top >= 1, whole numbers, not {found}")
-    recorder = Recorder("profile", batch_size, top, _existing(trace), tensorboard)
-    recorder.options = {
-        "record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops,
-    }  # fmt: skip
+    options = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops}
+    recorder = Recorder("profile", options, batch_size, top, _existing(trace), tensorboard)
     loop = ProfiledLoop(fn_or_loop, recorder, (wait, warmup, active))
     if hasattr(fn_or_loop, "__iter__"):
         return loop
@@ -98,10 +96,8 @@ def profiling_context(  # noqa: PLR0913  # as above
 
     The arguments are those of :func:`profile`.
     """
-    recorder = Recorder(name, batch_size, top, _existing(trace), tensorboard)
-    recorder.options = {
-        "record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops,
-    }  # fmt: skip
+    options = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops}
+    recorder = Recorder(name, options, batch_size, top, _existing(trace), tensorboard)
     recorder.prepare()
     recorder.record()
     try:
@@ -124,10 +120,12 @@ def _existing(trace: str | Path | None) -> Path | None:
 class Recorder:
     """One recording of ``torch.profiler``: prepared (warming up), recording, finished."""
 
-    def __init__(self, name: str, batch_size: int | None, top: int, trace: Path | None, tensorboard: str | Path | None) -> None:
+    def __init__(
+        self, name: str, options: dict[str, Any], batch_size: int | None = None, top: int = TOP, trace: Path | None = None,
+        tensorboard: str | Path | None = None,
+    ) -> None:  # fmt: skip
         self.result = Profile(name, batch_size=batch_size)
-        self.options: dict[str, Any] = {}
-        self._top, self._trace, self._tensorboard = top, trace, tensorboard
+        self._options, self._top, self._trace, self._tensorboard = options, top, trace, tensorboard
         self._profiler: Any = None
         self._begun = 0.0
 
@@ -144,8 +142,8 @@ class Recorder:
         if autograd._profiler_enabled():
             raise RuntimeError("another profiler is running, and torch allows one: end it first")
         # without `verbose` events have no stacks
-        config = _ExperimentalConfig(verbose=bool(self.options["with_stack"]))
-        self._profiler = torch.profiler.profile(**self.options, experimental_config=config)
+        config = _ExperimentalConfig(verbose=bool(self._options["with_stack"]))
+        self._profiler = torch.profiler.profile(**self._options, experimental_config=config)
         self._profiler.prepare_trace()
 
     def record(self) -> None:
@@ -172,7 +170,7 @@ class Recorder:
         collects = gc.isenabled()
         gc.disable()
         try:
-            filled(self.result, profiler, steps, elapsed, self._top, by_shape=bool(self.options["record_shapes"]))
+            filled(self.result, profiler, steps, elapsed, self._top, by_shape=bool(self._options["record_shapes"]))
             self._write(profiler)
         finally:
             if collects:

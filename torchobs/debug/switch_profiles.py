@@ -7,7 +7,7 @@ import time
 from typing import Any, ClassVar
 
 from torchobs.debug.findings import found, record_series
-from torchobs.debug.profiles import TOP, Recorder
+from torchobs.debug.profiles import Recorder
 from torchobs.debug.switch_checks import Check
 from torchobs.detect.starvation import BEGINS
 from torchobs.probes.core.patch import Patch
@@ -38,8 +38,8 @@ class StepProfile(Check):
         if StepProfile.recorder is not None or profiler._profiler_enabled():
             return
         writers = [one for one in self.wanting if one.directory is not None and one.written < MOST_TRACES]
-        recorder = Recorder("step", None, TOP, None, writers[0].directory if writers else None)
-        recorder.options = {"record_shapes": False, "with_stack": False, "profile_memory": False, "with_flops": False}
+        options = dict.fromkeys(("record_shapes", "with_stack", "profile_memory", "with_flops"), False)
+        recorder = Recorder("step", options, tensorboard=writers[0].directory if writers else None)
         recorder.prepare()
         recorder.record()
         StepProfile.recorder = recorder

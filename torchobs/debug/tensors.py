@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import statistics
 from torchobs.debug.findings import found, told
@@ -90,13 +90,6 @@ class ParameterAnalysis(Result):
     parameters: tuple[ParameterStats, ...]
 
 
-class Pending(NamedTuple):
-    """Statistics that a device computes; ``build`` makes the result of the numbers when they are read."""
-
-    numbers: Numbers
-    build: Callable[[list[list[float]]], Any]
-
-
 def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
     """Return shape, type, device, bytes and statistics of a tensor of any kind, after one transfer from its device.
 
@@ -107,13 +100,12 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    pending = start_tensor(x, name, "analyze_tensor")
-    result: TensorStats = pending.build(pending.numbers.read())
-    return result
+    numbers, build = start_tensor(x, name, "analyze_tensor")
+    return build(numbers.read())
 
 
-def start_tensor(x: Any, name: str, function: str) -> Pending:
-    """Start the computations of :func:`analyze_tensor`."""
+def start_tensor(x: Any, name: str, function: str) -> tuple[Numbers, Callable[[list[list[float]]], TensorStats]]:
+    """Start the computations of :func:`analyze_tensor`; return the device's numbers, and what makes the result of them."""
     require_tensor(x, function)
     import torch
 
@@ -132,7 +124,7 @@ def start_tensor(x: Any, name: str, function: str) -> Pending:
             found("nonfinite_tensor", f"{name}: {what} of {stats.counted} {stats.values}", function=function, name=name)
         return stats
 
-    return Pending(numbers, build)
+    return numbers, build
 
 
 def _odd(stats: Any) -> list[tuple[str, int]]:
