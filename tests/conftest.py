@@ -121,6 +121,16 @@ def flight_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
+def directory_fd(flight_dir: Path) -> Iterator[int]:
+    """That directory, opened as an exporter opens it."""
+    from torchobs.flight.files.location import open_directory
+
+    fd = open_directory(str(flight_dir))
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
 def group() -> Iterator[None]:
     """A process group of one."""
     import torch.distributed as dist  # most tests of the exporter do without torch

@@ -18,11 +18,6 @@ from torchobs import debug
 from torchobs.debug import asynchronous, findings
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def test_small_and_large_tensors_give_the_same_as_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once or in a thread."""
     x = torch.arange(100.0)

@@ -11,11 +11,6 @@ from torch import nn
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 class Branching(nn.Module):
     """Its forward pass asks for a value: a graph break; and counts its calls: a constant in the graph."""
 

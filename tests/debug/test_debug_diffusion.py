@@ -14,11 +14,6 @@ from torch import nn
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def ddpm() -> Any:
     """A pipeline without callbacks."""
     torch.manual_seed(1)

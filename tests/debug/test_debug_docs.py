@@ -10,11 +10,6 @@ from torchobs import debug
 PAGE = "docs/debug.md"
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def test_the_examples_run(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every fenced Python block, in one namespace, with the line of the page in a traceback."""
     assert doc_examples.run(checkout / PAGE) >= 12

@@ -16,11 +16,6 @@ from torchobs import debug
 from torchobs.debug import findings
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def test_norms_and_counts_are_those_of_the_gradients() -> None:
     """Total and by parameter, and a healthy model has no anomaly."""
     model = mlp()

@@ -11,11 +11,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def samples(classes: list[int]) -> TensorDataset:
     """One row of three numbers for each label."""
     return TensorDataset(torch.randn(len(classes), 3), torch.tensor(classes))

@@ -13,11 +13,6 @@ from tests.debug.test_debug_steps import hooks
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 class Copying(nn.Module):
     """Sends its input to another device and back in each forward pass."""
 

@@ -14,11 +14,6 @@ from torch import nn
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def test_steps_of_a_function(tmp_path: Path) -> None:
     """Called as often as asked; of each operator its calls in the active steps, shapes and FLOPs; both trace files."""
     layer, batch, calls = nn.Linear(16, 32), torch.randn(8, 16), 0

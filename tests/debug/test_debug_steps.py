@@ -16,11 +16,6 @@ from tests.training import Recording, batch, loss_of, mlp
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def hooks(model: torch.nn.Module) -> int:
     """How many forward hooks its modules have."""
     return sum(len(module._forward_hooks) for module in model.modules())

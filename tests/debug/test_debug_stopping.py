@@ -13,11 +13,6 @@ from tests.training import Recording
 from torchobs import debug
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> None:
-    debug.clear()
-
-
 def test_it_stops_when_patience_is_over() -> None:
     """The best value stays known; callbacks are called for improvements, and once for the stop."""
     better, stops = list[Any](), list[Any]()

@@ -4,7 +4,6 @@ The exporter is a process that stops before each step until the test says go; wh
 test itself: it publishes a real flight file and looks at the real lock.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import wait_until
-from torchobs.flight.files.location import open_directory, open_place
+from torchobs.flight.files.location import open_place
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.node import announcement, election
 
@@ -67,14 +66,6 @@ print("gone", *sorted(heavy - set(sys.argv[2:])), flush=True)
 """
 
 Start = Callable[[str], subprocess.Popen[str]]
-
-
-@pytest.fixture
-def directory(flight_dir: Path) -> Iterator[int]:
-    """The flight directory, opened."""
-    fd = open_directory(str(flight_dir))
-    yield fd
-    os.close(fd)
 
 
 @pytest.fixture
@@ -131,7 +122,7 @@ def orders() -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("order", list(orders()), ids="-".join)
 def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
-    order: tuple[str, ...], process: Start, rank: Callable[[], FlightWriter], directory: int
+    order: tuple[str, ...], process: Start, rank: Callable[[], FlightWriter], directory_fd: int
 ) -> None:
     """An exporter leaves while a rank arrives: afterwards the rank has one, which has announced itself."""
     leaving = process(STEPPED)
@@ -140,7 +131,7 @@ def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
     started: list[subprocess.Popen[str]] = []
 
     def look() -> None:
-        if not election.is_decided(directory):
+        if not election.is_decided(directory_fd):
             started.append(process(STEPPED))
             assert said(started[0]) == "serving"
 
@@ -156,14 +147,14 @@ def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
     assert answers == EXPORTER | {"rescan": "serving" if stayed else "gone"}
     assert stayed != bool(started), "exactly one serves"
     serving = started[0] if started else leaving
-    assert election.is_decided(directory)
-    found = announcement.read(directory)
+    assert election.is_decided(directory_fd)
+    found = announcement.read(directory_fd)
     assert found is not None
     assert found.pid == serving.pid
 
 
 def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
-    process: Start, rank: Callable[[], FlightWriter], directory: int
+    process: Start, rank: Callable[[], FlightWriter], directory_fd: int
 ) -> None:
     """The rank saw a free lock, but the leaving exporter was quicker to take it again: the one that was started ends."""
     leaving = process(STEPPED)
@@ -173,7 +164,7 @@ def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
     go(leaving)
     assert said(leaving) == "released"
     rank()
-    assert not election.is_decided(directory)
+    assert not election.is_decided(directory_fd)
     late = process(CANDIDATE)
     go(leaving)
     assert said(leaving) == "serving"
@@ -182,7 +173,7 @@ def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
     assert late.wait(10) == 0
 
 
-def test_of_two_that_stand_at_once_one_is_elected(process: Start, directory: int) -> None:
+def test_of_two_that_stand_at_once_one_is_elected(process: Start, directory_fd: int) -> None:
     """Eight ranks start together and all see a free lock; the losers end at once, before anything heavy was imported."""
     candidates = [process(CANDIDATE) for _ in range(2)]
     for candidate in candidates:
@@ -191,13 +182,13 @@ def test_of_two_that_stand_at_once_one_is_elected(process: Start, directory: int
     assert sorted(first) == ["elected", "gone"]
     winner = candidates[first.index("elected")]
     assert candidates[first.index("gone")].wait(10) == 0
-    found = wait_until(lambda: announcement.read(directory))
+    found = wait_until(lambda: announcement.read(directory_fd))
     assert found is not None
     assert found.pid == winner.pid
 
 
 def test_whoever_was_told_to_end_does_not_look_back(
-    process: Start, rank: Callable[[], FlightWriter], directory: int, flight_dir: Path
+    process: Start, rank: Callable[[], FlightWriter], directory_fd: int, flight_dir: Path
 ) -> None:
     """A person who stops the exporter of a running training wants it stopped; its announcement goes with it."""
     rank()
@@ -209,28 +200,28 @@ def test_whoever_was_told_to_end_does_not_look_back(
     assert said(exporter) == "released"
     go(exporter)
     assert said(exporter) == "gone"
-    assert not election.is_decided(directory)
+    assert not election.is_decided(directory_fd)
     assert not (flight_dir / announcement.NAME).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_killed_exporter_leaves_its_place_free(number: signal.Signals, process: Start, directory: int) -> None:
+def test_a_killed_exporter_leaves_its_place_free(number: signal.Signals, process: Start, directory_fd: int) -> None:
     """The kernel lets go of the lock, and the next one takes over the stale announcement."""
     exporter = process(STEPPED)
     assert said(exporter) == "serving"
     exporter.send_signal(number)
     exporter.wait(10)
-    assert not election.is_decided(directory)
-    assert announcement.read(directory) is None
+    assert not election.is_decided(directory_fd)
+    assert announcement.read(directory_fd) is None
     successor = process(STEPPED)
     assert said(successor) == "serving"
-    found = announcement.read(directory)
+    found = announcement.read(directory_fd)
     assert found is not None
     assert found.pid == successor.pid
 
 
 def test_an_exporter_whose_directory_was_emptied_leaves_the_new_one_its_announcement(
-    process: Start, directory: int, flight_dir: Path
+    process: Start, directory_fd: int, flight_dir: Path
 ) -> None:
     """Somebody removed the lock's name, and another exporter was elected: the old one goes without a trace."""
     old = process(STEPPED)
@@ -240,6 +231,6 @@ def test_an_exporter_whose_directory_was_emptied_leaves_the_new_one_its_announce
     assert said(new) == "serving"
     go(old)
     assert said(old) == "gone"
-    found = announcement.read(directory)
+    found = announcement.read(directory_fd)
     assert found is not None
     assert found.pid == new.pid

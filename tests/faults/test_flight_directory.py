@@ -15,7 +15,6 @@ import pytest
 from tests import flights
 from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import FlightWriter, open_writer
@@ -23,14 +22,6 @@ from torchobs.flight.writer.writer import FlightWriter, open_writer
 NAMES = 100_000
 SCAN_LIMIT_S = 2.0
 """CPU time for a directory of 100,000 names; it takes 0.15 s."""
-
-
-@pytest.fixture
-def directory_fd(flight_dir: Path) -> Iterator[int]:
-    """The directory, opened as an exporter opens it."""
-    fd = open_directory(str(flight_dir))
-    yield fd
-    os.close(fd)
 
 
 @pytest.fixture

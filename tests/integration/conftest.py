@@ -1,11 +1,21 @@
 """Fixtures of the tests in which several parts run together."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.exporters import Service
 from tests.otlp import Receiver
+from tests.rank_files import live_rank, train
+from torchobs.exporter.config import ExporterConfig
+
+if TYPE_CHECKING:
+    from tests.activations import Extreme
+    from torchobs.flight.writer.writer import FlightWriter
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -29,3 +39,37 @@ def receiver() -> Iterator[Receiver]:
     """Of OTLP, one that takes everything."""
     with Receiver() as made:
         yield made
+
+
+@pytest.fixture
+def seeded() -> None:
+    """For models that are the same each time."""
+    import torch  # most tests of the exporter do without
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def extreme(flight_dir: Path) -> Iterator[Extreme]:
+    """A recording at level extreme."""
+    from tests.activations import Extreme
+    from tests.training import recording
+
+    for run in recording(flight_dir, level="extreme"):
+        yield Extreme(run)
+
+
+@pytest.fixture
+def writer(flight_dir: Path) -> Iterator[FlightWriter]:
+    """A living rank that has taken three steps."""
+    made = live_rank(flight_dir)
+    train(made, [1, 2, 3])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def exporter(flight_dir: Path) -> Iterator[Service]:
+    """A node's exporter of the flight directory."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
+        yield running

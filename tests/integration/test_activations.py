@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.activations import Extreme, by_hand, outputs_of, perceptron, trainer
-from tests.training import recording
 from torchobs import catalog
 from torchobs.probes.activations.statistics import MOST_ELEMENTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
-@pytest.fixture
-def extreme(flight_dir: Path) -> Iterator[Extreme]:
-    """At level extreme."""
-    for run in recording(flight_dir, level="extreme"):
-        yield Extreme(run)
 
 
 class Convolutional(nn.Module):

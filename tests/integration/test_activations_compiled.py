@@ -5,27 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests import fork_server
 from tests.activations import Extreme, perceptron, trainer
-from tests.training import recording
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.numerics import numerics
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def extreme(flight_dir: Path) -> Iterator[Extreme]:
-    """At level extreme."""
-    for run in recording(flight_dir, level="extreme"):
-        yield Extreme(run)
-
 
 COMPILED = """
 import sys, torch, tempfile, json

@@ -19,15 +19,8 @@ from tests.activations import Extreme, by_hand, hooks, perceptron, trainer
 from tests.training import loss_of, recording
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
-
-
-@pytest.fixture
-def extreme(flight_dir: Path) -> Iterator[Extreme]:
-    """At level extreme."""
-    for run in recording(flight_dir, level="extreme"):
-        yield Extreme(run)
 
 
 class Wild(nn.Module):

@@ -34,22 +34,6 @@ def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def writer(flight_dir: Path) -> Iterator[FlightWriter]:
-    """A living rank that has taken three steps."""
-    made = live_rank(flight_dir)
-    train(made, [1, 2, 3])
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def exporter(flight_dir: Path) -> Iterator[Service]:
-    """A node's exporter of the flight directory."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
-        yield running
-
-
-@pytest.fixture
 def taken() -> Iterator[Callable[[int], int]]:
     """Listen on a port, and on as many after it as asked for; return the first."""
     sockets: list[socket.socket] = []

@@ -5,28 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.exporters import Service
-from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from torchobs.flight.writer.writer import FlightWriter
-
-
-@pytest.fixture
-def writer(flight_dir: Path) -> Iterator[FlightWriter]:
-    """A living rank that has taken three steps."""
-    made = live_rank(flight_dir)
-    train(made, [1, 2, 3])
-    yield made
-    made.close()
 
 
 def scrape(exporter: Service, writer: FlightWriter, who: str) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from tests.activations import Extreme, perceptron, trainer
@@ -17,15 +16,7 @@ from torchobs.report.content import HeatMap
 from torchobs.report.training import layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@pytest.fixture
-def extreme(flight_dir: Path) -> Iterator[Extreme]:
-    """At level extreme."""
-    for run in recording(flight_dir, level="extreme"):
-        yield Extreme(run)
 
 
 def test_a_nan_leaves_a_history(extreme: Extreme, flight_dir: Path) -> None:

@@ -13,16 +13,10 @@ from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, norm_o
 from torchobs.flight.format.step_record import PHASE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 BACKWARD, OTHER = PHASE_NAMES.index("backward"), PHASE_NAMES.index("other")
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A session."""
-    yield from recording(flight_dir)
 
 
 class Annotated(torch.Tensor):

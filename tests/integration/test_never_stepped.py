@@ -8,21 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, recording
+from tests.training import Recording
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording of a training."""
-    torch.manual_seed(0)
-    yield from recording(flight_dir)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def told(run: Recording) -> list[dict[str, object]]:

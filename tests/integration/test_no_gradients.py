@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,14 +19,9 @@ from torchobs.probes.gradients.unreached import _experts
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 STEPS = 3 * APART
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording that measures every step."""
-    torch.manual_seed(0)
-    yield from recording(flight_dir)
 
 
 def told(

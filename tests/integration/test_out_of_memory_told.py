@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training import Recording, loss_of, mlp, recording
+from tests.training import Recording, loss_of, mlp
 from torchobs import catalog
 from torchobs.diagnosis.exit_cause import _device_memory
 from torchobs.diagnosis.rank_report import Fact
@@ -16,18 +16,11 @@ from torchobs.probes.memory.components import components
 from torchobs.probes.memory.oom import host_shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
     from torchobs.probes.core.context import ProbeContext
 
 TOO_MUCH = 1 << 50
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def context_of(run: Recording) -> ProbeContext:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, recording
+from tests.training import Recording
 from torchobs import catalog
 from torchobs.probes.optimizer.remade import LEAST
 
-if TYPE_CHECKING:
-    from pathlib import Path
+pytestmark = pytest.mark.usefixtures("seeded")
 
 STEPS = 3 * LEAST
 Train = Callable[[nn.Module, torch.optim.Optimizer], None]
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording that measures every step."""
-    torch.manual_seed(0)
-    yield from recording(flight_dir)
 
 
 def told(run: Recording) -> list[tuple[str, int | None]]:

@@ -19,18 +19,13 @@ from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients import stuck_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("seeded")
 
 WIDTH = 16
 Built = tuple[nn.Module, torch.optim.Optimizer]
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    torch.manual_seed(0)
-    yield from recording(flight_dir)
 
 
 def train(run: Recording, built: Built, inputs: Callable[[], torch.Tensor], *, warm_up: int = 0) -> list[dict[str, Any]]:

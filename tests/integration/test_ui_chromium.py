@@ -97,13 +97,6 @@ def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
         writer.close()
 
 
-@pytest.fixture
-def exporter(flight_dir: Path) -> Iterator[Service]:
-    """A node's exporter of the flight directory."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
-        yield running
-
-
 def text_of(tab: Tab, selector: str) -> str:
     """What stands in an element."""
     return str(tab.run(f"document.querySelector({selector!r})?.textContent ?? ''"))

@@ -58,13 +58,6 @@ def writer(flight_dir: Path) -> Iterator[FlightWriter]:
     made.close()
 
 
-@pytest.fixture
-def exporter(flight_dir: Path) -> Iterator[Service]:
-    """A node's exporter of the flight directory."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
-        yield running
-
-
 def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Service) -> None:
     """Rounded for the eye, exact beside it."""
     page = Parsed(exporter.page("/"))

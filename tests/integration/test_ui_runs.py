@@ -14,7 +14,6 @@ from tests.exporters import Service
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import wait_until
 from tests.ui import Parsed, Stream, shorten_seconds
-from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui import view_model as models
 from torchobs.exporter.ui.page import heading, rendered
 from torchobs.exporter.ui.urls import choice_of
@@ -57,13 +56,6 @@ def served(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     yield start
     for writer in made:
         writer.close()
-
-
-@pytest.fixture
-def exporter(flight_dir: Path) -> Iterator[Service]:
-    """A node's exporter of the flight directory."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
-        yield running
 
 
 def shown(snapshot: Snapshot, choice: Choice) -> Model:

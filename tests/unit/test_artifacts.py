@@ -12,21 +12,12 @@ from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import KINDS, LIMITS, PROFILE, STACKS, STUCK, NoEvidenceError, named, parse
 from torchobs.flight.files.cleanup import STALE_S, clean
 from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.files.location import open_directory, open_place
+from torchobs.flight.files.location import open_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 FLIGHT = f"r7-{'ab' * 16}.flight"
-
-
-@pytest.fixture
-def directory_fd(flight_dir: Path) -> Iterator[int]:
-    """The directory, opened."""
-    fd = open_directory(str(flight_dir))
-    yield fd
-    os.close(fd)
 
 
 @pytest.mark.parametrize("kind", KINDS)

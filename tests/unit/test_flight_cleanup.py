@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +12,12 @@ from tests import flights
 from torchobs.flight.files import entries, lock
 from torchobs.flight.files.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE, Header, Live, Region, encode_header
 from torchobs.flight.writer.writer import open_writer
 
 HOUR_NS = 3600 * 1_000_000_000
 NOW = time.monotonic_ns() + 1000 * HOUR_NS
 """A moment so late that a file's age is what the test says, not what the machine's uptime allows."""
-
-
-@pytest.fixture
-def directory_fd(flight_dir: Path) -> Iterator[int]:
-    """The directory, opened."""
-    fd = open_directory(str(flight_dir))
-    yield fd
-    os.close(fd)
 
 
 Make = Callable[..., str]

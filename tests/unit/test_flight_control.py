@@ -16,14 +16,6 @@ POLL_LIMIT_S = 50e-6
 
 
 @pytest.fixture
-def directory_fd(flight_dir: Path) -> Iterator[int]:
-    """The control directory, opened for writing commands."""
-    fd = os.open(flight_dir, os.O_RDONLY | os.O_DIRECTORY)
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
 def reader(flight_dir: Path) -> Iterator[ControlReader]:
     """The rank's side."""
     made = ControlReader(str(flight_dir), TARGET)

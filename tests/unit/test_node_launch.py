@@ -3,24 +3,14 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from torchobs.flight.files import lock
-from torchobs.flight.files.location import open_directory
 from torchobs.node import announcement, election, launch
 
 LOG = logging.getLogger("torchobs.test")
-
-
-@pytest.fixture
-def directory(flight_dir: Path) -> Iterator[int]:
-    """A flight directory, opened."""
-    fd = open_directory(str(flight_dir))
-    yield fd
-    os.close(fd)
 
 
 def test_the_environment_is_chosen_and_not_copied() -> None:
@@ -104,61 +94,61 @@ def test_a_program_that_embeds_python_starts_none(
     assert "torchobs exporter" in caplog.text
 
 
-def test_the_lock_decides_and_is_left_by_a_release(directory: int) -> None:
+def test_the_lock_decides_and_is_left_by_a_release(directory_fd: int) -> None:
     """Free, taken, free again; and taken anew by the same process."""
-    candidate = election.Election(directory)
-    assert not election.is_decided(directory)
+    candidate = election.Election(directory_fd)
+    assert not election.is_decided(directory_fd)
     for _ in range(2):
         assert candidate.win()
-        assert election.is_decided(directory)
+        assert election.is_decided(directory_fd)
         assert candidate.holds()
         candidate.release()
-        assert not election.is_decided(directory)
+        assert not election.is_decided(directory_fd)
         assert not candidate.holds()
 
 
-def test_whose_lock_has_lost_its_name_is_the_exporter_no_more(directory: int, flight_dir: Path) -> None:
+def test_whose_lock_has_lost_its_name_is_the_exporter_no_more(directory_fd: int, flight_dir: Path) -> None:
     """Somebody emptied the directory: the next rank elects another exporter, and this one has to notice."""
-    candidate = election.Election(directory)
+    candidate = election.Election(directory_fd)
     assert candidate.win()
     (flight_dir / election.LOCK).unlink()
     assert not candidate.holds()
-    assert not election.is_decided(directory)
+    assert not election.is_decided(directory_fd)
     (flight_dir / election.LOCK).touch()
     assert not candidate.holds()
     assert candidate.win()
-    assert election.is_decided(directory)
+    assert election.is_decided(directory_fd)
     candidate.release()
 
 
-def test_a_planted_link_is_no_lock(directory: int, flight_dir: Path) -> None:
+def test_a_planted_link_is_no_lock(directory_fd: int, flight_dir: Path) -> None:
     """It would have us create or lock any file of this user."""
     (flight_dir / election.LOCK).symlink_to(flight_dir / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        election.Election(directory).win()
+        election.Election(directory_fd).win()
     assert not (flight_dir / "target").exists()
 
 
-def test_an_announcement_counts_while_its_exporter_lives(directory: int, flight_dir: Path) -> None:
+def test_an_announcement_counts_while_its_exporter_lives(directory_fd: int, flight_dir: Path) -> None:
     """A killed exporter leaves its announcement behind: the lock tells that nobody listens there any more."""
-    candidate = election.Election(directory)
+    candidate = election.Election(directory_fd)
     assert candidate.win()
-    made = announcement.announce(directory, "127.0.0.1:10961")
-    assert announcement.read(directory) == made
+    made = announcement.announce(directory_fd, "127.0.0.1:10961")
+    assert announcement.read(directory_fd) == made
     assert (made.pid, made.url) == (os.getpid(), "http://127.0.0.1:10961/")
-    assert announcement.announce(directory, "127.0.0.1:10961", tls=True).url == "https://127.0.0.1:10961/"
+    assert announcement.announce(directory_fd, "127.0.0.1:10961", tls=True).url == "https://127.0.0.1:10961/"
     assert [path.name for path in flight_dir.iterdir() if path.name != election.LOCK] == ["exporter.json"]
     candidate.release()
-    assert announcement.read(directory) is None
+    assert announcement.read(directory_fd) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": 1}', "\N{SNOWMAN}" * 3000, '{"surprise": 1}'])
-def test_garbage_is_no_announcement(content: str, directory: int, flight_dir: Path) -> None:
+def test_garbage_is_no_announcement(content: str, directory_fd: int, flight_dir: Path) -> None:
     """The file is read by other programs while anything may lie there."""
     (flight_dir / announcement.NAME).write_text(content)
-    candidate = election.Election(directory)
+    candidate = election.Election(directory_fd)
     assert candidate.win()
-    assert announcement.read(directory) is None
+    assert announcement.read(directory_fd) is None
     candidate.release()
 
 
@@ -177,16 +167,16 @@ def test_the_url_is_one_that_can_be_typed(address: str, expected: str) -> None:
     assert announcement.url(address) == expected
 
 
-def test_a_rank_lives_while_its_lock_is_held(directory: int, flight_dir: Path) -> None:
+def test_a_rank_lives_while_its_lock_is_held(directory_fd: int, flight_dir: Path) -> None:
     """The rescan counts published files with a held lock: not dead ones, not unpublished ones, not those without a lock."""
     name = f"r0-{'0' * 32}"
-    assert not election.anyone_alive(directory)
+    assert not election.anyone_alive(directory_fd)
     (flight_dir / f"{name}.flight").touch()
-    assert not election.anyone_alive(directory)
+    assert not election.anyone_alive(directory_fd)
     fd = os.open(flight_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT)
-    assert not election.anyone_alive(directory)
+    assert not election.anyone_alive(directory_fd)
     lock.take(fd)
-    assert election.anyone_alive(directory)
+    assert election.anyone_alive(directory_fd)
     (flight_dir / f"{name}.flight").rename(flight_dir / ".tmp-0")
-    assert not election.anyone_alive(directory)
+    assert not election.anyone_alive(directory_fd)
     lock.release(fd)
