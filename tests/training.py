@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,26 +25,23 @@ class Recording:
 
     session: torchobs.Session
 
+    def file(self) -> closing[reader.FlightFile]:
+        """The file, opened for a `with` block."""
+        assert self.session.writer is not None
+        return closing(reader.open_path(self.session.writer.path))
+
     def view(self) -> reader.View:
         """The file as any other process would see it."""
-        writer = self.session.writer
-        assert writer is not None
-        file = reader.open_path(writer.path)
-        try:
+        with self.file() as file:
             return file.read()
-        finally:
-            file.close()
 
     def records(self) -> list[StepRecord]:
         """All records, the pending end of the first cycle included (as shutdown would write it)."""
         context = self.session.context
         assert context is not None
         context.recorder.flush()
-        file = reader.open_path(context.writer.path)
-        try:
+        with self.file() as file:
             return file.steps()
-        finally:
-            file.close()
 
     def steps(self) -> list[StepRecord]:
         """The step records."""
@@ -75,13 +73,12 @@ class Recording:
 
     def frames(self, name: str) -> list[dict[str, Any]]:
         """The events and spans of that name, as they stand in the file."""
-        writer = self.session.writer
-        assert writer is not None
-        file = reader.open_path(writer.path)
-        try:
+        with self.file() as file:
             return [frame for _, frame in file.events() if frame.get("name") == name]
-        finally:
-            file.close()
+
+    def attributes(self, name: str) -> list[dict[str, Any]]:
+        """The attributes of these events and spans."""
+        return [frame["attrs"] for frame in self.frames(name)]
 
     def errors(self) -> list[str]:
         """What went wrong in a probe."""

@@ -88,11 +88,11 @@ def test_decisions_and_validations_are_events(run: Recording) -> None:
     for loss in (1.0, 2.0):
         with debug.validation(stopper=stopper) as found:
             found.add(5, loss=loss)
-    decisions = [event["attrs"] for event in run.frames("torchobs.debug.early_stopping")]
+    decisions = run.attributes("torchobs.debug.early_stopping")
     assert [(one["value"], one["best"], one["patience_left"], one["stop"]) for one in decisions] == [
         (1.0, 1.0, 1, False), (2.0, 1.0, 0, True),
     ]  # fmt: skip
-    validations = [event["attrs"] for event in run.frames("torchobs.debug.validation")]
+    validations = run.attributes("torchobs.debug.validation")
     assert [(one["samples"], one["batches"], one["loss"]) for one in validations] == [(5, 1, 1.0), (5, 1, 2.0)]
     (stop,) = run.frames("torchobs.debug.finding")
     assert stop["attrs"]["kind"] == "early_stop"

@@ -193,7 +193,7 @@ def test_training_is_bit_identical_with_tracing_armed_and_after_it(flight_dir: P
     run = next(recorder)
     traced = guarded(1, guard=True)
     run.look()
-    told = [frame["attrs"] for frame in run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)]
+    told = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
     assert [(each["origin"], each["operator"]) for each in told] == [("backward", "sqrt"), ("operator", "log")]
     assert len(run.frames(catalog.EVENT_STEP_HELD.name)) == 2
     assert [bits(one) for one in plain] == [bits(one) for one in traced]
@@ -438,6 +438,6 @@ def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monke
         torch.autograd.backward(head(Faulty.apply(body(torch.randn(5, 4)))).square().mean())  # type: ignore[no-untyped-call]
         optimizer.step()
     run.look()
-    (told,) = [frame["attrs"] for frame in run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)]
+    (told,) = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
     assert (told["origin"], told["operator"]) == ("backward", "faulty")
     next(recorder, None)

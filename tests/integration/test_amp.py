@@ -349,7 +349,7 @@ def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptur
             scaler.update()
             run.look()
     assert run.values()[STREAK] == 6
-    assert [told["attrs"] for told in run.frames("torchobs.amp.scale_collapsed")] == [{"scaler": "0", "scale": 0.5}]
+    assert run.attributes("torchobs.amp.scale_collapsed") == [{"scaler": "0", "scale": 0.5}]
     assert [line.getMessage() for line in caplog.records if "loss scale" in line.getMessage()] == [
         "torchobs: the loss scale has fallen to 0.5 by step 3: the gradients are not finite at any scale, and steps are skipped"
     ]
@@ -442,7 +442,7 @@ def test_clipping_before_the_unscaling_is_told(
         scaler.update()
     run.look()
     assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-5)
-    told = [event["attrs"] for event in run.frames(catalog.EVENT_AMP_CLIPPED_SCALED.name)]
+    told = run.attributes(catalog.EVENT_AMP_CLIPPED_SCALED.name)
     assert told == ([] if order == "right" else [{"limit": 0.5, "scale": 1024.0}])
     assert [line for line in caplog.messages if "before scaler.unscale_" in line] == [] or order != "right"
 

@@ -51,16 +51,6 @@ def counted(found: dict[tuple[str, ...], float], metric: catalog.Metric) -> dict
     return {key[1]: value for key, value in found.items() if key[0] == metric.name and value}
 
 
-def events(run: Recording, name: str) -> list[dict[str, Any]]:
-    """The attributes of the events (or spans) of that name."""
-    assert run.session.writer is not None
-    file = reader.open_path(run.session.writer.path)
-    try:
-        return [frame["attrs"] for _, frame in file.events() if frame["name"] == name]
-    finally:
-        file.close()
-
-
 def scaled(inputs: torch.Tensor, factor: Any = 1, more: Any = None) -> torch.Tensor:
     """Something to compile, with arguments that become guards."""
     outputs: torch.Tensor = inputs * factor
@@ -94,12 +84,12 @@ def test_recompilations_are_counted_by_the_guard_that_failed(run: Recording) -> 
     assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": 5}
     assert counter.frame_count == 6
     assert counted(found, catalog.COMPILE_RECOMPILES) == {"shape": 1, "tensor": 1, "global_state": 1, "value": 2}
-    told = events(run, catalog.EVENT_RECOMPILE.name)
+    told = run.attributes(catalog.EVENT_RECOMPILE.name)
     expressions = [attributes["expression"] for attributes in told]
     assert expressions == ["inputs: size at index 0", "inputs: dtype", "grad_mode", "factor == …", "more is None"]
     line = scaled.__code__.co_firstlineno
     assert {attributes["location"] for attributes in told} == {f"{__file__}:{line}"}
-    spans = events(run, catalog.SPAN_COMPILE.name)
+    spans = run.attributes(catalog.SPAN_COMPILE.name)
     assert [span["cause"] for span in spans] == ["first"] + ["recompile"] * 5
     assert {span["function"] for span in spans} == {"scaled"}
 
@@ -124,7 +114,7 @@ def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
     for kind in ("call", "data_dependent"):
         key = catalog.COMPILE_GRAPH_BREAKS.name, kind
         assert found[key] - before[key] == 1
-    told = events(run, catalog.EVENT_GRAPH_BREAK.name)
+    told = run.attributes(catalog.EVENT_GRAPH_BREAK.name)
     assert [attributes["reason"] for attributes in told] == ["call", "data_dependent"]
     line = broken.__code__.co_firstlineno
     assert [attributes["location"] for attributes in told] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
@@ -172,10 +162,10 @@ def test_a_function_that_is_given_up_is_told(run: Recording, caplog: pytest.LogC
     limit = torch._dynamo.config.recompile_limit
     assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": limit - 1}
     assert counted(found, catalog.COMPILE_FAILURES) == {"recompile_limit": 1}
-    (given_up,) = events(run, catalog.EVENT_COMPILE_FAILED.name)
+    (given_up,) = run.attributes(catalog.EVENT_COMPILE_FAILED.name)
     assert given_up["reason"] == "recompile_limit"
     assert given_up["location"].startswith(f"{__file__}:")
-    (storm,) = events(run, catalog.EVENT_RECOMPILE_STORM.name)
+    (storm,) = run.attributes(catalog.EVENT_RECOMPILE_STORM.name)
     assert storm["expression"] == "factor == …"
     (line,) = (record.getMessage() for record in caplog.records if record.name == "torchobs")
     assert "scaled" in line
@@ -313,8 +303,8 @@ def test_a_compiled_train_step_is_counted_right(run: Recording) -> None:
     assert [record.loss for record in steps] == pytest.approx(losses)
     found = series(run)
     assert counted(found, catalog.COMPILE_FAILURES) == {}
-    assert "torchobs" not in str([told["message"] for told in events(run, catalog.EVENT_GRAPH_BREAK.name)])
-    assert {told["location"] for told in events(run, catalog.EVENT_GRAPH_BREAK.name)}
+    assert "torchobs" not in str([told["message"] for told in run.attributes(catalog.EVENT_GRAPH_BREAK.name)])
+    assert {told["location"] for told in run.attributes(catalog.EVENT_GRAPH_BREAK.name)}
 
 
 def compiler() -> dict[str, Any]:
@@ -450,7 +440,7 @@ def cold_and_warm(flight_dir: Path) -> None:
         for cache in catalog.COMPILE_CACHE.values:
             assert [cold[lookups, cache, result] for result in ("hit", "miss")] == [0, 1]
             assert [warm[lookups, cache, result] for result in ("hit", "miss")] == [1, 1]
-        assert [span["cached"] for span in events(run, catalog.SPAN_COMPILE.name)] == [False, True]
+        assert [span["cached"] for span in run.attributes(catalog.SPAN_COMPILE.name)] == [False, True]
 
 
 @pytest.mark.serial

@@ -35,7 +35,7 @@ def told(run: Recording, model: nn.Module, inputs: torch.Tensor) -> list[dict[st
         if number % 10 == 0:
             run.look()
     run.look()
-    return [frame["attrs"] for frame in run.frames(catalog.EVENT_DEAD_UNITS.name)]
+    return run.attributes(catalog.EVENT_DEAD_UNITS.name)
 
 
 def weaken(layer: Any, count: int) -> None:

@@ -54,16 +54,6 @@ class Bench:
         assert self.run.session.writer is not None
         self.run.session.writer.publish()
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """The attributes of these events."""
-        assert self.run.session.writer is not None
-        self.run.session.writer.publish()
-        file = reader.open_path(self.run.session.writer.path)
-        try:
-            return [fields["attrs"] for _, fields in file.events() if fields["name"] == name]
-        finally:
-            file.close()
-
 
 @pytest.fixture
 def run(flight_dir: Path) -> Iterator[Recording]:
@@ -170,7 +160,7 @@ def test_a_gpu_that_is_lost_harms_nothing(bench: Bench, caplog: pytest.LogCaptur
     assert bench.of("hw.status") == {("ok",): 0.0, ("degraded",): 0.0, ("failed",): 1.0}
     assert bench.of("hw.power", G1) == {(): 100.0}
     assert bench.of("hw.energy") == {(): 0.0}
-    assert bench.events("torchobs.gpu.lost") == [{"hw.id": G0, "reason": "lost"}]
+    assert bench.run.attributes("torchobs.gpu.lost") == [{"hw.id": G0, "reason": "lost"}]
     assert [G0 in record.getMessage() for record in caplog.records] == [True]
     first.everything, first.millijoules = nvml.SUCCESS, first.millijoules + 1000
     bench.look()
@@ -244,7 +234,7 @@ def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
         "xid_driver": 1,
         "xid_application": 2,
     }
-    assert bench.events("torchobs.gpu.xid") == [
+    assert bench.run.attributes("torchobs.gpu.xid") == [
         {"hw.id": G0, "xid": 79, "meaning": "fell off the bus"},
         {"hw.id": G0, "xid": 9999, "meaning": ""},
         {"hw.id": G0, "xid": 31, "meaning": "memory page fault"},

@@ -16,7 +16,6 @@ import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
 from torchobs.flight.files.control import LEVELS
-from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,16 +40,6 @@ def shown(run: Recording) -> dict[tuple[str, ...], Any]:
 def layers(run: Recording, metric: catalog.Metric = catalog.GRAD_LAYER_NORM) -> dict[str, float]:
     """A metric's values by layer."""
     return {key[1]: value for key, value in shown(run).items() if key[0] == metric.name}
-
-
-def events(run: Recording, name: str) -> list[dict[str, Any]]:
-    """The attributes of the events of that name."""
-    assert run.session.writer is not None
-    file = reader.open_path(run.session.writer.path)
-    try:
-        return [fields["attrs"] for _, fields in file.events() if fields.get("name") == name]
-    finally:
-        file.close()
 
 
 def backward(model: Any, seed: int = 0) -> None:
@@ -277,7 +266,7 @@ def test_nonfinite_elements_are_counted_and_their_layers_named(run: Recording) -
     values = shown(run)
     assert values["torchobs.grad.nonfinite_elements",] == 8
     assert values["torchobs.grad.nonfinite_steps",] == 2
-    assert events(run, "torchobs.grad.nonfinite") == [
+    assert run.attributes("torchobs.grad.nonfinite") == [
         {"layers": ["2"], "layers_affected": 1, "elements": 4, "kinds": ["inf", "nan"]}
     ]
     assert layers(run)["2"] > 0  # the last finite one

@@ -63,7 +63,7 @@ class Leaking:
 
     def told(self) -> list[dict[str, Any]]:
         """The events' attributes."""
-        return [frame["attrs"] for frame in self.run.frames(catalog.EVENT_MEMORY_LEAK.name)]
+        return self.run.attributes(catalog.EVENT_MEMORY_LEAK.name)
 
 
 def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run: Recording, flight_dir: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_leak_on_a_device_is_told_by_two_snapshots_of_its_allocator(run: Recor
     assert found is not None
     assert [found.proceed(at) for at in (1.0, 2.5, 9.0, 13.0)] == [False, False, False, True]
     assert torch_.recorded == [("state", "state", "python"), (None,)]
-    (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_MEMORY_LEAK.name))
+    (told,) = run.attributes(catalog.EVENT_MEMORY_LEAK.name)
     assert told["space"] == "device"
     assert told["lines"] == [f"/home/me/train.py:12 1 more, {4 << 20} B"]
     assert told["grown"] == 4 << 20

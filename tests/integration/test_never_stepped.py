@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("seeded")
 def told(run: Recording) -> list[dict[str, object]]:
     """The attributes of the mistake's events, as of the rank's end."""
     run.look()
-    return [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
+    return run.attributes(catalog.EVENT_LOOP_MISTAKE.name)
 
 
 def passes(model: nn.Module, count: int, before: Callable[[], object] = lambda: None) -> None:

@@ -113,7 +113,7 @@ def schedulers_of(run: Recording) -> schedulers.SchedulerProbe:
 
 def told(run: Recording) -> list[dict[str, Any]]:
     """The events of misuse."""
-    return [frame["attrs"] for frame in run.frames(catalog.EVENT_SCHEDULER_MISUSED.name)]
+    return run.attributes(catalog.EVENT_SCHEDULER_MISUSED.name)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -39,7 +39,7 @@ def train(run: Recording, built: Built, inputs: Callable[[], torch.Tensor], *, w
         scheduler.step()
         if number % 40 == 0:
             run.look()
-    return [frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name)]
+    return run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
 
 
 def rows() -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_layers_that_no_gradient_comes_to(run: Recording, made: Callable[[], nn.
         torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
         optimizer.step()
     run.look()
-    (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name))
+    (told,) = run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
     assert (told["cause"], told["layers"], told["at"]) == ("cut_off", layers, layers[-1])
 
 
@@ -179,7 +179,7 @@ def test_rounds_without_time_lose_no_sample(run: Recording, monkeypatch: pytest.
         if number == 150:
             time.sleep(1.3)  # once a second the newest step is looked at
     run.look()
-    (told,) = (frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name))
+    (told,) = run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
     assert told["at"] == "backbone.4"
 
 

@@ -54,7 +54,7 @@ def test_of_two_threads_that_train_at_once_one_is_recorded(run: Recording, caplo
     thread.join()
     assert [record.loss for record in run.steps()] == losses
     run.look()
-    assert [event["attrs"] for event in run.frames(catalog.EVENT_OTHER_THREAD.name)] == [{"thread": "second"}]
+    assert run.attributes(catalog.EVENT_OTHER_THREAD.name) == [{"thread": "second"}]
     assert "second" in caplog.text
 
 

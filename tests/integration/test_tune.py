@@ -15,7 +15,7 @@ def test_plans_are_events(run: Recording) -> None:
     with pytest.raises(tune.NumericalDifferenceError):
         tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16).check(x, tolerance=0.0)
     run.whole_round()
-    found = [frame["attrs"] for frame in run.frames("torchobs.tune.plan")]
+    found = run.attributes("torchobs.tune.plan")
     assert [event["action"] for event in found] == ["applied", "undone", "refused"]
     assert found[0]["mode"] == "amp"
     assert found[0]["level"] == "advanced"

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from collections import UserDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ import torch
 import torchobs
 from tests import support
 from tests.training import Recording
-from torchobs.flight.reader import reader
 from torchobs.integrations.batches import samples_in, tokens_in
 from torchobs.integrations.hooks import Hooks, record_trainer, scalars
 
@@ -22,17 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXTRAS = ("lightning", "transformers", "accelerate", "instrumentor")
-
-
-def events(run: Recording, name: str) -> list[dict[str, Any]]:
-    """The attributes of all events of that name so far."""
-    assert run.session.writer is not None
-    run.session.writer.publish()
-    file = reader.open_path(run.session.writer.path)
-    try:
-        return [fields["attrs"] for _, fields in file.events() if fields["name"] == name]
-    finally:
-        file.close()
 
 
 def shown(run: Recording, expected: dict[tuple[str, ...], float]) -> None:
@@ -85,7 +73,7 @@ def test_settings_that_could_hold_a_secret_or_a_path_are_left_out(run: Recording
         },
     )
     record_trainer("ours", "1.0", {f"setting{number}": number for number in range(100)})
-    first, second = events(run, "torchobs.trainer")
+    first, second = run.attributes("torchobs.trainer")
     assert first == {
         "lr": 0.1, "bf16": True, "optim": "adamw_torch", "precision": "16-mixed", "framework": "ours", "version": "1.0"
     }  # fmt: skip
@@ -106,7 +94,7 @@ def test_a_hook_that_fails_is_told_once_and_goes_no_further(run: Recording, capl
     assert calls == [1]
     (message,) = [record.getMessage() for record in caplog.records]
     assert "the ours integration failed with ZeroDivisionError" in message
-    (event,) = events(run, "torchobs.probe.disabled")
+    (event,) = run.attributes("torchobs.probe.disabled")
     assert (event["probe"], event["exception.type"]) == ("ours", "ZeroDivisionError")
 
 
