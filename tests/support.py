@@ -7,8 +7,9 @@ import os
 import random
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -113,6 +114,14 @@ def wait_until(condition: Callable[[], T], timeout_s: float = 30.0, interval_s: 
             raise TimeoutError(msg)
         time.sleep(min(max(0.02, waited_s / 10), 0.2) if interval_s is None else interval_s)
     return value
+
+
+def finish(threads: Sequence[threading.Thread]) -> None:
+    """Start them all, and wait for their ends."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def why_missing(program: str) -> str | None:

@@ -96,7 +96,7 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name == "href"]
+        self.links += [value or "" for name, value in attrs if name in {"href", "src", "action"}]
         self.values += [float(value or "nan") for name, value in attrs if tag == "data" and name == "value"]
 
     def handle_data(self, data: str) -> None:

@@ -23,13 +23,10 @@ from tests.kubernetes.injection import (
     require_policy,
     wait_for_injection,
 )
-from tests.kubernetes.jobs import EXPORTER, READY
+from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
 from tests.support import wait_until
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-]
+pytestmark = IN_A_CLUSTER
 
 SCRIPTS = support.ROOT / "tests" / "scripts"
 # The trainer's image has torch apart from torchobs and what torchobs requires: by this path alone it lacks them.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests import support
 from tests.kubernetes.cluster import PORT, Namespace
 from tests.kubernetes.injection import (
     JOBSET,
@@ -22,13 +21,10 @@ from tests.kubernetes.injection import (
     rendered,
     wait_for_injection,
 )
-from tests.kubernetes.jobs import EXPORTER, READY
+from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
 from tests.support import wait_until
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-]
+pytestmark = IN_A_CLUSTER
 
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 

@@ -29,17 +29,14 @@ from tests.kubernetes.cluster import (
     reached_from,
     value,
 )
-from tests.kubernetes.jobs import ARBITRARY_UID, READY, SHIPPED, exporter_of, job, scripts, trainer_of
+from tests.kubernetes.jobs import ARBITRARY_UID, IN_A_CLUSTER, SHIPPED, exporter_of, job, scripts, trainer_of
 from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import wait_until
 from torchobs.catalog import METRICS, Kind, prometheus_label
 from torchobs.exporter.prometheus.name_registry import family_of, sample_name
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-]
+pytestmark = IN_A_CLUSTER
 
 
 def trains() -> dict[str, Any]:

@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests import support
 from tests.kubernetes.cluster import OOM_KILLED, PORT, Pod, get, printed_steps, value
-from tests.kubernetes.jobs import ARBITRARY_UID, READY, job, scripts, trainer_of
+from tests.kubernetes.jobs import ARBITRARY_UID, IN_A_CLUSTER, job, scripts, trainer_of
 from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, steps, torchrun
 from tests.support import wait_until
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-]
+pytestmark = IN_A_CLUSTER
 
 INCARNATIONS = 5
 # The kernel takes the largest process by its score: of the sidecar's its first, and not one of these.

@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests import support
 from tests.dashboard_answers import Answers
 from tests.helm import rendered
 from tests.kubernetes.cluster import Pod, reached_from
-from tests.kubernetes.jobs import READY, job, scripts, trainer_of
+from tests.kubernetes.jobs import IN_A_CLUSTER, job, scripts, trainer_of
 from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, torchrun
 from tests.support import wait_until
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-]
+pytestmark = IN_A_CLUSTER
 
 STEPS = 150
 SKEW_S = 3600

@@ -18,15 +18,14 @@ import pytest
 from tests import support
 from tests.helm import objects, rendered
 from tests.kubernetes.cluster import Namespace, Pod, get
-from tests.kubernetes.jobs import READY, TRAINER, job, scripts
+from tests.kubernetes.jobs import IN_A_CLUSTER, TRAINER, job, scripts
 from tests.prometheus_server import newest_prometheus
 from tests.support import free_port, wait_until
 
 MAJOR = 3
 """Of the Prometheus that has `scrape_config_files`, for which the chart's ConfigMap is."""
 pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
+    *IN_A_CLUSTER,
     pytest.mark.skipif(newest_prometheus(MAJOR) is None, reason=f"{support.NEEDS_PROGRAM}: prometheus3, on PATH"),
 ]
 

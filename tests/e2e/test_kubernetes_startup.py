@@ -13,17 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests import support
 from tests.kubernetes.cluster import Namespace
 from tests.kubernetes.injection import injecting, pod_template
-from tests.kubernetes.jobs import EXPORTER, READY
+from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
 from tests.support import wait_until
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.serial,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-]
+pytestmark = [*IN_A_CLUSTER, pytest.mark.serial]
 
 ROUNDS = 5
 KINDS = ("false", "true", "auto")

@@ -17,16 +17,12 @@ import pytest
 from tests import support
 from tests.kubernetes.cluster import Namespace, reached_from
 from tests.kubernetes.injection import injecting, job, pod_template
-from tests.kubernetes.jobs import EXPORTER, READY, scripts
+from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER, scripts
 from tests.support import wait_until
 from tests.trainjob_server import Trainer, serving
 from tests.web_configs import certify
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-    pytest.mark.skipif(bool(missing := support.why_missing("openssl")), reason=str(missing)),
-]
+pytestmark = [*IN_A_CLUSTER, pytest.mark.skipif(bool(missing := support.why_missing("openssl")), reason=str(missing))]
 
 STEPS = 200
 AUDIENCE = "trainer.kubeflow.org"

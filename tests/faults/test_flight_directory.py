@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import flights
+from tests.support import finish
 from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.create import lock_name
 from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
@@ -152,11 +153,7 @@ def test_two_scans_at_once_both_see_every_file(flight_dir: Path, directory_fd: i
     for one in expected:
         (flight_dir / one).touch()
     found: list[list[str]] = []
-    threads = [threading.Thread(target=lambda: found.extend(reader.names(directory_fd) for _ in range(40))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    finish([threading.Thread(target=lambda: found.extend(reader.names(directory_fd) for _ in range(40))) for _ in range(4)])
     assert len(found) == 160
     assert all(one == expected for one in found)
 

@@ -5,7 +5,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from tests.exporters import Answer, Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
+from tests.ui import Parsed
 from torchobs.config.option_types import Address
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
@@ -111,24 +111,6 @@ def test_a_body_nobody_asked_for_hurts_nobody(exporter: Service) -> None:
     assert exporter.get().status == 200
 
 
-class Page(HTMLParser):
-    """The tags and the text of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in {"href", "src", "action"}]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, flight_dir: Path) -> None:
     """A hostile name is text in it; every link stays here, and a policy says so to the browser."""
     name = "<script>alert(1)</script>\"'&"
@@ -138,12 +120,12 @@ def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, f
     def shown() -> Answer | None:
         writer.heartbeat()
         answer = exporter.get("/")
-        text = Page(answer.body.decode()).text
+        text = Parsed(answer.body.decode()).text
         return answer if re.search(r"Training: 1 of 2 ranks alive, step 2, loss 0\.5", text) else None
 
     answer = wait_until(shown)
     assert answer is not None
-    page = Page(answer.body.decode())
+    page = Parsed(answer.body.decode())
     assert name in page.text
     assert page.tags.count("script") == 1  # ours
     assert {"./metrics", "./-/healthy", "./-/ready", "./live/live.js", "./live/live.css"} <= set(page.links)
@@ -158,7 +140,7 @@ def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, f
 def test_the_landing_page_says_what_is_wrong(tmp_path: Path) -> None:
     """And what a newcomer is waiting for."""
     with Service(ExporterConfig(flight_dir=str(tmp_path / "later"), problems=("--grace 'x': no",))) as exporter:
-        page = Page(exporter.page("/"))
+        page = Parsed(exporter.page("/"))
         assert "later is not there yet" in page.text
         assert "--grace 'x': no" in page.text
         assert "torchobs.init()" in page.text
@@ -171,7 +153,7 @@ def test_the_metrics_may_have_another_path(flight_dir: Path) -> None:
     with Service(ExporterConfig(flight_dir=str(flight_dir), telemetry_path="/telemetry")) as exporter:
         assert "torchobs_build_info" in exporter.page("/telemetry")
         assert exporter.get("/metrics").status == 404
-        assert "./telemetry" in Page(exporter.page("/")).links
+        assert "./telemetry" in Parsed(exporter.page("/")).links
 
 
 def test_the_next_free_port_is_taken_where_nobody_chose_one(taken: Callable[[int], int]) -> None:

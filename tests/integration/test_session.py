@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
 from tests import support
+from tests.support import finish
 from tests.surface import surface
 from tests.training import Recording, loss_of, mlp, recording, train
 from torchobs import catalog
@@ -61,11 +62,7 @@ def test_foreign_patches_made_later_stay(flight_dir: Path) -> None:
 def test_init_is_idempotent_and_thread_safe(flight_dir: Path) -> None:
     """Sixteen threads at once get one session and one file."""
     found: list[torchobs.Session] = []
-    threads = [threading.Thread(target=lambda: found.append(torchobs.init(flight_dir=flight_dir))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    finish([threading.Thread(target=lambda: found.append(torchobs.init(flight_dir=flight_dir))) for _ in range(16)])
     try:
         assert len({id(session) for session in found}) == 1
         assert torchobs.init() is found[0]

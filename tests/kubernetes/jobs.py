@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import yaml
 
 from tests import support
@@ -12,6 +13,11 @@ from tests import support
 # Asked for here, before the fixture that hides what begins with TORCHOBS_ from every test.
 EXPORTER, TRAINER = (os.environ.get(f"TORCHOBS_TEST_{image}_IMAGE", "") for image in ("EXPORTER", "TRAINER"))
 READY = bool(os.environ.get("KUBECONFIG") and EXPORTER and TRAINER)
+IN_A_CLUSTER = [
+    pytest.mark.kubernetes,
+    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
+]
+"""Marks of a module whose tests need a cluster and the images"""
 
 SHIPPED = support.ROOT / "deploy" / "kubernetes"
 ARBITRARY_UID = 1_000_650_000

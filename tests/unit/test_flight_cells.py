@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import flights
+from tests.support import finish
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.flight.format.layout import BLOCK_WORDS
@@ -160,11 +161,7 @@ def test_threads_that_change_one_counter_lose_nothing(image: flights.Image) -> N
             made.add(1)
             made.publish()
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    finish([threading.Thread(target=count) for _ in range(4)])
     assert shown(image) == 2000
 
 

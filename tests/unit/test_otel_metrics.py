@@ -18,6 +18,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests import otel, support
+from tests.support import finish
 from torchobs import catalog
 from torchobs.flight.files.location import open_place
 from torchobs.flight.writer.writer import FlightWriter, open_writer
@@ -70,11 +71,7 @@ def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, provider:
             if index % 10 == 0:
                 histogram.record(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    finish([threading.Thread(target=work, args=(number,)) for number in range(8)])
     provider.observe()  # what was put aside while another thread made the series
     found = otel.values(writer)
     assert sum(value for (name, _), value in found.items() if name == "adds") == 80_000

@@ -25,6 +25,7 @@ from opentelemetry.trace import (
 )
 
 from tests import otel
+from tests.support import finish
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.otel import FlightTracerProvider, span
 from torchobs.otel.span_codec import fit
@@ -185,11 +186,7 @@ def test_a_span_ended_by_two_threads_is_written_once(writer: FlightWriter, trace
     for _ in range(20):
         span = tracer.start_span("a")
         begin = threading.Barrier(4)
-        threads = [threading.Thread(target=lambda: (begin.wait(), span.end())) for _ in range(4)]  # noqa: B023  # joined below
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        finish([threading.Thread(target=lambda: (begin.wait(), span.end())) for _ in range(4)])  # noqa: B023  # joined below
     assert len(otel.frames(writer)) == 20
 
 
