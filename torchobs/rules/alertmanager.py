@@ -75,11 +75,6 @@ def config() -> dict[str, Any]:
     }
 
 
-def named() -> set[str]:
-    """Return every alert that the configuration names."""
-    return {alert for sources, targets in _FOLLOWS for alert in (*sources, *targets)}
-
-
 def render() -> str:
     """Return the file."""
     return f"{HEADER}#\n{ABOUT}{yaml.safe_dump(config(), sort_keys=False, width=4096)}"

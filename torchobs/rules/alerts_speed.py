@@ -177,10 +177,11 @@ def _goodput(values: Values) -> Alert:
             and on ({ONE_RUN}) {GOODPUT_NOW} >= 0"""
         for long, short, burn in BURNS
     ]
+    either = "\n          or".join(lost)
     trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[1d]) > 0"
     return Alert(
         alert="TorchobsGoodputLow",
-        expr=f"max {BY_RUN} (\n          ({_either(lost)})\n          {trains}\n)",
+        expr=f"max {BY_RUN} (\n          ({either})\n          {trains}\n)",
         severity="ticket",
         summary="wastes its machines.",
         description=(
@@ -194,7 +195,3 @@ def _goodput(values: Values) -> Alert:
             named=False,
         ),
     )
-
-
-def _either(expressions: list[str]) -> str:
-    return "\n          or".join(expressions)
