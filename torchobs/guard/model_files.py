@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from torchobs.guard import archives, compressed, pickles
-from torchobs.guard.file_findings import found_wrong, text_of
+from torchobs.guard.record import found_wrong, text_of
 from torchobs.guard.severity import Severity
 from torchobs.support.result import Result
 

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from torchobs.guard.file_findings import found_wrong
+from torchobs.guard.record import found_wrong
 from torchobs.support.arguments import is_text
 
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")

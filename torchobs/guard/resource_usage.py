@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
-RESOURCES = ("cpu", "memory", "gpu_memory", "disk")
 LEAST_CPU_S = 0.1
 """Shorter times say nothing of a processor, whose use the kernel counts in ticks of 10 ms"""
 _log = logging.getLogger("torchobs.guard")
