@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import PHASE_NAMES, StepFlag
 from torchobs.probes.core.boundaries import PIN, UNPIN
+from torchobs.probes.core.context import ProbeContext
 from torchobs.runtime.session import current
 from torchobs.support import graph_safe
 from torchobs.support.error_guard import call
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchobs.catalog import Event, Metric
-    from torchobs.probes.core.context import ProbeContext
 
 MIN_SPAN_NS = 100_000_000
 _MOST_WATCHED = 64
@@ -80,19 +80,19 @@ def event(name: str, **attributes: Any) -> None:
 def record_event(event: Event, attributes: Mapping[str, Any]) -> None:
     """Record an event of the catalog. For the toolboxes, as are ``count`` and ``set_gauge``."""
     if not graph_safe.is_compiling():
-        _call("event", _record_event, event, attributes)
+        _call("event", ProbeContext.event, event, attributes)
 
 
 def count(metric: Metric, amount: float, **attributes: str) -> None:
     """Add to a counter of the catalog; 0 makes it exist."""
     if not graph_safe.is_compiling():
-        _call("debug", _count, metric, amount, attributes)
+        _call("debug", ProbeContext.count, metric, amount, attributes)
 
 
 def set_gauge(metric: Metric, value: float, **attributes: str) -> None:
     """Set a gauge of the catalog."""
     if not graph_safe.is_compiling():
-        _call("debug", _set_gauge, metric, value, attributes)
+        _call("debug", ProbeContext.set_gauge, metric, value, attributes)
 
 
 def watch(model: Any) -> None:
@@ -129,7 +129,7 @@ class _Phase:
         _call("phase", _phase_ends, self._name, self._started_ns.pop(), time.monotonic_ns(), kind is not None)
 
 
-def _call(name: str, function: Callable[..., None], *args: Any) -> None:
+def _call(name: str, function: Callable[..., object], *args: Any) -> None:
     """Call ``function`` with the session's context under that breaker; do nothing without a session or at level ``off``."""
     session = current()
     context = session.context if session is not None else None
@@ -188,18 +188,6 @@ def _number(value: Any) -> float:
 
 def _event(context: ProbeContext, name: str, attributes: dict[str, Any]) -> None:
     context.writer.event(name, attributes, context.recorder.step)
-
-
-def _record_event(context: ProbeContext, event: Event, attributes: Mapping[str, Any]) -> None:
-    context.event(event, attributes)
-
-
-def _count(context: ProbeContext, metric: Metric, amount: float, attributes: dict[str, str]) -> None:
-    context.count(metric, amount, attributes)
-
-
-def _set_gauge(context: ProbeContext, metric: Metric, value: float, attributes: dict[str, str]) -> None:
-    context.set_gauge(metric, value, attributes)
 
 
 def _watch(context: ProbeContext, model: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor, inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
@@ -113,8 +113,8 @@ def memory_usage(
         others = resized(batch, size, other)
     first, second = _measured(model, batch, loss_fn), _measured(model, others, loss_fn)
     # where gradients are larger than activations, a small batch's peak does not show what a sample takes
-    slopes = ((after - before) / (size - other) for after, before in zip(first.levels, second.levels, strict=True))
-    per_sample = max(slopes)
+    pairs = (first.peak, second.peak), (first.forward_peak, second.forward_peak)
+    per_sample = max((one - another) / (size - other) for one, another in pairs)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state, state_there = _optimizer_state(optimizer)
     gradients_there = sum(bytes_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
@@ -133,17 +133,12 @@ _LEAST_HALVED = 4
 """Smaller batches are doubled instead: batch normalisation takes no single sample"""
 
 
-@dataclass(slots=True)
-class _Passes:
+class _Passes(NamedTuple):
     """What a forward and a backward pass took."""
 
     peak: int
     forward_peak: int
     modules: dict[tuple[str, str], int]
-
-    @property
-    def levels(self) -> tuple[int, int]:
-        return self.peak, self.forward_peak
 
 
 def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _Passes:

@@ -19,8 +19,6 @@ from torchobs.support.result import Result
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-KINDS = ("parameter", "buffer", "input", "gradient", "optimizer state")
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse(Result):

@@ -82,9 +82,10 @@ def ddp(model: Any, *, group: Any = None) -> RankAgreement:
         TypeError: ``model`` is no module.
     """
     import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     require_module(model, "ddp")
-    side = _side(getattr(model, "module", model) if _is_ddp(model) else model)
+    side = _side(model.module if isinstance(model, DistributedDataParallel) else model)
     together = dist.is_available() and dist.is_initialized()
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
     sides: list[Any] = [side] * size
@@ -92,12 +93,6 @@ def ddp(model: Any, *, group: Any = None) -> RankAgreement:
         dist.all_gather_object(sides, side, group=group)
         let_backend_finish()
     return _compared(type(model).__name__, rank, sides, broadcast=bool(getattr(model, "broadcast_buffers", False)))
-
-
-def _is_ddp(model: Any) -> bool:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return isinstance(model, DistributedDataParallel)
 
 
 def _side(model: Any) -> _Side:

@@ -99,7 +99,8 @@ def _checkpointing(request: Request) -> Choice:
     name = "checkpointing"
     if request.mode == "full" and not request.checkpoint:
         return skip(name, "saves memory for a second forward pass; pass checkpoint= or use mode 'memory_efficient'")
-    blocks = outermost(_asked_blocks(request) if request.checkpoint else repeated_blocks(request.model))
+    asked = [module for module in request.model.modules() if isinstance(module, request.checkpoint)]
+    blocks = outermost(asked if request.checkpoint else repeated_blocks(request.model))
     if not blocks:
         return skip(name, "the model has no repeated blocks; pass the class of the modules as checkpoint=")
     if (obstacle := next(filter(None, map(reclass_obstacle, blocks)), None)) is not None:
@@ -128,10 +129,6 @@ def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Ch
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.4g} MiB"
-
-
-def _asked_blocks(request: Request) -> list[nn.Module]:
-    return [module for module in request.model.modules() if isinstance(module, request.checkpoint)]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

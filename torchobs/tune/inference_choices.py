@@ -15,8 +15,6 @@ from torchobs.tune.inference import DynamicQuantization, Graph, TorchaoQuantizat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_NO_INFERENCE = "is for inference: use mode 'inference'"
-
 
 def attention(request: Request) -> Choice:
     """Prefer the kernel that is asked for."""
