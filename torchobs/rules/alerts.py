@@ -66,7 +66,6 @@ def _loss_diverged() -> Alert:
                 count {BY_RUN} ({lasting(diverged, "== 1", DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {diverged} == 1)
             )
         """,
-        severity="ticket",
         summary="has diverged in its first steps.",
         description=(
             'The loss of {{ printf "%.0f" $value }} of its ranks rose to ten times the first one, and has not come back since: '
@@ -107,7 +106,6 @@ def _gradient_explosion(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGradientExplosion",
         expr=expr,
-        severity="ticket",
         summary="is blowing up.",
         description=(
             'In the last 10 minutes the worst rank had {{ printf "%.0f" $value }} steps whose gradient or loss was NaN, '
@@ -137,7 +135,6 @@ def _gradient_vanishing() -> Alert:
                 {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
             )
         """,
-        severity="ticket",
         summary="does not learn, or a part of its model does not.",
         description=(
             'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes whose gradient had all but '
@@ -180,7 +177,6 @@ def _ranks_disagree() -> Alert:
                 )
             )
         """,
-        severity="ticket",
         summary="has ranks that do not agree with each other.",
         description=(
             "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their versions of "

@@ -59,7 +59,6 @@ def _overdue(values: Values) -> Alert:
                 {ALIVE} > 0
             )
         """,
-        severity="ticket",
         summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
         description=(
             f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all since "
@@ -88,7 +87,6 @@ def _never(values: Values) -> Alert:
                 last_over_time({CHECKPOINT}[{PAST}]) > 0
             )
         """,
-        severity="ticket",
         summary="has never saved a checkpoint.",
         description="It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now.",
     )

@@ -25,7 +25,6 @@ def _disabled() -> Alert:
     return Alert(
         alert="TorchobsProbeDisabled",
         expr=by_run(f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)"),
-        severity="ticket",
         summary="is watched by fewer probes.",
         description=(
             f"{amount('probe is', 'probes are')} switched off after an exception: "
@@ -40,7 +39,6 @@ def _dropped() -> Alert:
     return Alert(
         alert="TorchobsFlightDropped",
         expr=by_run(f"sum {BY_RUN} ({dropped}) > 0"),
-        severity="ticket",
         summary="records more than its flight files hold.",
         description='{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',
         culprits=Culprits(select(dropped, THIS_RUN), '{{ printf "%.0f" $v }} of kind {{ $l.what }}', "Most on"),
@@ -99,4 +97,4 @@ def _growing_sum(*counters: str) -> str:
 
 
 def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
-    return Alert(alert, f"max by ({_EXPORTER}) (\n    {expr}\n)", "ticket", summary, description, of_run=False)
+    return Alert(alert, f"max by ({_EXPORTER}) (\n    {expr}\n)", summary, description, of_run=False)

@@ -30,7 +30,6 @@ def _nvlink() -> Alert:
     return Alert(
         alert="TorchobsNvlinkDown",
         expr=by_run(f"{lost()} > 0"),
-        severity="ticket",
         summary="has lost NVLinks.",
         description=f"A GPU has {amount('link', 'links')} fewer than it had within a day: collectives take another way.",
         culprits=Culprits(f"{lost(THIS_RUN)} > 0", f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
@@ -55,7 +54,6 @@ def _infiniband() -> Alert:
                 count by (cluster, nodename) ({lost})
             )
         """,
-        severity="ticket",
         summary="has lost InfiniBand ports.",
         description=(
             f"One of its nodes has {amount('port', 'ports')} down that carried data within a day: collectives are slower, or "

@@ -60,7 +60,6 @@ def _failed() -> Alert:
     return Alert(
         alert="TorchobsRankFailed",
         expr=by_run(f"count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)"),
-        severity="ticket",
         summary="has lost a rank.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or vanished (killed, likely out '
@@ -110,7 +109,6 @@ def _hung() -> Alert:
     return Alert(
         alert="TorchobsRankHung",
         expr=f"max {BY_RUN} ({STUCK}) > 0",
-        severity="ticket",
         summary="does not move.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.'
@@ -265,7 +263,6 @@ def _missing() -> Alert:
     return Alert(
         alert="TorchobsRanksMissing",
         expr=by_run(lasting(MISSING, "> 0", ABSENT, ONE_RUN)),
-        severity="ticket",
         summary="lacks ranks.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others live: they '
@@ -292,7 +289,6 @@ def _telemetry_gone() -> Alert:
                 last_over_time({LEFT}[{GONE}]) > 0
             )
         """,
-        severity="ticket",
         wait=WATCHED,
         summary="is not seen any more.",
         description=(

@@ -42,7 +42,6 @@ def _growth(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryGrowth",
         expr=by_run(f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}", "min"),
-        severity="ticket",
         summary="runs out of memory.",
         description=(
             "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
@@ -59,7 +58,6 @@ def _near_limit(values: Values) -> Alert:
     return Alert(
         alert="TorchobsOutOfMemoryNear",
         expr=by_run(f"min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}"),
-        severity="ticket",
         summary="is near the limit of its memory.",
         description=(
             "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and not "
@@ -78,7 +76,6 @@ def _oom_kill() -> Alert:
     return Alert(
         alert="TorchobsCgroupOomKill",
         expr=by_run(f"sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0"),
-        severity="ticket",
         summary="had processes killed for want of memory.",
         description=(
             f"The kernel killed {amount('process', 'processes')} of its containers in the last 10 minutes: ranks, "
@@ -103,7 +100,6 @@ def _gpu_memory(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGpuMemoryNearLimit",
         expr=by_run(f"{share()} > {values.thresholds.gpu_memory:g}"),
-        severity="ticket",
         summary="is near the limit of its GPU memory.",
         description=(
             "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
@@ -129,7 +125,6 @@ def _fragmented(values: Values) -> Alert:
                 {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
             )
         """,
-        severity="ticket",
         summary="runs out of GPU memory for fragmentation.",
         description=(
             "Allocations were retried in the last 10 minutes, while {{ $value | humanizePercentage }} of the memory that the "
@@ -144,7 +139,6 @@ def _shared_memory(values: Values) -> Alert:
     return Alert(
         alert="TorchobsSharedMemoryFull",
         expr=by_run(f"{used} / ({size} > 0) > {values.thresholds.shared_memory:g}"),
-        severity="ticket",
         summary="has hardly any shared memory left.",
         description=(
             "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data through it; "
@@ -173,7 +167,6 @@ def _filesystem(values: Values) -> Alert:
                 {used} / on ({_FILESYSTEM}) (sum by ({_FILESYSTEM}) ({every}) > 0) > {values.thresholds.filesystem:g}
             )
         """,
-        severity="ticket",
         summary=f"The file system {{{{ $labels.system_filesystem_mountpoint }}}} of {EXPORTER} is nearly full.",
         description=(
             "{{ $value | humanizePercentage }} of its space or its inodes is in use. The next checkpoint may not find room."
@@ -191,7 +184,6 @@ def _cpu(values: Values) -> Alert:
                 1 - sum by ({_MACHINE}) (rate({idle}[{WINDOW}])) / on ({_MACHINE}) ({cpus} > 0) > {values.thresholds.cpu:g}
             )
         """,
-        severity="ticket",
         summary=f"The processors of {EXPORTER} are busy.",
         description=(
             "{{ $value | humanizePercentage }} of their time of the last 10 minutes was used: data loaders and launches of "
@@ -205,7 +197,6 @@ def _scaler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsLossScaleStuck",
         expr=by_run(f"{select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}"),
-        severity="ticket",
         summary="makes no steps.",
         description=(
             'Its loss scaler has skipped {{ printf "%.0f" $value }} steps in a row: it finds no scale at which the gradients '
@@ -246,7 +237,6 @@ def _gpu_throttled(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGpuThrottled",
         expr=by_run(f"rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}"),
-        severity="ticket",
         summary="has a GPU that is too hot.",
         description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",
         culprits=Culprits(f"rate({here}[{WINDOW}])", f"GPU {{{{ $l.hw_id }}}}, {SHARE}", "Observed by"),
@@ -257,7 +247,6 @@ def _worker() -> Alert:
     return Alert(
         alert="TorchobsLoaderWorkerDied",
         expr=by_run(f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0"),
-        severity="ticket",
         summary="lost workers of its data loaders.",
         description=(
             f"{amount('worker was', 'workers were')} ended by a signal or an error in the last 10 minutes. The loader "

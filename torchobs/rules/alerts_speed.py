@@ -60,7 +60,6 @@ def _slowdown(values: Values) -> Alert:
                 increase({idle}[{IDLE_WITHIN}]) > {IDLE_S}
             )
         """,
-        severity="ticket",
         summary="has become slow.",
         description=(
             'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in its best ones, evaluation, '
@@ -78,7 +77,6 @@ def _straggler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsStraggler",
         expr=by_run(f"{SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {LATE} > {LEAST_EXCESS_S:g}"),
-        severity="ticket",
         summary="waits for one of its ranks.",
         description=(
             'In the last 10 minutes the slowest rank took {{ printf "%.1f" $value }} times as long for a step as its peers, '
@@ -104,7 +102,6 @@ def _data() -> Alert:
                 time() - {select(catalog.RANK_START_TIME)} > 600
             )
         """,
-        severity="ticket",
         summary="waits for its data.",
         description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
         culprits=Culprits(
@@ -126,7 +123,6 @@ def _recompiles(values: Values) -> Alert:
                 {recompiles} > {values.thresholds.recompiles:g}
             )
         """,
-        severity="ticket",
         summary="is compiled again and again.",
         description=(
             'In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} recompilations, or functions that '
@@ -146,7 +142,6 @@ def _throttled(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCpuThrottled",
         expr=by_run(f"rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}"),
-        severity="ticket",
         summary="is held back by its CPU limit.",
         description=(
             "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container stood still."
@@ -182,7 +177,6 @@ def _goodput(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGoodputLow",
         expr=f"max {BY_RUN} (\n          ({either})\n          {trains}\n)",
-        severity="ticket",
         summary="wastes its machines.",
         description=(
             'It loses the time of its machines {{ $value | printf "%.0f" }} times as fast as the objective of '

@@ -45,10 +45,11 @@ class Alert:
 
     alert: str
     expr: str
-    severity: str
     summary: str
     """Follows the run's name, for an alert about a run"""
     description: str
+    severity: str = "ticket"
+    """Or ``page``, where somebody is to be woken up"""
     culprits: Culprits | None = None
     also: tuple[Culprits, ...] = ()
     """More of them, by other queries"""
