@@ -40,9 +40,9 @@ def dashboard(limits: Thresholds) -> Dashboard:
     return page("torchobs-gpu", "GPU", about, Choice.RUN | Choice.RANK, sections)
 
 
-def by_gpu(of: str, *labels: str, operator: str = "max") -> str:
+def by_gpu(of: str, *labels: str) -> str:
     """Aggregate by GPU: ranks that share one see it both."""
-    return f"{operator} by ({', '.join(('hw_id', *labels))}) ({of})"
+    return f"max by ({', '.join(('hw_id', *labels))}) ({of})"
 
 
 def health(limits: Thresholds) -> tuple[Panel, ...]:

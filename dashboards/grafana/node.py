@@ -33,9 +33,9 @@ def dashboard(limits: Thresholds) -> Dashboard:
     return page("torchobs-node", "node", about, Choice.RUN | Choice.EXPORTER, sections)
 
 
-def node(metric: catalog.Metric, operator: str = "max") -> str:
+def node(metric: catalog.Metric) -> str:
     """Return a machine's value by exporter."""
-    return f"{operator} by (instance) ({select(metric, *EXPORTERS)})"
+    return f"max by (instance) ({select(metric, *EXPORTERS)})"
 
 
 def processors(limits: Thresholds) -> tuple[Panel, ...]:

@@ -117,9 +117,9 @@ def number(
     return _sized(panel.build(), width=width, height=height)
 
 
-def distribution(title: str, description: str, query: Query, width: int = 12) -> model.Panel:
+def distribution(title: str, description: str, query: Query) -> model.Panel:
     """Return a heatmap of a histogram over time; the query returns counts by the label `le`, or native histograms."""
-    panel = _heatmap(title, f"{description} A run id that is in several clusters is added up: choose one.", "short", width)
+    panel = _heatmap(title, f"{description} A run id that is in several clusters is added up: choose one.", "short", 12)
     panel.targets([_target(0, query).format(PromQueryFormat.HEATMAP)])
     panel.color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Spectral").exponent(0.5).steps(64))
     panel.filter_values(heatmap.FilterValueRange().le(1e-9))
@@ -240,13 +240,13 @@ def _of_name(name: str) -> model.MatcherConfig:
     return model.MatcherConfig(id_val="byRegexp", options=f"/^{name}( .*)?$/")
 
 
-def right_axis(panel: model.Panel, name: str, unit: str = "short") -> model.Panel:
-    """Give the series of this name an axis of its own, as its unit is another, or its values are much larger."""
+def right_axis(panel: model.Panel, name: str) -> model.Panel:
+    """Give the series of this name an axis of its own, as its values are much larger."""
     panel.field_config.overrides = [
         model.DashboardFieldConfigSourceOverrides(
             matcher=_of_name(name),
             properties=[
-                model.DynamicConfigValue(id_val="unit", value=unit),
+                model.DynamicConfigValue(id_val="unit", value="short"),
                 model.DynamicConfigValue(id_val="custom.axisPlacement", value="right"),
             ],
         )

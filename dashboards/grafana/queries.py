@@ -197,7 +197,7 @@ def _with_run(labels: str) -> str:
     return labels if set(named) & set(_ALONE) else ", ".join(dict.fromkeys((*RUN, *named)))
 
 
-def by_padded_rank(of: str, operator: str = "max") -> str:
-    """Aggregate by the label `row`, the rank in five digits, so that text order is numerical order."""
+def by_padded_rank(of: str) -> str:
+    """Return the greatest by the label `row`, the rank in five digits, so that text order is numerical order."""
     digits = f'label_replace({of}, "row", "0000$1", "rank", "(.*)")'
-    return f'{operator} by (row) (label_replace({digits}, "row", "$1", "row", ".*(.{{5}})"))'
+    return f'max by (row) (label_replace({digits}, "row", "$1", "row", ".*(.{{5}})"))'

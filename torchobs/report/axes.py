@@ -67,9 +67,9 @@ def scale_of(values: Iterable[float], *, from_zero: bool = False) -> Scale | Non
     return Scale(low if from_zero else low - margin, high + margin)
 
 
-def round_values(low: float, high: float, most: int = _MOST_TICKS) -> list[float]:
-    """Return at most about ``most`` multiples of 1, 2 or 5 times a power of ten between the two."""
-    room = (high - low) / max(most - 1, 1)
+def round_values(low: float, high: float) -> list[float]:
+    """Return some five multiples of 1, 2 or 5 times a power of ten between the two."""
+    room = (high - low) / (_MOST_TICKS - 1)
     if not room > 0 or not isfinite(room):
         return [low]
     power = _DECADE ** floor(log10(room))
