@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -185,10 +186,8 @@ def _recorded() -> dict[str, float]:
         file = reader.open_path(session.writer.path)
     except OSError:  # its directory was removed under the run
         return {}
-    try:
+    with closing(file):
         points = file.read().points
-    finally:
-        file.close()
     found: dict[str, float] = {}
     for series, value in points:
         if series.scope is None and series.name == catalog.STEPS.name:

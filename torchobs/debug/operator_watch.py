@@ -12,7 +12,6 @@ read by one copy.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from torchobs.debug.statistics import own_work
+from torchobs.probes.nonfinite.code import is_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -155,15 +155,10 @@ def _user_frame() -> tuple[CodeType, int] | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_the_users(code.co_filename):
+        if is_users(code):
             return code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
-
-
-@functools.lru_cache(maxsize=10_000)
-def _is_the_users(filename: str) -> bool:
-    return not filename.startswith(NOT_THE_USERS)
 
 
 def user_line() -> str:

@@ -18,9 +18,8 @@ import torch
 
 from torchobs import catalog
 from torchobs.detect.spikes import judge
-from torchobs.guard.batches import free_memory, on_cpu
+from torchobs.guard.batches import can_be_split, free_memory, on_cpu, parts_of
 from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
-from torchobs.guard.micro_batches import can_be_split, parts_of
 from torchobs.guard.record import count, record
 from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
 from torchobs.guard.severity import Category, Severity
@@ -32,7 +31,7 @@ from torchobs.support.kept_state import Buffers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torchobs.guard.micro_batches import Part
+    from torchobs.guard.batches import Part
 
 _log = logging.getLogger("torchobs.guard")
 EVIDENCE = 8
