@@ -39,6 +39,15 @@ class Answer:
     body: bytes
 
 
+def value_on(page: str, name: str, **labels: str) -> float | None:
+    """The value of the first sample of a metrics page with that name and these labels."""
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    return None
+
+
 def state_on(page: str, rank: str = "0") -> str:
     """A rank's state on a page; empty if it is not served."""
     for family in text_string_to_metric_families(page):
@@ -71,12 +80,8 @@ class Client:
         return answer.body.decode()
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The value of the first sample with that name and these labels."""
-        for family in text_string_to_metric_families(self.page()):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    return float(sample.value)
-        return None
+        """As :func:`value_on`, of its page."""
+        return value_on(self.page(), name, **labels)
 
     def state(self, rank: str = "0") -> str:
         """A rank's state; empty if it is not served."""

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.kubernetes.cluster import PORT, Namespace, Pod, get, value
+from tests.exporters import value_on
+from tests.kubernetes.cluster import PORT, Namespace, Pod, get
 from tests.kubernetes.exporter_pages import Pages
 from tests.kubernetes.injection import (
     JOBSET,
@@ -150,11 +151,11 @@ def test_a_label_is_all_that_a_job_needs(namespace: Namespace, pages: Pages) -> 
     found = completed(namespace, "labelled")
     assert len(found) == 2
     whose = {"job_name": "labelled", "run_id": uid_of(namespace, "labelled")}
-    assert [value(pages[one], "torchobs_steps_total", **whose) for one in found] == [STEPS, STEPS]
-    ranks = {value(pages[one], "torchobs_rank_info", rank=str(rank)) for rank, one in enumerate(in_order(found))}
+    assert [value_on(pages[one], "torchobs_steps_total", **whose) for one in found] == [STEPS, STEPS]
+    ranks = {value_on(pages[one], "torchobs_rank_info", rank=str(rank)) for rank, one in enumerate(in_order(found))}
     assert ranks == {1}
     for one in found:
-        assert value(pages[one], "torchobs_world_size", **whose) == 2
+        assert value_on(pages[one], "torchobs_world_size", **whose) == 2
         assert printed(namespace, one)[-1] == str(STEPS)
         assert (one.container("torchobs")["restartCount"], one.ended("torchobs")["exitCode"]) == (0, 0)
 
@@ -174,7 +175,7 @@ def in_order(pods: list[Pod]) -> list[Pod]:
 def test_an_image_without_torchobs_is_watched_and_trains_to_its_end(namespace: Namespace, pages: Pages) -> None:
     """A script that does not know torchobs, in an image that has none; the log is what it is without."""
     (found,) = completed(namespace, "automatic")
-    assert value(pages[found], "torchobs_steps_total", job_name="automatic", run_id=uid_of(namespace, "automatic")) == STEPS
+    assert value_on(pages[found], "torchobs_steps_total", job_name="automatic", run_id=uid_of(namespace, "automatic")) == STEPS
     assert printed(namespace, found) == [str(step) for step in range(1, STEPS + 1)]
     assert "torchobs" not in namespace.logs(found, "main")
     assert namespace.logs(found, "torchobs-copy") == ""
@@ -185,9 +186,9 @@ def test_the_jobs_of_a_jobset_are_one_run(namespace: Namespace, pages: Pages) ->
     for index in range(2):
         (found,) = completed(namespace, f"gpt-node-{index}")
         whose = {"job_name": "gpt", "run_id": JOBSET_UID, "rank": str(index)}
-        assert value(pages[found], "torchobs_rank_info", **whose) == 1
-        assert value(pages[found], "torchobs_steps_total", **whose) == STEPS
-        assert value(pages[found], "torchobs_world_size", job_name="gpt", run_id=JOBSET_UID) == 2
+        assert value_on(pages[found], "torchobs_rank_info", **whose) == 1
+        assert value_on(pages[found], "torchobs_steps_total", **whose) == STEPS
+        assert value_on(pages[found], "torchobs_world_size", job_name="gpt", run_id=JOBSET_UID) == 2
 
 
 def test_a_key_stays_readable_for_its_owner_alone(namespace: Namespace, pages: Pages) -> None:
@@ -195,7 +196,7 @@ def test_a_key_stays_readable_for_its_owner_alone(namespace: Namespace, pages: P
     (found,) = completed(namespace, "keys")
     assert "0o400" in namespace.logs(found, "main").splitlines()
     assert "fsGroup" not in found.content["spec"]["securityContext"]
-    assert value(pages[found], "torchobs_steps_total", job_name="keys") == STEPS
+    assert value_on(pages[found], "torchobs_steps_total", job_name="keys") == STEPS
 
 
 def test_an_image_with_torchobs_keeps_its_own(namespace: Namespace) -> None:

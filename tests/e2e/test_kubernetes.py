@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests import support
+from tests.exporters import value_on
 from tests.kubernetes.cluster import (
     OOM_KILLED,
     PORT,
@@ -27,7 +28,6 @@ from tests.kubernetes.cluster import (
     get,
     printed_steps,
     reached_from,
-    value,
 )
 from tests.kubernetes.jobs import ARBITRARY_UID, IN_A_CLUSTER, SHIPPED, exporter_of, job, scripts, trainer_of
 from tests.otlp import Collector, pairs_of_json
@@ -173,7 +173,7 @@ def test_broken_exporters_keep_no_training_from_its_end(stage: Stage) -> None:
     wait_until(lambda: all(get(f"{pod.ip}:{PORT + number}", "/-/ready")[0] for number in (0, 1)), timeout_s=600)
     assert get(f"{pod.ip}:{PORT}")[0] == 503
     status, page = get(f"{pod.ip}:{PORT + 1}")
-    assert (status, value(page, "torchobs_exporter_config_ok")) == (200, 0)
+    assert (status, value_on(page, "torchobs_exporter_config_ok")) == (200, 0)
     (pod,) = stage.completed("broken")
     for name in BROKEN:
         assert (pod.container(name)["restartCount"], pod.ended(name)["exitCode"]) == (0, 0)
@@ -206,7 +206,7 @@ def test_an_exporter_that_still_loads_hears_that_the_training_has_ended(stage: S
 def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> None:
     """The scrape address has metrics and health; a port-forward has the page and the API; a command goes by the socket."""
     pod = stage.running("long")
-    wait_until(lambda: value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0, timeout_s=600)
+    wait_until(lambda: value_on(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0, timeout_s=600)
     assert get(f"{pod.ip}:{PORT}", "/")[0] == 403
     assert get(f"{pod.ip}:{PORT}", "/api/v1/ranks")[0] in {401, 403}
     with stage.namespace.forwarded(pod) as address:
@@ -228,13 +228,13 @@ def test_the_first_signal_drains_and_the_second_ends(stage: Stage) -> None:
     stage.namespace.kubectl(*terminate)
     wait_until(lambda: "waiting for the final state" in stage.namespace.logs(pod, "torchobs"), timeout_s=120, interval_s=0.5)
     status, page = get(f"{pod.ip}:{PORT}")
-    before = value(page, "torchobs_steps_total")
+    before = value_on(page, "torchobs_steps_total")
     assert (status, bool(before)) == (200, True)
     stage.namespace.kubectl(*terminate)
     restarted = wait_until(lambda: _restarted(stage), timeout_s=600, interval_s=0.5)
     assert restarted is not None
     assert restarted.container("torchobs")["lastState"]["terminated"]["exitCode"] == 0
-    wait_until(lambda: (value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=600)
+    wait_until(lambda: (value_on(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=600)
     assert restarted.container("trainer")["restartCount"] == 0
 
 

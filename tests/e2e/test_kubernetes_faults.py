@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.cluster import OOM_KILLED, PORT, Pod, get, printed_steps, value
+from tests.exporters import value_on
+from tests.kubernetes.cluster import OOM_KILLED, PORT, Pod, get, printed_steps
 from tests.kubernetes.jobs import ARBITRARY_UID, IN_A_CLUSTER, job, scripts, trainer_of
 from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, steps, torchrun
 from tests.support import wait_until
@@ -115,8 +116,8 @@ def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
     assert wait_until(has_all, timeout_s=STARTS_S, interval_s=0.2)
     assert pod.container("trainer")["restartCount"] == 0
     page = get(f"{pod.ip}:{PORT}", User_Agent="tests")[1]
-    assert value(page, "torchobs_rank_state", state="alive") == 1
-    assert value(page, "torchobs_steps_total", run_id=stage.uid("steady")) is not None
+    assert value_on(page, "torchobs_rank_state", state="alive") == 1
+    assert value_on(page, "torchobs_steps_total", run_id=stage.uid("steady")) is not None
 
 
 def test_a_full_flight_volume_stops_no_training(stage: Stage) -> None:
@@ -133,7 +134,7 @@ def test_any_user_trains_on_a_root_file_system_that_is_read_only(stage: Stage) -
     assert pod.content["spec"]["securityContext"]["runAsUser"] == ARBITRARY_UID
     for container in (*pod.content["spec"]["initContainers"], *pod.content["spec"]["containers"]):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert value(get(f"{pod.ip}:{PORT}", User_Agent="tests")[1], "torchobs_rank_state", state="alive") == 1
+    assert value_on(get(f"{pod.ip}:{PORT}", User_Agent="tests")[1], "torchobs_rank_state", state="alive") == 1
 
 
 def test_a_crash_loop_is_seen_by_rules_evaluated_once_a_minute(stage: Stage) -> None:

@@ -19,8 +19,6 @@ from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.support import free_port, wait_until
 
 if TYPE_CHECKING:
@@ -179,15 +177,6 @@ def get(address: str, path: str = "/metrics", **headers: str) -> tuple[int, str]
             return error.code, error.read().decode()
     except (OSError, http.client.HTTPException):  # nobody, or a pod that ended within its answer
         return 0, ""
-
-
-def value(page: str, name: str, **labels: str) -> float | None:
-    """The value of the first sample of a metrics page with that name and these labels."""
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                return float(sample.value)
-    return None
 
 
 def printed_steps(log: str) -> int:

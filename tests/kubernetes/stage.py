@@ -18,7 +18,8 @@ import pytest
 
 from tests import support
 from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
-from tests.kubernetes.cluster import PORT, Namespace, Pod, get, value
+from tests.exporters import value_on
+from tests.kubernetes.cluster import PORT, Namespace, Pod, get
 from tests.kubernetes.jobs import trainer_of
 from tests.kubernetes.scraping import scrape_config
 from tests.prometheus_server import PrometheusServer, newest_prometheus
@@ -95,7 +96,7 @@ class Stage:
 
 def steps(pod: Pod) -> float:
     """What the pod's page has of steps."""
-    return value(get(f"{pod.ip}:{PORT}", User_Agent="tests")[1], "torchobs_steps_total") or 0
+    return value_on(get(f"{pod.ip}:{PORT}", User_Agent="tests")[1], "torchobs_steps_total") or 0
 
 
 def torchrun(made: dict[str, Any], *options: str) -> dict[str, Any]:
