@@ -117,14 +117,11 @@ class _Tracer:
         self.guards: Counter[str] = Counter()
         apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
         compiled: Any = torch.compile  # its types know no older or newer torch
-        self._compiled: Any = compiled(self._called(model), backend=self._keep, **apart)
 
-    @staticmethod
-    def _called(model: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        return called
+        self._compiled: Any = compiled(called, backend=self._keep, **apart)
 
     def _keep(self, graph: Any, example_inputs: Any) -> Any:
         from torch._guards import TracingContext

@@ -16,6 +16,7 @@ _MOST_MARKS = 40
 _MOST_SCALARS = 16
 _SEVERITIES = {Severity.INFO: "info", Severity.WARNING: "warning", Severity.ERROR: "error"}
 _EVENTS = {event.name: _SEVERITIES[event.severity] for event in catalog.EVENTS}
+"""Severity by name; a user's own events are notes"""
 _ORDINARY = frozenset(
     event.name
     for event in (
@@ -25,11 +26,6 @@ _ORDINARY = frozenset(
     )
 )  # fmt: skip
 """Events that are no sign of anything"""
-
-
-def severity_of(fact: Fact) -> str:
-    """Return an event's severity; a user's own are notes."""
-    return _EVENTS.get(fact.name, "info")
 
 
 def section_of(report: RankReport, of: str) -> Section:
@@ -95,7 +91,7 @@ def anomalies(report: RankReport, of: str) -> Section:
     rows: dict[tuple[str, str], list[float]] = {}
     for fact in report.events:
         if fact.name not in _ORDINARY and fact.step is not None:
-            rows.setdefault((_kind(fact), severity_of(fact)), []).append(float(fact.step))
+            rows.setdefault((_kind(fact), _EVENTS.get(fact.name, "info")), []).append(float(fact.step))
     if skipped := [float(step.step) for step in report.steps if step.skipped]:
         rows["step skipped by the scaler", "warning"] = skipped
     table = _counts(report)

@@ -26,18 +26,18 @@ def check_format(path: Path) -> None:
 
 
 def report_text(chosen: Chosen, suffix: str) -> str:
-    """Return the report on a run in the format of a file name's suffix."""
-    return json_text(run_dict(chosen)) if suffix.lower() == ".json" else document_text(run_document(chosen), suffix)
+    """Return the report on a run in the format of a file name's suffix.
+
+    As JSON it is plain data as of ``torchobs inspect --json``, with every step and event, and the history.
+    """
+    if suffix.lower() != ".json":
+        return document_text(run_document(chosen), suffix)
+    return json_text(document(chosen.ranks, chosen.launchers, chosen.bad, Options(_ALL, _ALL, history=True)))
 
 
 def document_text(made: Document, suffix: str) -> str:
     """Return a document as Markdown or HTML."""
     return markdown(made) if suffix.lower() == ".md" else page(made)
-
-
-def run_dict(chosen: Chosen) -> dict[str, Any]:
-    """Return the report as plain data: as ``torchobs inspect --json``, with every step and event, and the history."""
-    return document(chosen.ranks, chosen.launchers, chosen.bad, Options(_ALL, _ALL, history=True))
 
 
 def json_text(made: dict[str, Any]) -> str:
