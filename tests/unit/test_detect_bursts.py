@@ -7,20 +7,15 @@ from math import log
 
 import pytest
 
-from torchobs.detect.spikes import CALM, LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES, Bursts, judge
+from torchobs.detect.spikes import CALM, LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES, Bursts, LossBaseline, judge
 
-LEAST_LOSS, LEAST_NORM = 0.25, log(8.0)
+LEAST_NORM = log(8.0)
 
 
-def losses_told(values: list[float]) -> list[int]:
-    """Which of them are spikes, as the fold judges losses."""
-    mean, variance, seen, bursts, told = 0.0, 0.0, 0, Bursts(), list[int]()
-    for index, value in enumerate(values):
-        likely, least = bursts.peak + max(0.0, bursts.peak - mean), LEAST_LOSS * max(1.0, abs(mean))
-        spike, mean, variance, seen = judge(value, mean, variance, seen, least, skewed=True)
-        if bursts.judge(value, likely, is_spike=spike):
-            told.append(index)
-    return told
+def losses_told(values: list[float], *, learns: bool = True) -> list[int]:
+    """Which of them are spikes."""
+    baseline = LossBaseline()
+    return [index for index, value in enumerate(values) if baseline.is_spike(value, learns=learns)]
 
 
 def norms_told(values: list[float]) -> list[int]:
@@ -52,6 +47,7 @@ def test_what_an_actor_critic_does_when_episodes_end(seed: int) -> None:
     """Some hundred bursts of a healthy run; fewer are told than are a finding."""
     values = episodic(seed)
     assert len(losses_told(values)) < LEAST_LOSS_SPIKES
+    assert len(losses_told(values, learns=False)) < LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
     assert len(norms_told(values)) < LEAST_EXPLOSIONS
 
 

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 from torchobs.debug.findings import found
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, require_positive, start_gradients
 from torchobs.debug.history import history
-from torchobs.detect.spikes import judge
-from torchobs.flight.metrics.fold import LEAST_LOSS_EXCESS
+from torchobs.detect.spikes import LossBaseline
 from torchobs.support.result import Result
 
 
@@ -32,23 +31,16 @@ class StepCheck(Result):
     gradients: GradientCheck
 
 
-@dataclass(slots=True)
-class _Baseline:
-    """Losses of one model so far."""
+class _Steps:
+    """What is known of one model so far."""
 
-    mean: float = 0.0
-    variance: float = 0.0
-    seen: int = 0
-    steps: int = 0
+    __slots__ = ("baseline", "number")
 
-    def is_spike(self, loss: float) -> bool:
-        least = LEAST_LOSS_EXCESS * max(1.0, abs(self.mean))
-        judged = judge(loss, self.mean, self.variance, self.seen, least, skewed=True)
-        is_spike, self.mean, self.variance, self.seen = judged
-        return is_spike
+    def __init__(self) -> None:
+        self.baseline, self.number = LossBaseline(), 0
 
 
-_baselines: WeakKeyDictionary[Any, _Baseline] = WeakKeyDictionary()
+_models: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ def monitor_step(
     anomalies = tuple(dict.fromkeys([*(() if is_skipped and isfinite(value) else check.anomalies), *verdict.anomalies]))
     verdict.count(anomalous=bool(anomalies))
     return StepCheck(
-        step=_baselines[model].steps if step is None else step, loss=value, gradient_norm=check.total_norm,
+        step=_models[model].number if step is None else step, loss=value, gradient_norm=check.total_norm,
         gradient_explosion="gradient_explosion" in verdict.kinds, gradient_vanishing="gradient_vanishing" in verdict.kinds,
         loss_anomaly="loss_anomaly" in verdict.kinds, anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
     )  # fmt: skip
@@ -108,13 +100,13 @@ def judge_step(
     is_skipped: bool = False,
 ) -> Verdict:  # fmt: skip
     """Judge a step by its loss and the total norm of its gradients; one that is not finite explodes, unless it is skipped."""
-    baseline = _baselines.setdefault(model, _Baseline())
-    baseline.steps += 1
+    steps = _models.setdefault(model, _Steps())
+    steps.number += 1
     told: dict[str, str] = {}
     if not isfinite(loss):
         told["loss_anomaly"] = f"the loss is {loss}"
-    elif baseline.is_spike(loss):
-        told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {baseline.mean:.4g}"
+    elif steps.baseline.is_spike(loss):
+        told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
     if norm > exploding or (not isfinite(norm) and _has_gradients(model)):
         if isfinite(norm) or not is_skipped:
             is_above = f"the total gradient norm {norm:.3g} is above {exploding:g} (exploding)"

@@ -38,6 +38,9 @@ LEAST_SCALE = 1.0
 """A run may begin at or near 0: rewards that have not come yet, a head initialised with zeros, a loss that crosses zero. A
 value that begins below 1 has to exceed 1,000."""
 
+LEAST_LOSS_EXCESS = 0.25
+"""Least excess of a spike over the loss baseline: relative, or absolute below a loss of 1; beside the tail test."""
+
 
 SHORT_BURST, CALM = 2, 3
 """Spikes in a burst of this kind, and ordinary values after which it is over: what goes up and down belongs together"""
@@ -147,3 +150,28 @@ def judge(
     if not (isfinite(mean) and isfinite(variance)):
         return is_spike, value, 0.0, 1
     return is_spike, mean, variance, min(seen + 1, WARM_UP * 100)
+
+
+class LossBaseline:
+    """The usual loss of one model, and its :class:`Bursts`, for who judges each loss as it comes."""
+
+    __slots__ = ("_bursts", "_seen", "_variance", "mean")
+
+    def __init__(self) -> None:
+        self.mean = self._variance = 0.0
+        self._seen = 0
+        self._bursts = Bursts()
+
+    def is_spike(self, loss: float, least_excess: float | None = None, *, learns: bool = True) -> bool:
+        """Return True if a finite loss is a spike, as the exporter's metrics count them.
+
+        ``least_excess``: see :func:`judge`; by default :data:`LEAST_LOSS_EXCESS` of the mean. ``learns``: whether a spike moves
+        the baseline, which it must not if what it led to is undone.
+        """
+        least = LEAST_LOSS_EXCESS * max(1.0, abs(self.mean)) if least_excess is None else least_excess
+        likely = self._bursts.peak + max(0.0, self._bursts.peak - self.mean)  # twice as far from the mean
+        far, mean, variance, seen = judge(loss, self.mean, self._variance, self._seen, least, skewed=True)
+        found = self._bursts.judge(loss, likely, is_spike=far)
+        if learns or not found:
+            self.mean, self._variance, self._seen = mean, variance, seen
+        return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs import catalog
-from torchobs.detect.spikes import judge
+from torchobs.detect.spikes import LossBaseline
 from torchobs.guard.batches import can_be_split, free_memory, on_cpu, parts_of
 from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
 from torchobs.guard.record import count, record
@@ -36,21 +36,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("torchobs.guard")
 EVIDENCE = 8
 """Bad batches that are kept"""
-
-
-@dataclass(slots=True)
-class _Baseline:
-    """The usual loss. A spike does not become part of it: what it led to is undone."""
-
-    mean: float = 0.0
-    variance: float = 0.0
-    seen: int = 0
-
-    def is_spike(self, loss: float, least_excess: float) -> bool:
-        found, mean, variance, seen = judge(loss, self.mean, self.variance, self.seen, least_excess, skewed=True)
-        if not found:
-            self.mean, self.variance, self.seen = mean, variance, seen
-        return found
 
 
 @dataclass(slots=True)
@@ -100,7 +85,7 @@ class Recovery:
     """what was done, by category"""
     evidence: deque[BadBatch] = field(init=False, default_factory=lambda: deque(maxlen=EVIDENCE))
     """the last batches that were skipped"""
-    _baseline: _Baseline = field(init=False, default_factory=_Baseline)
+    _baseline: LossBaseline = field(init=False, default_factory=LossBaseline)
     _snapshot: Snapshot | None = field(init=False, default=None)
     _splits: int = field(init=False, default=1)
     """parts that each micro-batch is split into; what the last one needed"""
@@ -247,7 +232,7 @@ class Recovery:
             return NonFiniteLossError(f"the loss is {loss}")
         if not self._scales() and not self._gradients_are_finite():
             return NonFiniteLossError("a gradient is not finite")
-        if self._judges_spikes() and self._baseline.is_spike(loss, self.policy.least_excess):
+        if self._judges_spikes() and self._baseline.is_spike(loss, self.policy.least_excess, learns=False):  # it is undone
             return LossSpikeError(f"the loss is {loss:g}, and {self._baseline.mean:g} is usual")
         return None
 

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
+from torchobs.detect.spikes import LEAST_LOSS_EXCESS, START, WARM_UP, judge, leaves_start
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.goodput import credited, deduct_credit
 from torchobs.flight.metrics.gradient_norms import fold_norms
@@ -39,9 +39,6 @@ from torchobs.flight.metrics.totals import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-LEAST_LOSS_EXCESS = 0.25
-"""Least excess of a spike over the loss baseline: relative, or absolute below a loss of 1; beside the tail test."""
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
