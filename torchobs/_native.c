@@ -113,7 +113,7 @@ int to_unsigned(PyObject *object, uint64_t most, uint64_t *value)
 {
     if (!PyLong_Check(object))
         return 0;
-    *value = PyLong_AsUnsignedLongLong(object);
+    *value = as_uint64(object);
     if (*value == UINT64_MAX && PyErr_Occurred()) {
         PyErr_Clear();
         return 0;
@@ -350,7 +350,7 @@ int append_step(PlainSteps *self, const Step *step)
             PyErr_SetString(PyExc_RuntimeError, "no more numbers");
         return -1;
     }
-    uint64_t seq = PyLong_AsUnsignedLongLong(number);
+    uint64_t seq = as_uint64(number);
     Py_DECREF(number);
     if (seq == UINT64_MAX && PyErr_Occurred())
         return -1;
