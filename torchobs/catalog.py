@@ -1210,7 +1210,7 @@ EVENT_OUT_OF_MEMORY = _error(
     "Memory ran out: in a device's allocator, before the exception is raised, or on the host (cpu), when it ends. In bytes.",
     DEVICE,
     Attribute("requested", "requested size"),
-    Attribute("limit", "memory that this process may use"),
+    Attribute("limit", "memory that this process may use; of the host only a limit of its address space (ulimit -v, -d)"),
     Attribute("free", "free memory of the device"),
     Attribute("allocated", "in use by tensors"),
     Attribute("reserved", "held by the allocator"),
@@ -1385,6 +1385,9 @@ EVENT_CHECKPOINT_FAILED = _error(
     "A save raised an exception, for lack of space or another reason.",
     Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
     Attribute("exception.type", "the exception's class"),
+    Attribute("saved_step", "step of the last checkpoint that was saved; 0 if there was none"),
+    Attribute("free", "bytes that the target's file system has left, where it is a path"),
+    Attribute("needed", "bytes of the last checkpoint that was saved, else of the trained parameters"),
 )
 EVENT_RECOMPILE = _info(
     "torchobs.compile.recompile",

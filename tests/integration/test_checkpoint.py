@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+import os
 import statistics
 import threading
 import time
@@ -237,6 +238,26 @@ def test_a_save_that_succeeds_ends_a_streak_of_failures(run: Recording, tmp_path
     assert [save(name) for name in ("gone", "gone", "there")] == [1, 2, 0]
     train(lambda _: None, steps=2)
     assert [save(name) for name in ("gone", "there", "there")] == [1, 0, 0]
+
+
+def test_what_a_failed_save_leaves_is_told(run: Recording, tmp_path: Path) -> None:
+    """The last good checkpoint, what another one takes, and what the target's file system has left."""
+
+    def save(step: int) -> None:
+        with suppress(RuntimeError):
+            torch.save(mlp().state_dict(), tmp_path / ("model.pt" if step == 1 else "gone/model.pt"))
+
+    train(save, steps=3)
+    (event,) = run.frames("torchobs.checkpoint.failed")
+    assert event["attrs"]["saved_step"] == 1
+    assert event["attrs"]["needed"] == (tmp_path / "model.pt").stat().st_size
+    assert "free" not in event["attrs"]  # of a folder that is not there
+    (tmp_path / "taken").mkdir()
+    with suppress(RuntimeError):
+        torch.save(mlp().state_dict(), tmp_path / "taken")
+    there = os.statvfs(tmp_path)
+    (_, event) = run.frames("torchobs.checkpoint.failed")
+    assert event["attrs"]["free"] == pytest.approx(there.f_bavail * there.f_frsize, rel=0.5)
 
 
 def test_a_disk_that_is_full_is_the_script_s_own_error(run: Recording) -> None:

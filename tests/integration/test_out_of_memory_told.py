@@ -88,4 +88,7 @@ def test_inspect_says_what_took_it() -> None:
         "it in embed 1610612736 B"
     )
     assert _device_memory(Fact(fact.name, 0.0, 3, {"device": "cpu"})) == "The host had no memory left"
+    assert _device_memory(Fact(fact.name, 0.0, 3, {"device": "cpu", "requested": 1 << 30, "limit": 6 << 30})) == (
+        "The process was at the limit of its address space (6 GiB, ulimit): 1 GiB were asked for"
+    )
     assert "parameters 2 GiB" in _device_memory(Fact(fact.name, 0.0, 3, {"device": "cuda:0", **sizes}))

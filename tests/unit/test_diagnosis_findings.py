@@ -246,15 +246,30 @@ def test_a_nonfinite_gradient_is_not_called_the_first_after_steps_without_a_meas
 
 @pytest.mark.parametrize(
     ("streak", "severity", "more"),
-    [(2.0, "error", ". None was since step 60."), (0.0, "info", "; a later one was."), (None, "warning", ".")],
+    [(2.0, "error", ". The last one that was is of step 20."), (0.0, "info", "; a later one was."), (None, "warning", ".")],
 )
 def test_checkpoints_that_could_not_be_saved_are_told(streak: float | None, severity: str, more: str) -> None:
     """An error while none was saved later, nothing to look at once one was; neither is asserted of a damaged file."""
-    events = [fact(catalog.EVENT_CHECKPOINT_FAILED, at, at * 10, **{"exception.type": "builtins.OSError"}) for at in (3, 6)]
+    said = {"exception.type": "builtins.OSError", "saved_step": 20}
+    events = [fact(catalog.EVENT_CHECKPOINT_FAILED, at, at * 10, **said) for at in (3, 6)]
     values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 2, catalog.CHECKPOINT_FAILURE_STREAK: streak}
     found = diagnose(facts(steps(90), state="finished", reason="finished", events=events, values=values))
     (one,) = (finding for finding in found if finding.kind == "checkpoint_failed")
     assert (one.text, one.severity) == (f"2 checkpoints could not be saved (OSError){more}", severity)
+
+
+@pytest.mark.parametrize(
+    ("free", "more"),
+    [(1 << 20, ": 1 MiB were left on the file system, a checkpoint takes 8 MiB"), (1 << 30, ""), (None, "")],
+)
+def test_a_full_file_system_is_told_as_the_cause(free: int | None, more: str) -> None:
+    """Torch's writer raises a ``RuntimeError`` about a position; and of no checkpoint at all it is said, too."""
+    said = {"exception.type": "builtins.RuntimeError", "saved_step": 0, "needed": 8 << 20}
+    event = fact(catalog.EVENT_CHECKPOINT_FAILED, 6, 60, **said, **({} if free is None else {"free": free}))
+    values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 1, catalog.CHECKPOINT_FAILURE_STREAK: 1}
+    found = diagnose(facts(steps(90), state="finished", reason="finished", events=[event], values=values))
+    (one,) = (finding for finding in found if finding.kind == "checkpoint_failed")
+    assert one.text == f"1 checkpoint could not be saved (RuntimeError{more}). None was before."
 
 
 def test_an_explosion_is_told_once_with_its_rate() -> None:

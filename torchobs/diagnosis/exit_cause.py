@@ -236,7 +236,8 @@ def _device_memory(fact: Fact) -> str:
     sizes = {name: text_format.size(fact.number(name)) for name in ("requested", "free", "limit", "allocated", "reserved")}
     if fact.text("device") == "cpu":
         asked = f": {sizes['requested']} were asked for" if fact.number("requested") is not None else ""
-        return f"The host had no memory left{asked}{_held(fact)}"
+        limit = f"The process was at the limit of its address space ({sizes['limit']}, ulimit)"
+        return f"{limit if fact.number('limit') is not None else 'The host had no memory left'}{asked}{_held(fact)}"
     text = (
         f"{fact.text('device') or 'A device'} had no memory left: {sizes['requested']} were asked for, {sizes['free']} of "
         f"{sizes['limit']} were free, tensors held {sizes['allocated']} and the allocator {sizes['reserved']}"

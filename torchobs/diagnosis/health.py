@@ -313,10 +313,10 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield Finding(WARNING, "unmoved_layers", text)
 
 
-def failed_saves(ranks: Sequence[RankStatus], why: str = "", since: str = "") -> Iterator[Finding]:
+def failed_saves(ranks: Sequence[RankStatus], why: str = "", last_good: str = "None was since.") -> Iterator[Finding]:
     """Yield that checkpoints could not be saved, an error if none was since; a script that catches the exception goes on.
 
-    ``why``: the exception; ``since``: when the last of them failed, in words.
+    ``why``: the exception; ``last_good``: which checkpoint was saved before, as a sentence.
     """
     saves = max((rank.saves_failed for rank in ranks), default=0)
     if not saves:
@@ -324,8 +324,7 @@ def failed_saves(ranks: Sequence[RankStatus], why: str = "", since: str = "") ->
     text = f"{text_format.plural(saves, 'checkpoint')} could not be saved{f' ({why})' if why else ''}"
     last = [rank.saves_failed_last for rank in ranks if rank.saves_failed]
     if any(last):
-        when = f" {since}" if since else ""
-        yield Finding(ERROR, "checkpoint_failed", f"{text}. None was since{when}.", "Checkpoints cannot be saved.")
+        yield Finding(ERROR, "checkpoint_failed", f"{text}. {last_good}", "Checkpoints cannot be saved.")
     elif None in last:  # of a damaged file
         yield Finding(WARNING, "checkpoint_failed", f"{text}.", "Checkpoints could not be saved.")
     else:

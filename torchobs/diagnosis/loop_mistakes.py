@@ -68,7 +68,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."
         yield Finding(WARNING, "other_thread", text)
     for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
-        text = f"{_parameters(fact)} of the optimizer had no gradient up to step {fact.step or 0:,}"
+        text = f"{_parameters(fact)} of the optimizer had got no gradient by step {fact.step or 0:,}"
         yield Finding(INFO, "no_gradient", f"{text}: unused, or cut off from the loss (detach, no_grad).")
 
 

@@ -65,10 +65,18 @@ def _unsaved(report: RankReport) -> Iterator[Finding]:
 
 
 def _not_saved(report: RankReport) -> Iterator[Finding]:
-    """Yield that saves raised, with the exception and the step of the last of them."""
+    """Yield that saves raised, with the last exception, whether there was room, and the last checkpoint that was saved."""
     told = report.events_named(catalog.EVENT_CHECKPOINT_FAILED)
-    why = told[-1].text("exception.type").removeprefix("builtins.") if told else ""
-    yield from health.failed_saves([reported(report)], why, f"step {told[-1].step or 0:,}" if told else "")
+    if not told:
+        yield from health.failed_saves([reported(report)])
+        return
+    last = told[-1]
+    why, free, needed = last.text("exception.type").removeprefix("builtins."), last.number("free"), last.number("needed")
+    if free is not None and needed is not None and free < needed:
+        why = f"{why}: {text_format.size(free)} were left on the file system, a checkpoint takes {text_format.size(needed)}"
+    good = last.count("saved_step")
+    last_good = f"The last one that was is of step {good:,}." if good else "None was before."
+    yield from health.failed_saves([reported(report)], why, last_good)
 
 
 def _held_up(report: RankReport) -> Iterator[Finding]:

@@ -5,14 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isfinite, isinf, isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from torchobs.support.result import Result
 
-if TYPE_CHECKING:
-    from torchobs.guard.contracts import Contract
+
+class Limits(Protocol):
+    """What a :class:`~torchobs.guard.contracts.Contract` says of values."""
+
+    @property
+    def min(self) -> float | None:
+        """Least value allowed."""
+
+    @property
+    def max(self) -> float | None:
+        """Largest value allowed."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether NaN and infinity are refused."""
+
+    @property
+    def max_norm(self) -> float | None:
+        """Largest norm allowed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class Violation(Result):
 class TensorValues:
     """The least and largest value of a tensor and its norm, on their way from the device."""
 
-    def __init__(self, contract: Contract, x: torch.Tensor, name: str) -> None:
+    def __init__(self, contract: Limits, x: torch.Tensor, name: str) -> None:
         self._contract, self._name, self._shape = contract, name, shape_of(x)
         self._values = self._dense_values(x)
         self._event: Any = None

@@ -206,6 +206,7 @@ class CheckpointProbe:
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
         if error is not None:
             attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"
+            attributes |= self._room(saving)
             self._context.count(catalog.CHECKPOINTS, 1, {"result": "failed"})
             self._context.writer.event(catalog.EVENT_CHECKPOINT_FAILED.name, attributes, saving.step)
         else:
@@ -216,6 +217,16 @@ class CheckpointProbe:
             self._context.write_span(
                 catalog.SPAN_CHECKPOINT.name, saving.started_ns, monotonic_ns(), attributes, failed=error is not None
             )
+
+    def _room(self, saving: _Saving) -> dict[str, object]:
+        """Return which checkpoint is the last good one, and whether there was room for another: torch's writer says neither."""
+        needed = self._bytes or sum(parameter.nbytes for parameter in self._trained())
+        found: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}
+        if isinstance(saving.target, (str, os.PathLike)):
+            with suppress(OSError):
+                there = os.statvfs(os.path.dirname(os.path.abspath(saving.target)))  # noqa: PTH100, PTH120  # any os.PathLike
+                found["free"] = there.f_bavail * there.f_frsize
+        return found
 
     def _note_streak(self, *, failed: bool) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import resource
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -124,12 +125,15 @@ def host_shortage(context: ProbeContext, error: BaseException) -> dict[str, Any]
     """Return the event's attributes if the host's memory ran out; ``None`` for another error.
 
     That is a ``MemoryError`` (numpy's, too), or the ``RuntimeError`` of torch's CPU allocator, which has no class of its own.
+    A kernel that has no memory left rather kills; a limit of the address space, where there is one, is what refuses.
     """
     found = _ASKED.search(str(error)) if type(error) is RuntimeError else None
     if found is None and not isinstance(error, MemoryError):
         return None
     asked = {"requested": int(found[1])} if found is not None and found[1] else {}
-    return {"device": "cpu", **asked, **held(context, "cpu")}
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    limit = min((each for each in limits if each != resource.RLIM_INFINITY), default=None)
+    return {"device": "cpu", **asked, **({} if limit is None else {"limit": limit}), **held(context, "cpu")}
 
 
 def summary(stats: Mapping[str, Any]) -> dict[str, int]:
