@@ -29,8 +29,11 @@ class NeverStepped:
         self._context, self._manual_steps = context, manual_steps
         self._due = _LEAST
 
-    def observe(self) -> None:
-        """Look for the optimizer, which holds the GIL for some 100 ms, if no step has ended after so many backward passes."""
+    def sample(self) -> None:
+        """Look for the optimizer, which holds the GIL for some 100 ms, if no step has ended after so many backward passes.
+
+        Soon after: a script that is short has forgotten it when its function has ended.
+        """
         count, parameter = self._manual_steps.passes_before_first_step()
         if count < self._due or parameter is None or self._context.recorder.optimizers():
             return

@@ -82,7 +82,7 @@ class StepProbe:
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
         self._manual_steps = ManualSteps(context, self._scaling)
-        self.observe = NeverStepped(context, self._manual_steps).observe
+        self._never_stepped = NeverStepped(context, self._manual_steps)
         self._backward = BackwardWatch(context, breaker, self._manual_steps)
         self._backward.install()
         self._graphs.install()
@@ -98,12 +98,13 @@ class StepProbe:
         self._graphs.remove()
 
     def sample(self) -> None:
-        """Report model changes and other training threads; have a long trace replayed.
+        """Report model changes, other training threads and optimizers that never step; have a long trace replayed.
 
         It grows in backward passes without a step: saliency maps, adversarial attacks.
         """
         self._changes.sample()
         self._others.sample()
+        self._never_stepped.sample()
         if len(self._recorder.trace) > LONG_TRACE:
             self._context.at_backward(self._relieve)
 
