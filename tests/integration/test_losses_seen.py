@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -225,3 +227,23 @@ def test_an_error_in_the_engine_is_the_user_s(run: Recording) -> None:
     assert len(run.steps()) == 1
     assert run.session.context is not None
     assert run.session.context.training.backwards == 0
+
+
+def test_the_log_names_the_first_step_of_each_kind(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that jumps and turns NaN soon after, within one round of the sampler's: one line each, with its own step."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    sampler = run.session._sampler
+    assert sampler is not None
+    sampler.stop()
+    sampler._thread.join()
+    for loss in [*(2.0 + 0.1 * (step % 3) for step in range(40)), 1e9, math.nan, math.nan]:
+        optimizer.zero_grad()
+        (parameter.sum() * 0 + loss).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        run.look()
+    told = [line for line in caplog.messages if "loss" in line]
+    assert [line.split(" in step ")[0] for line in told] == ["torchobs: loss spike", "torchobs: nonfinite loss"]
+    assert "in step 41: 1e+09, usual is 2." in told[0]
+    assert told[1].endswith("in step 42: nan")

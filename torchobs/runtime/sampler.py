@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import time
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
@@ -202,12 +203,15 @@ class Sampler:
                 call(self._context.breaker("activations"), take, anomaly)
             self._notify(anomaly)
         self._run_span.anomalous.extend(anomaly.step for anomaly in found[:100])
-        if found:
-            first = found[0]
+        firsts: dict[str, Anomaly] = {}
+        for anomaly in found:
+            firsts.setdefault(anomaly.kind, anomaly)
+        for kind, first in firsts.items():
+            usual = f", usual is {first.baseline:.6g}" if isfinite(first.value) else ""
             self._context.warn_limited(
-                f"anomaly {first.kind}",
-                f"{first.kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}, usual is {first.baseline:.6g}",
-                own="loss" in first.kind,  # each rank has its own batches; the gradients are reduced
+                f"anomaly {kind}",
+                f"{kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}{usual}",
+                own="loss" in kind,  # each rank has its own batches; the gradients are reduced
             )
 
     def _origin(self, anomaly: Anomaly) -> dict[str, str]:
