@@ -407,6 +407,20 @@ def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
     assert "data" not in told(facts(steps(100), values={**values, (catalog.STEP_PHASE_TIME, "data"): 10.0}))
 
 
+def test_one_long_wait_for_data_is_not_called_a_lack_of_workers() -> None:
+    """A worker that slept, or a file system that hung: the step is named, and more workers would not help."""
+    values = {
+        (catalog.STEP_PHASE_TIME, "data"): 40.0,
+        (catalog.STEP_PHASE_TIME, "forward"): 10.0,
+        catalog.DATA_BATCHES_READY: 0.0,
+    }
+    stalled = step(101, duration_s=40.0, phase_s={**PHASES, "data": 39.5})
+    assert told(facts([*steps(100), stalled], values=values))["data"] == (
+        "Training waited for its data: 80 % of the time of its steps. Most of it was one wait of 39.5 s, in step 101: "
+        "something stalled there."
+    )
+
+
 def test_a_collapsed_loss_scale_is_an_error() -> None:
     """No scale helps where gradients are NaN."""
     events = [fact(catalog.EVENT_AMP_SCALE_COLLAPSED, 5.0, 50, scaler="0", scale=0.5)]

@@ -128,10 +128,14 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
 
 
 def _waited(report: RankReport) -> Iterator[Finding]:
-    """Yield that training waited for data, with the workers' queue."""
+    """Yield that training waited for data, with the workers' queue, or the one wait that was most of it."""
     for told in health.waiting([reported(report)]):
-        ready = report.value(catalog.DATA_BATCHES_READY)
-        hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
+        waits = [(step.phase_s.get("data", 0.0), step.step) for step in report.steps]
+        (longest_s, at), hint = max(waits, default=(0.0, 0)), ""
+        if len(waits) > _LEAST_EARLIER and longest_s > sum(seconds for seconds, _ in waits) / 2:
+            hint = f" Most of it was one wait of {text_format.duration(longest_s)}, in step {at:,}: something stalled there."
+        elif report.value(catalog.DATA_BATCHES_READY) == 0:
+            hint = " Its workers had no batch ready at the end: more workers, or less work for each."
         yield told._replace(text=told.text + hint)
 
 
