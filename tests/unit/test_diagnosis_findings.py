@@ -233,7 +233,7 @@ def test_the_layers_of_the_first_nonfinite_gradient_are_named() -> None:
         catalog.EVENT_NONFINITE_GRADIENT, 8.1, 81, layers=["h.0", "h.1", "h.2", "h.3"], layers_affected=5, kinds=["nan"]
     )
     text = told(facts(steps(90), events=[event], values={catalog.GRAD_NONFINITE_STEPS: 2}))["nonfinite_gradient"]
-    assert text == "Gradients were NaN first in step 81, in h.0, h.1, h.2 and 2 more layers; in 2 measured steps in all."
+    assert text == "Gradients were NaN first in step 81, in layers h.0, h.1, h.2 and 2 more; in 2 measured steps in all."
 
 
 def test_a_nonfinite_gradient_is_not_called_the_first_after_steps_without_a_measurement() -> None:
@@ -241,7 +241,9 @@ def test_a_nonfinite_gradient_is_not_called_the_first_after_steps_without_a_meas
     event = fact(catalog.EVENT_NONFINITE_GRADIENT, 8.1, 81, layers=["h.0"], layers_affected=1, kinds=["nan"])
     history = [step(number, 2.0, None) for number in range(1, 91)]
     text = told(facts(history, events=[event], values={catalog.GRAD_NONFINITE_STEPS: 1}))["nonfinite_gradient"]
-    assert text == ("Gradients were NaN in step 81, in h.0; in 1 measured step in all. The steps before it were not measured.")
+    assert text == (
+        "Gradients were NaN in step 81, in layer h.0; in 1 measured step in all. The steps before it were not measured."
+    )
 
 
 @pytest.mark.parametrize(

@@ -266,8 +266,8 @@ def _layers(report: RankReport) -> Iterator[Finding]:
     first, scaled = told[0], bool(report.by_attribute(catalog.AMP_SCALE))
     affected = first.count("layers_affected")
     names = first.texts("layers", 3, 80)
-    more = f" and {text_format.plural(affected - len(names), 'more layer')}" if affected > len(names) else ""
-    where = f", in {', '.join(names)}{more}" if names else ""
+    more = f" and {affected - len(names):,} more" if affected > len(names) else ""
+    where = f", in {'layer' if affected == 1 else 'layers'} {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
     steps = int(report.value(catalog.GRAD_NONFINITE_STEPS) or 0)
     word = " first" if _measured(report.steps, first.step) else ""
