@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
+from torchobs.tune import peak_memory
 from torchobs.tune.intervals import Interval, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, ModeResult, recommend
 
@@ -208,3 +209,28 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> 
         tune.auto(nn.Linear(2, 2), DataLoader(TensorDataset(torch.empty(0, 2))))
     with pytest.raises(ValueError, match="a tuple of names"):
         tune.auto(nn.Linear(2, 2), torch.ones(1, 2), modes="amp")
+
+
+def test_modes_that_do_the_same_need_the_same_memory() -> None:
+    """Promise: peak memory is that of a step, whatever was allocated and freed before it."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
+    batch, modes = (torch.randn(512, 300), torch.randn(512, 10)), ("none", "amp", "memory_efficient", "compile")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"rounds": 8, "warmup": 1, "amp_dtype": torch.bfloat16}
+    same = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=modes, level="none", **options)
+    gradients = sum(weight.nbytes for weight in model.parameters())
+    outputs = 4 * 512 * 300  # of the two wide layers and their activations, kept for the backward pass
+    assert {each.peak_bytes for each in same.modes} == {same.modes[0].peak_bytes}
+    assert [each.memory_savings for each in same.modes] == [0.0] * 4
+    assert same.modes[0].peak_bytes is not None
+    assert 2 * outputs + gradients < same.modes[0].peak_bytes < 6 * outputs + gradients
+    amp = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=("amp",), **options)["amp"]
+    assert amp.peak_bytes is not None
+    assert amp.peak_bytes > gradients  # which stay in float32
+
+
+def test_frees_of_what_was_there_before_count_nothing() -> None:
+    """Promise: the most that was live at a time, by what was allocated in the step; a reused address has its new size."""
+    assert peak_memory._peak([]) == 0
+    assert peak_memory._peak([(1, -100), (1, 10), (2, 20), (1, -100), (3, 15)]) == 35
+    assert peak_memory._peak([(1, 10), (1, -10), (1, 30), (1, -10), (2, 5)]) == 30

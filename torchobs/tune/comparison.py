@@ -139,6 +139,10 @@ class _Step:
         if loss_fn is None:
             model.eval()
 
+    def clear(self) -> None:
+        """Free the gradients of the step before, which are no memory that a step finds."""
+        self._model.zero_grad()
+
     def __call__(self) -> None:
         if self._loss_fn is None:
             with torch.no_grad():
@@ -188,6 +192,7 @@ class _Trial:
             with plan:
                 for _ in range(self._warmup):
                     self._step()
+                self._step.clear()
                 peaks.append(peak_bytes(self._step, plan.device))
         least = _least_rounds(len(plans))
         times: list[list[float]] = [[] for _ in plans]

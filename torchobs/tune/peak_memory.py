@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 def synchronize(device: str) -> None:
@@ -24,7 +25,8 @@ def synchronize(device: str) -> None:
 def peak_bytes(function: Callable[[], None], device: str) -> int | None:
     """Return the most bytes that tensors on the device had during a call beyond those before it; None where torch cannot tell.
 
-    On CUDA and XPU by the allocator's own count, whose peak is reset; on a CPU by the sizes that torch's profiler records.
+    On CUDA and XPU by the allocator's own count, whose peak is reset; on a CPU by the allocations that torch's profiler records,
+    of which those of memory that was there before are not known: a call that frees such memory seems to need more.
     """
     kind = device.partition(":")[0]
     if kind in {"cuda", "xpu"}:
@@ -43,7 +45,33 @@ def _profiled_peak(function: Callable[[], None]) -> int | None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         function()
     results = recorded.profiler.kineto_results if recorded.profiler is not None else None
-    if results is None:
-        return None
-    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
-    return int(max(accumulate((size for _, size in changes), initial=0)))
+    return None if results is None else _peak(_changes(results.experimental_event_tree()))
+
+
+def _changes(events: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return address and size of each allocation that the profiler saw, and with a size below 0 each free, as they came."""
+    found: list[tuple[int, int, int]] = []
+    pending = list(events)
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(found, key=itemgetter(0))]
+
+
+def _peak(changes: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes that were live at a time.
+
+    A free counts with the size that was allocated at its address since the beginning, and not if nothing was: torch keeps the
+    sizes of earlier profiles, whose memory was freed between them, and takes them for those of what is at the address now.
+    """
+    live: dict[int, int] = {}
+    current = most = 0
+    for address, size in changes:
+        current -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            current += size
+            most = max(most, current)
+    return most
