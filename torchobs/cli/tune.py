@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from torchobs.config import settings
 from torchobs.diagnosis import text_format
 from torchobs.tune.intervals import CONFIDENCE, Interval, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
+from torchobs.tune.rounds import orders
 
 _DESCRIPTION = """\
 Run a training script for some steps, switch one technique after another on and off between its steps, and print what each of
@@ -189,11 +191,12 @@ def _hints(found: dict[str, Any], *, asked: bool) -> list[str]:
 def _loader(command: list[str], workers: int, rounds: int) -> str:
     """Return what workers gain: medians of processes of their own, in turn, for a script's loaders cannot change at work."""
     ratios = []
-    for _ in range(least_values()):
-        plain, changed = (
-            median(_run(command, modes=[], rounds=rounds, warmup=1, workers=count)["times"][AS_IT_IS]) for count in (0, workers)
-        )
-        ratios.append(plain / changed)
+    for order in islice(orders(2), least_values()):
+        took = {}
+        for changed in order:
+            found = _run(command, modes=[], rounds=rounds, warmup=1, workers=workers * changed)
+            took[changed] = median(found["times"][AS_IT_IS])
+        ratios.append(took[0] / took[1])
     factor = median_interval(ratios)
     verdict = "noise" if factor.low <= 1 <= factor.high else "faster" if factor.low > 1 else "slower"
     changed_to = f"with {text_format.plural(workers, 'worker')} for each DataLoader that has none"

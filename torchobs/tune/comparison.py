@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,22 @@ from torchobs import api, catalog
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import call
+from torchobs.tune.batches import generators
+from torchobs.tune.copies import OthersGradients, copied, originals_kept
 from torchobs.tune.difference import pair_of
 from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
 from torchobs.tune.peak_memory import peak_bytes, synchronize
 from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.progress import Progress
-from torchobs.tune.techniques import first_line
+from torchobs.tune.rounds import orders
+from torchobs.tune.techniques import FAILURES, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
 
-_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
-"""What torch, out of memory included, and a model's own code raise in a mode that they cannot have"""
 _BEGINNING = 0.5
 """Share of a budget within which modes are tried for the first time; the rest is for rounds"""
 
@@ -46,10 +47,11 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     progress: bool | None = None,
     **options: Any,
 ) -> Benchmark:
-    """Time steps of a model in each mode, in turn (A B C A B C …), so that a change of the machine's speed meets all alike.
+    """Time steps of a model in each mode, in rounds of all modes, so that a change of the machine's speed meets all alike.
 
-    Model, optimizer and random state are as before afterwards: the steps are done by copies, which need room beside them. Steps
-    with an optimizer are recorded as training steps, if a session runs. On a GPU torch's peak of allocated memory is reset.
+    Model, optimizer, loss function and random state are as before afterwards: the steps are done by copies, which need room
+    beside them, and what a loss function refers to besides gets its gradients and buffers back. Steps with an optimizer are
+    recorded as training steps, if a session runs. On a GPU torch's peak of allocated memory is reset.
 
     Args:
         model: the model, on its device.
@@ -76,15 +78,17 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     _check_arguments(modes, rounds, warmup, budget_s)
     _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
     batch = first_batch(batch)
-    model, optimizer = deepcopy((model, optimizer))
-    step = _Step(model, batch, optimizer, loss_fn)
-    trial = _Trial(step, warmup, budget_s, Progress(progress))
-    options = {"example": step.input, **options}
-    plans = [optimize(model, mode=mode, level=level, **options) for mode in modes]
-    with random_states_kept():
-        plans = trial.begin(plans)
-        differences = [_difference(plan, step.input) for plan in plans]
-        times, peaks = trial.measure(plans, rounds)
+    with random_states_kept(), originals_kept(model, loss_fn):
+        step = _Step(*copied(model, optimizer, loss_fn), batch)
+        trial = _Trial(step, warmup, budget_s, Progress(progress))
+        options = {"example": step.input, **options}
+        plans = [optimize(step.model, mode=mode, level=level, **options) for mode in modes]
+        try:
+            plans = trial.begin(plans)
+            differences = [_difference(plan, step.input) for plan in plans]
+            times, peaks = trial.measure(plans, rounds)
+        finally:
+            step.others.put_back()
     confidence = _confidence(len(plans))
     results = tuple(
         ModeResult(
@@ -104,15 +108,16 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
 
 
 def first_batch(batch: Any) -> Any:
-    """Return a DataLoader's first batch, and any other value as it is.
+    """Return a DataLoader's first batch, and any other value as it is; random states are as before.
 
     Raises:
         ValueError: the loader has none.
     """
     if not isinstance(batch, torch.utils.data.DataLoader):
         return batch
-    for first in batch:
-        return first
+    with random_states_kept(generators(batch)):
+        for first in batch:
+            return first
     raise ValueError("the loader has no batch")
 
 
@@ -130,26 +135,33 @@ class _Step:
     """One step as the caller's training does it: forward, and backward and optimizer where given."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None, batch: Any
     ) -> None:
-        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self.model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self.input: Any
         self._target: Any
         self.input, self._target = pair_of(batch) if loss_fn is not None else (batch, None)
+        of_optimizer = [weight for group in optimizer.param_groups for weight in group["params"]] if optimizer else []
+        of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
+        self._weights = list({id(weight): weight for weight in (*model.parameters(), *of_optimizer, *of_loss)}.values())
+        self.others = OthersGradients(self._weights)
         if loss_fn is None:
             model.eval()
 
     def clear(self) -> None:
         """Free the gradients of the step before, which are no memory that a step finds."""
-        self._model.zero_grad()
+        for weight in self._weights:
+            weight.grad = None
 
     def __call__(self) -> None:
         if self._loss_fn is None:
             with torch.no_grad():
-                call(self._model, self.input)
+                call(self.model, self.input)
             return
-        self._model.zero_grad()
-        self._loss_fn(call(self._model, self.input), self._target).backward()  # type: ignore[no-untyped-call]
+        self.clear()
+        loss = self._loss_fn(call(self.model, self.input), self._target)
+        self.others.keep(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             self._optimizer.step()
 
@@ -175,7 +187,7 @@ class _Trial:
                 continue
             try:
                 self._first_steps(plan)
-            except _FAILURES as error:  # of the first plan it is the caller's
+            except FAILURES as error:  # of the first plan it is the caller's
                 self._leave_out(plan, f"{type(error).__name__}: {first_line(error)}")
                 continue
             kept.append(plan)
@@ -196,14 +208,14 @@ class _Trial:
                 peaks.append(peak_bytes(self._step, plan.device))
         least = _least_rounds(len(plans))
         times: list[list[float]] = [[] for _ in plans]
-        for done in range(rounds):
+        for done, order in enumerate(islice(orders(len(plans)), rounds)):
             if self._budget_s is not None and done >= least and self._passed() > self._budget_s:
                 break
             self._progress.show(done / rounds, f"round {done + 1} of {rounds}")
-            for plan, taken in zip(plans, times, strict=True):
-                with plan:
+            for index in order:
+                with plans[index]:
                     self._step()  # brings caches and the allocator's blocks back, which the other modes have used since
-                    taken.append(_timed(self._step, plan.device))
+                    times[index].append(_timed(self._step, plans[index].device))
         self._progress.show(1.0, f"{len(times[0])} rounds of {', '.join(plan.mode for plan in plans)}")
         self._progress.end()
         return times, peaks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torchobs.tune import choices
 from torchobs.tune.decisions import Choice, Request, skip, use
 from torchobs.tune.peak_memory import synchronize
 from torchobs.tune.plan import model_device
+from torchobs.tune.rounds import orders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -124,7 +126,7 @@ class ScriptTrial:
     def _note(self, turn: Turn, took: float, waited: float) -> None:
         self.first.setdefault(turn.mode, took)
         if turn.timed:
-            self.times.setdefault(turn.mode, []).append(took)
+            self.times[turn.mode].append(took)
             if turn.mode == AS_IT_IS:
                 self.waits.append(waited / took)
 
@@ -140,7 +142,9 @@ class ScriptTrial:
         modes = list(self._techniques)
         warm = [Turn(mode, timed=False) for mode in modes for _ in range(self._warmup)]
         # the step after a switch is not timed: caches are another mode's then
-        self._turns = iter(warm + [Turn(mode, timed) for _ in range(self._rounds) for mode in modes for timed in (False, True)])
+        in_rounds = [modes[index] for order in islice(orders(len(modes)), self._rounds) for index in order]
+        self._turns = iter(warm + [Turn(mode, timed) for mode in in_rounds for timed in (False, True)])
+        self.times = {mode: [] for mode in modes}
 
     def _choice(self, name: str, model: nn.Module) -> Choice:
         if name == "threads":

@@ -25,8 +25,8 @@ def synchronize(device: str) -> None:
 def peak_bytes(function: Callable[[], None], device: str) -> int | None:
     """Return the most bytes that tensors on the device had during a call beyond those before it; None where torch cannot tell.
 
-    On CUDA and XPU by the allocator's own count, whose peak is reset; on a CPU by the allocations that torch's profiler records,
-    of which those of memory that was there before are not known: a call that frees such memory seems to need more.
+    On CUDA and XPU by the allocator's own count, whose peak is reset; on a CPU by the allocations that torch's profiler
+    records. There the size of memory that was allocated before is not known: a call that frees some seems to need more.
     """
     kind = device.partition(":")[0]
     if kind in {"cuda", "xpu"}:

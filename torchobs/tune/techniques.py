@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+"""What torch, out of memory included, and a model's own code raise in a mode that they cannot have"""
+
 
 class Technique(Protocol):
     """One change that can be taken back exactly."""

@@ -11,7 +11,6 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.arguments import is_whole
 from torchobs.support.collectives import gradient_sync
@@ -20,6 +19,7 @@ from torchobs.support.model_calls import call
 from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
+from torchobs.tune.copies import averaged
 from torchobs.tune.difference import described, pair_of
 from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
@@ -28,6 +28,8 @@ from torchobs.tune.schedule import Schedule
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
+
+    from torch.optim.swa_utils import AveragedModel
 
     from torchobs.tune.distribution import Wrapped
 
@@ -370,9 +372,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     check_names(optimizer, scheduler, amp, ddp)
     check_numbers(lr, accumulate, warmup_steps, total_steps, max_grad_norm, ema_decay)
     distribution.check_sharding(model, fsdp, ddp=ddp, compiled=compile, averaged=ema_decay is not None)
-    ema = None
-    if ema_decay is not None:
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))  # type: ignore[no-untyped-call]
+    ema = None if ema_decay is None else averaged(model, ema_decay)
     dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
     if compile:
         optimize(model, mode="compile").apply()
