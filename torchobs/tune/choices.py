@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchobs.tune import inference_choices
 from torchobs.tune.activations import Kept, recomputed
+from torchobs.tune.block_state import known_state, tried_state
 from torchobs.tune.decisions import Choice, Request, reclass_obstacle, skip, use
-from torchobs.tune.techniques import Autocast, ChannelsLast, Checkpointing, Compilation, Flag, is_movable
+from torchobs.tune.techniques import FAILURES, Autocast, ChannelsLast, Checkpointing, Compilation, Flag, first_line, is_movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,12 +105,24 @@ def _checkpointing(request: Request) -> Choice:
         return skip(name, "the model has no repeated blocks; pass the class of the modules as checkpoint=")
     if (obstacle := next(filter(None, map(reclass_obstacle, blocks)), None)) is not None:
         return skip(name, obstacle)
-    if any(isinstance(module, _BatchNorm) for block in blocks for module in block.modules()):
-        return skip(name, "the blocks have batch normalisation, whose statistics a second forward pass would update twice")
+    state, doubt = _state(request, blocks)
+    if state is not None:
+        return skip(name, f"the blocks have {state}")
     if request.activation_budget is not None:
         return _within_budget(request, blocks, request.activation_budget)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in Counter(type(block).__name__ for block in blocks).items())
-    return use(name, f"recompute the activations of {kinds}", Checkpointing(blocks))
+    return use(name, f"recompute the activations of {kinds}{doubt}", Checkpointing(blocks))
+
+
+def _state(request: Request, blocks: list[nn.Module]) -> tuple[str | None, str]:
+    """Return what of the blocks a forward pass changes, and if that is not known, words that say so."""
+    state = known_state(blocks)
+    if state is not None or request.example is None:
+        return state, ""
+    try:
+        return tried_state(request.model, request.example, blocks), ""
+    except FAILURES as error:  # as of a model that takes something else in training
+        return None, f"; whether they have state is not known, a forward pass in training mode failed: {first_line(error)}"
 
 
 def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Choice:

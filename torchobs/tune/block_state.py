@@ -1,0 +1,69 @@
+"""Whether a block's forward pass changes the block: computed again for the backward pass, it would not be the same pass."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from torchobs.support.import_hooks import imported
+from torchobs.support.model_calls import call
+from torchobs.tune.difference import undisturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+def known_state(blocks: Iterable[nn.Module]) -> str | None:
+    """Return what torch has in these blocks that a forward pass changes in training, by class; None if there is nothing."""
+    observers = imported("torch.ao.quantization.observer")
+    for module in (module for block in blocks for module in block.modules()):
+        if isinstance(module, _BatchNorm):
+            return "batch normalisation, whose statistics a second forward pass would update twice"
+        if isinstance(module, _NormBase) and module.track_running_stats:
+            return f"{type(module).__name__} with running statistics, which a second forward pass would update twice"
+        hooks = module._forward_pre_hooks.values()
+        if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
+            return "spectral normalisation, of which a second forward pass would have another weight"
+        if observers is not None and isinstance(module, observers.ObserverBase):
+            return "observers of quantisation, which a second forward pass would update twice"
+    return None
+
+
+def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> str | None:
+    """Return which block's buffers a forward pass in training mode changes, by trial; None if none does.
+
+    What the first pass alone fills (tables, first statistics) is the same after a second: two are done, without gradients, and
+    buffers, random states and modes are put back. State that is in no buffer is not seen.
+
+    Raises:
+        ValueError: parameters are not initialised yet, which a pass would do.
+    """
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError("parameters are not initialised yet")
+    with undisturbed(model), _training(model), torch.no_grad():
+        call(model, example)
+        before = [{name: buffer.clone() for name, buffer in block.named_buffers()} for block in blocks]
+        call(model, example)
+        for block, values in zip(blocks, before, strict=True):
+            for name, buffer in block.named_buffers():
+                if name not in values or not torch.equal(values[name], buffer):
+                    return f"{type(block).__name__}'s buffer {name!r}, which a second forward pass would change again"
+    return None
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
