@@ -17,6 +17,8 @@ from torchobs import tune
 class Counting(nn.Module):
     """Has a state that no class of torch tells: a moving average, in training alone."""
 
+    average: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
@@ -31,6 +33,8 @@ class Counting(nn.Module):
 
 class Table(nn.Module):
     """Fills a table in its first forward pass, as rotary embeddings do."""
+
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +107,7 @@ class ForInferenceAlone(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             raise ValueError("targets are missing")
-        return super().forward(x)  # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def test_what_cannot_be_tried_is_said() -> None:

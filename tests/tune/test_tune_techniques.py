@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from tests.tune.test_tune_plan import fingerprint
 from torchobs import tune
 from torchobs.tune import choices
 from torchobs.tune.activations import Kept, recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Attending(nn.Module):
@@ -193,6 +196,52 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
     assert "graph" not in plan.used
     assert "failed, runs eagerly: " in str(plan)
     assert "pass example=" in str(tune.optimize(model, mode="inference", graph="export"))
+
+
+class _By(nn.Module):
+    """Applies a function, and has counted its calls."""
+
+    calls: Tensor
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + 1 if x.sum() > 0 else x,
+        lambda x: x + 1 if torch.equal(x, x.abs()) else x,
+        lambda x: x + 1 if x.numpy().sum() > 0 else x,
+        lambda x: x + 1 if sum(x.flatten().tolist()) > 0 else x,
+        lambda x: x + 1 if x[x > 0].shape[0] > 1 else x,
+    ],
+)
+def test_no_trace_is_taken_of_what_goes_by_values(function: Callable[[Tensor], Tensor]) -> None:
+    """Promise: at the example's shape both branches compute, whichever was recorded, and recording leaves buffers alone."""
+    model, x = _By(function), torch.ones(2, 3)
+    model.eval()
+    with tune.optimize(model, mode="inference", graph="torchscript", example=x) as plan, torch.no_grad():
+        assert model.calls.item() == 0
+        assert torch.equal(model(x), x + 1)
+        assert torch.equal(model(-x), -x)
+        assert model.calls.item() == 2
+    assert "graph" not in plan.used
+
+
+def test_what_goes_by_sizes_is_traced() -> None:
+    """Promise: checks of sizes, as torch's own layers do them, are no branches by value: the graph has one shape."""
+    layer = nn.LSTM(8, 8, batch_first=True).eval()
+    for model in (layer, nn.TransformerDecoderLayer(8, 2, 16, batch_first=True).eval()):
+        example = (torch.randn(2, 4, 8),) if model is layer else (torch.randn(2, 4, 8), torch.randn(2, 4, 8))
+        with tune.optimize(model, mode="inference", graph="torchscript", example=example) as plan:
+            assert "graph" in plan.used
 
 
 def kept_bytes(model: nn.Module, x: Tensor) -> int:

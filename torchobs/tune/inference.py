@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call
 from torchobs.tune.difference import evaluating
 from torchobs.tune.techniques import Reclassed, first_line
@@ -16,6 +18,16 @@ from torchobs.tune.techniques import Reclassed, first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_TracerWarning: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
+_OF_SHAPES = (
+    "Converting a tensor to a Python boolean",
+    "Converting a tensor to a Python integer",
+    "Converting a tensor to a Python float",
+    "Converting a tensor to a Python index",
+    "Iterating over a tensor",
+    "torch.tensor results are registered as constants",
+)
+"""Warnings of a trace, for which a size is a tensor, too: of sizes alone they do not matter, since the graph has one shape"""
 QUANTIZATIONS = ("dynamic", "torchao_int8", "torchao_int8_weights")
 GRAPHS = ("export", "torchscript")
 
@@ -153,7 +165,7 @@ class Graph:
 
         call(note, self._example)
         args, kwargs = wanted[0]
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), state_kept(model), torch.no_grad():
             exports = self._kind == "export"
             graph = torch.export.export(model, args, kwargs).module() if exports else _traced(model, args, kwargs)
         signature = _signature(args, kwargs)
@@ -178,10 +190,40 @@ class Graph:
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     if kwargs:
         raise TypeError("TorchScript traces positional arguments alone")
-    with warnings.catch_warnings():
+    with _ValuesRead() as eager:  # type: ignore[no-untyped-call]
+        model(*args)
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("ignore", DeprecationWarning)  # said in the plan's reason
+        warnings.simplefilter("always", _TracerWarning)
         traced: Callable[..., Any] = torch.jit.trace(model, args)  # type: ignore[no-untyped-call]
+    told = []
+    for each in raised:
+        if issubclass(each.category, _TracerWarning):
+            told.append(str(each.message))
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if eager.values or (eager.sizes and told):
+        raise RuntimeError("the forward pass goes by the values of tensors, of which a trace has those of the example alone")
+    if other := next((words for words in told if not words.startswith(_OF_SHAPES)), None):
+        raise RuntimeError(other)
     return traced
+
+
+class _ValuesRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether Python is given tensors' values (``item``, ``bool``, ``equal``), or sizes that depend on values.
+
+    It may branch or loop by them, where a trace has what the example did.
+    """
+
+    values = sizes = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.values |= torch.Tag.data_dependent_output in func.tags
+        if torch.Tag.dynamic_output_shape in func.tags:
+            masks = {torch.bool, torch.uint8}  # of other indices the size is that of the index
+            is_by_index = func is torch.ops.aten.index.Tensor
+            self.sizes |= not is_by_index or any(index is not None and index.dtype in masks for index in args[1])
+        return func(*args, **(kwargs or {}))
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
