@@ -77,7 +77,9 @@ def test_equal_seeds_are_equal_numbers() -> None:
     with torch.random.fork_rng():
         assert draws() == draws()
         drawn = draws()
-        for wrong in (-1, 1.5, "42", None):
+        assert tune.seed(np.uint16(42)).seed == 42  # as of a NumPy generator's integers
+        assert [random.random(), float(torch.rand(())), float(np.random.rand())] == drawn  # noqa: NPY002
+        for wrong in (-1, 1.5, "42", None, True, np.float64(3), np.int64(-1)):
             tune.seed(42)
             with pytest.raises(ValueError, match="from 0 to 4294967295"):
                 tune.seed(wrong)  # type: ignore[arg-type]

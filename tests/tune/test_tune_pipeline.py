@@ -272,6 +272,23 @@ def test_a_loader_without_a_length(capsys: pytest.CaptureFixture[str]) -> None:
     assert "epoch 1/2  batch 2  loss" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_from_before_a_group_are_dropped(accumulate: int) -> None:
+    """Promise: a look at gradients before training, or between steps, changes no step; those of a group add up."""
+    plain, looked_at = blocks(dropout=0.0), blocks(dropout=0.0)
+    options: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "scheduler": "constant", "max_grad_norm": None, "amp": False}
+    runs = [tune.pipeline(model, accumulate=accumulate, **options) for model in (plain, looked_at)]
+    for number in range(4):
+        if number % accumulate == 0:
+            loss_fn(looked_at(PAIR[0]), 3 * PAIR[1]).backward()
+        for run in runs:
+            with pytest.raises(ValueError, match="a pair"):
+                run.train_step(PAIR[0], loss_fn)  # which is none of the group
+            run.train_step((PAIR[0] * (number + 1), PAIR[1]), loss_fn)
+    assert runs[1].step == 4 // accumulate
+    assert all(map(torch.equal, weights(plain), weights(looked_at)))
+
+
 def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     """Promise: other files, halves, other optimizers and parts are told before anything is loaded; places before training."""
     path = tmp_path / "run.pt"

@@ -8,14 +8,15 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import psutil
 import torch
 from torch import distributed
 
 from torchobs.support import cgroup
-from torchobs.support.arguments import is_number, is_whole
+from torchobs.support.arguments import is_number
 from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
@@ -141,19 +142,21 @@ def memory_fraction(fraction: float, on: str | torch.device = "auto") -> MemoryL
     return MemoryLimit(str(chosen), fraction, applied=True, limit_bytes=limit, reason="allocations beyond it fail")
 
 
-def seed(value: int, *, deterministic: bool | None = None) -> Seeded:
+def seed(value: SupportsIndex, *, deterministic: bool | None = None) -> Seeded:
     """Seed Python, NumPy (where it is imported) and torch on all devices.
 
     Args:
-        value: from 0 to 2**32 - 1.
+        value: from 0 to 2**32 - 1; NumPy's integers are taken, too.
         deterministic: True makes torch use algorithms that compute the same each time, and raise where it has none; False
             lifts that; None leaves it.
 
     Raises:
         ValueError: the seed is out of its range.
     """
-    if not (is_whole(value) and 0 <= value <= MOST_SEED):  # before any generator is seeded
+    number = index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else -1
+    if not 0 <= number <= MOST_SEED:  # before any generator is seeded
         raise ValueError(f"a seed is a whole number from 0 to {MOST_SEED}, not {value!r}")
+    value = number
     random.seed(value)
     torch.manual_seed(value)
     numpy: Any = imported("numpy")

@@ -78,6 +78,8 @@ class Pipeline:
     def train_step(self, batch: Any, loss_fn: LossFunction) -> torch.Tensor:
         """Train on one micro-batch, a pair of input and target; every ``accumulate``-th call steps the optimizer.
 
+        Gradients that are there before the first of them are dropped: of a look at them, say.
+
         Returns:
             The micro-batch's loss, detached and not divided, on the device.
 
@@ -85,7 +87,10 @@ class Pipeline:
             ValueError: the batch is no pair, the schedule has no end, or a plateau's has no metric: nothing is trained then.
         """
         self._check_schedule()
+        pair_of(batch)
         self._resumed_random_state = None  # the caller's loop draws from it
+        if self._micro_steps % self.accumulate == 0:
+            self.optimizer.zero_grad()
         self._micro_steps += 1
         return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
 
