@@ -23,6 +23,7 @@ from torchobs.debug.tensors import (
     total_norm,
 )
 from torchobs.support.model_calls import call
+from torchobs.support.module_modes import evaluating
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
 def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
     """Call a model in eval mode, without gradients, and check what goes in and comes out.
 
-    Each module is in its own mode again afterwards, also after an exception.
+    Each module is in its own mode again afterwards, also after an exception; a ``train()`` of its own is called for it.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
@@ -272,17 +273,10 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     require_module(model, "inference")
     import torch
 
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False  # not eval(), which tells probes and wrappers that an evaluation begins
-        # TorchScript may have compiled the model for gradients, and then refuses tensors of inference mode
-        scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in modes)
-        with torch.no_grad() if scripted else torch.inference_mode():
-            return _forward(model, batch, "inference", wanted=activations)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    # TorchScript may have compiled the model for gradients, and then refuses tensors of inference mode
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    with evaluating(model), torch.no_grad() if scripted else torch.inference_mode():
+        return _forward(model, batch, "inference", wanted=activations)
 
 
 def needs_closure(optimizer: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
 from torchobs.support.arguments import is_number, is_text, is_whole
+from torchobs.support.module_modes import evaluating
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
@@ -188,8 +189,9 @@ class Validation(Result):
 def validation(model: Any = None, name: str = "validation", *, stopper: EarlyStopper | None = None) -> Iterator[Validation]:
     """Enclose a validation: its time is the phase ``evaluation``, what ``add`` was given is averaged and recorded.
 
-    With a model it is in eval mode inside, and each module's mode is restored; gradients are off. Metrics become series
-    (``<name>.<metric>``), the whole a ``torchobs.debug.validation`` event; the stopper is called with the metrics.
+    With a model it is in eval mode inside, and each module's mode is restored (a module with a ``train()`` of its own has it
+    called); gradients are off. Metrics become series (``<name>.<metric>``), the whole a ``torchobs.debug.validation`` event;
+    the stopper is called with the metrics.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -198,20 +200,15 @@ def validation(model: Any = None, name: str = "validation", *, stopper: EarlySto
 
     from torchobs.debug.tensors import require_module
 
-    modes = []
     if model is not None:
         require_module(model, "validation")
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
     result, begun = Validation(name), time.perf_counter()
     try:
-        with api.phase("evaluation"), torch.no_grad():
+        with api.phase("evaluation"), nullcontext() if model is None else evaluating(model), torch.no_grad():
             yield result
     finally:
         raised = sys.exc_info()[0]
         error = raised.__name__ if raised is not None else None
-        for module, mode in modes:
-            module.training = mode
         finish(result, time.perf_counter() - begun, error)
     if stopper is not None:
         stopper(result.metrics or {})

@@ -11,6 +11,7 @@ import torch
 
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, walk
+from torchobs.support.module_modes import evaluating
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -129,15 +130,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for index in {tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda}:
             torch.cuda.default_generators[index].manual_seed(0)
         yield
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode within the block, and each back into its own after it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call
-from torchobs.tune.difference import evaluating
+from torchobs.support.module_modes import evaluating
 from torchobs.tune.techniques import Reclassed, first_line
 
 if TYPE_CHECKING:
