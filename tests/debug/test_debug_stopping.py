@@ -5,6 +5,7 @@
 from math import nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,6 +81,24 @@ def test_a_validation() -> None:
     with debug.validation(name="test") as empty:
         pass
     assert empty.anomalies[0].startswith("no batch")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, np.float16])
+def test_half_precision_values_have_their_exact_mean(kind: Any) -> None:
+    """Promise: sums are of a wider type than the values: no NaN, no infinity, no rounding to the sum's neighbour."""
+    with debug.validation() as found:
+        for loss in (3.0, 1.0) * 600:
+            found.add(64, loss=torch.tensor(loss, dtype=kind) if isinstance(kind, torch.dtype) else kind(loss))
+    assert (found.metrics, found.anomalies) == ({"loss": 2.0}, ())
+
+
+def test_a_metric_of_some_batches_is_averaged_over_their_samples() -> None:
+    """Promise: each metric's mean is over the samples that it was given for."""
+    with debug.validation() as found:
+        for index, samples in enumerate((6, 2, 1)):
+            found.add(samples, loss=1.0, **({} if index == 1 else {"recall": torch.tensor(0.7 * index)}))
+    assert found.metrics == {"loss": 1.0, "recall": pytest.approx(1.4 / 7)}
+    assert found.samples == 9
 
 
 def test_decisions_and_validations_are_events(run: Recording) -> None:

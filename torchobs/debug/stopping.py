@@ -6,12 +6,13 @@ import re
 import sys
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
+from torchobs.debug.statistics import wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.module_modes import evaluating
 from torchobs.support.result import Result, fill
@@ -171,18 +172,28 @@ class Validation(Result):
     throughput: float | None = None
     """Samples a second"""
     metrics: dict[str, float] | None = None
-    """Means over samples"""
+    """Means, each over the samples of the batches that gave it"""
     anomalies: tuple[str, ...] = ()
     error: str | None = None
     """Class of the exception that ended it"""
+    _sums: dict[str, tuple[Any, int]] = field(default_factory=dict, repr=False, compare=False)
+    """Of each metric the sum over samples so far, and the number of these"""
 
     def add(self, samples: int = 1, **values: Any) -> None:
         """Count one batch with its values (numbers, or tensors with one element, which are read at the end)."""
-        sums = self.metrics if self.metrics is not None else {}
         for name, value in values.items():
-            kept = value.detach() if hasattr(value, "detach") else value
-            sums[name] = sums.get(name, 0.0) + kept * samples
-        fill(self, samples=self.samples + samples, batches=self.batches + 1, metrics=sums)
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + _wide(value) * samples, count + samples
+        fill(self, samples=self.samples + samples, batches=self.batches + 1)
+
+
+def _wide(value: Any) -> Any:
+    """Return a value in a type in which sums are exact enough: a sum in bfloat16 stops growing at 256 times its terms."""
+    if not hasattr(value, "detach"):
+        return float(value)
+    import torch
+
+    return value.detach().to(wide(torch, value.device))
 
 
 @contextmanager
@@ -216,7 +227,7 @@ def validation(model: Any = None, name: str = "validation", *, stopper: EarlySto
 
 def finish(result: Validation, elapsed: float, error: str | None) -> None:
     """Fill a validation that has ended, and record it."""
-    metrics = {key: float(total) / max(result.samples, 1) for key, total in (result.metrics or {}).items()}
+    metrics = {key: float(total) / max(count, 1) for key, (total, count) in result._sums.items()}
     texts = [f"{name} is {value}" for name, value in metrics.items() if not isfinite(value)]
     texts += ["no batch was added: call add(samples, ...) for each"] * (not result.batches and error is None)
     throughput = result.samples / elapsed if elapsed else None
