@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
-from zlib import crc32
 
+from torchobs.debug.chance import CHANCE, most_probability
 from torchobs.debug.findings import told
+from torchobs.debug.splits import SplitSize, judge_splits, length
+from torchobs.debug.worker_samples import WorkerSamples
 from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import walk
 from torchobs.support.result import Result
+from torchobs.support.samplers import generators
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +29,7 @@ LEAST_WAIT_S = 0.01
 LEAST_BATCHES = 3
 """of each that is judged, after the first batch"""
 IMBALANCE = 10.0
-"""Ratio of the most to the least frequent class from which it is told"""
+"""Ratio of the most to the least frequent class from which it is told, if it is no accident"""
 LEAST_LABELS = 100
 """Labels seen before classes are judged"""
 _LABELS = ("labels", "label", "target", "targets", "y")
@@ -54,16 +57,6 @@ class BatchPart(Result):
     shapes: tuple[str, ...]
     """Different ones that were seen, the first eight"""
     pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SplitSize(Result):
-    """One part of a data set."""
-
-    name: str
-    samples: int | None
-    """``None`` where it has no length"""
-    share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +101,8 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
     Args:
         loader: a DataLoader, or any iterable of batches.
         batches: how many to take at most.
-        splits: loaders or data sets by name (``{"train": ..., "validation": ...}``), to report their sizes, and samples that
-            two ``Subset`` of one data set have in common.
+        splits: loaders or data sets by name (``{"train": ..., "validation": ...}``), to report their sizes, and samples of one
+            data set that two have in common, by their indices in ``Subset``, ``ConcatDataset`` and samplers.
 
     Raises:
         TypeError: ``loader`` is not iterable.
@@ -121,20 +114,21 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
         raise ValueError(f"dataloader() takes at least one batch, not {batches!r}")
     if splits is not None and not hasattr(splits, "items"):
         raise TypeError(f"splits are loaders or data sets by name, as {{'train': ...}}, not {type(splits).__name__}")
-    summary, fetches = _Batches(), list[_Fetch]()
+    dataset = getattr(loader, "dataset", loader)
+    summary, fetches = _Batches(is_iterable=_is_iterable_dataset(dataset)), list[_Fetch]()
     for fetch in _taken(loader, batches):
         summary.add(fetch)
         fetches.append(fetch._replace(batch=None))
     seconds = [fetch.seconds for fetch in fetches]
     later, after_first = seconds[1:], summary.samples - summary.first_samples
-    loads, dataset = _loads(fetches), getattr(loader, "dataset", loader)
-    rows, shared = _splits(splits or {})
+    loads = _loads(fetches)
+    rows, shared = judge_splits(splits or {})
     texts = [*_slow_workers(loads), *summary.findings(), *shared]
     if not seconds:
         texts.append(("no_batch", "loader", "the loader gives no batch"))
     counts = summary.classes
     return LoaderCheck(
-        dataset=type(dataset).__name__, dataset_size=_length(dataset), batch_size=getattr(loader, "batch_size", None),
+        dataset=type(dataset).__name__, dataset_size=length(dataset), batch_size=getattr(loader, "batch_size", None),
         workers=getattr(loader, "num_workers", 0), batches=len(seconds), samples=summary.samples,
         first_batch=seconds[0] if seconds else nan, batch_median=median(later or seconds or [nan]),
         batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
@@ -147,8 +141,7 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
 def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
     import torch
 
-    generators = [getattr(one, "generator", None) for one in (loader, getattr(loader, "sampler", None))]
-    with random_states_kept([one for one in generators if one is not None]):
+    with random_states_kept(generators(loader)):
         begun = time.perf_counter()
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
         try:
@@ -164,6 +157,12 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
             getattr(iterator, "_shutdown_workers", int)()
 
 
+def _is_iterable_dataset(dataset: Any) -> bool:
+    import torch
+
+    return isinstance(dataset, torch.utils.data.IterableDataset)
+
+
 def _next_worker(iterator: Any) -> int | None:
     """Return the worker whose batch comes next: torch hands them out in order."""
     task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
@@ -173,11 +172,12 @@ def _next_worker(iterator: Any) -> int | None:
 class _Batches:
     """Sums over batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_iterable: bool) -> None:
         self.samples = self.first_samples = 0
         self.classes: Counter[int] = Counter()
         self._shapes: dict[str, tuple[str, dict[str, None], bool]] = {}
-        self._first_of_worker: dict[int, int] = {}
+        # of a data set with indices a sampler decides what comes twice
+        self._of_workers = WorkerSamples(by_sample=is_iterable)
         self._nonfinite: set[str] = set()
 
     def add(self, fetch: _Fetch) -> None:
@@ -188,8 +188,8 @@ class _Batches:
         for name, x in named:
             self._note(name, x)
         self._count(fetch.batch, size)
-        if fetch.worker is not None and fetch.worker not in self._first_of_worker and named:
-            self._first_of_worker[fetch.worker] = crc32(b"".join(map(_bytes, (x for _, x in named))))
+        if fetch.worker is not None:
+            self._of_workers.add(fetch.worker, [x for _, x in named], size)
 
     def _note(self, name: str, x: Any) -> None:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -211,22 +211,22 @@ class _Batches:
         """Yield kind, name and text of what is wrong with the batches."""
         for name in sorted(self._nonfinite):
             yield "nonfinite_input", name, f"{name} has NaN or Inf"
-        same = Counter(self._first_of_worker.values())
-        if len(self._first_of_worker) > 1 and len(same) == 1:
-            advice = "an IterableDataset splits its samples by torch.utils.data.get_worker_info()"
-            yield "duplicated_data", "workers", f"all {len(self._first_of_worker)} workers begin with the same batch: {advice}"
+        yield from self._of_workers.findings()
         counts = self.classes
-        if counts.total() >= LEAST_LABELS and (ratio := max(counts.values()) / min(counts.values())) >= IMBALANCE:
+        if counts.total() >= LEAST_LABELS and (ratio := _imbalance(counts)) >= IMBALANCE:
             most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
             yield "class_imbalance", "classes", f"class {most} is {ratio:.3g} times as frequent as class {least}"
         if counts.total() >= LEAST_LABELS and len(counts) == 1:
             yield "single_class", "classes", f"all {counts.total()} labels seen are {next(iter(counts))}: is the data shuffled?"
 
 
-def _bytes(x: Any) -> bytes:
-    import torch
+def _imbalance(counts: Counter[int]) -> float:
+    """Return the ratio of the most to the least frequent class; 1 where classes that are equally frequent may differ so much.
 
-    return bytes(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else b""
+    Of two such classes the counts, given their sum, are binomial; the two were chosen of all ordered pairs (Bonferroni).
+    """
+    most, least, pairs = max(counts.values()), min(counts.values()), len(counts) * (len(counts) - 1)
+    return most / least if pairs and pairs * most_probability(most, most + least, 0.5) <= CHANCE else 1.0
 
 
 def _labels(batch: Any) -> Any:
@@ -254,34 +254,3 @@ def _slow_workers(loads: tuple[WorkerLoad, ...]) -> Iterator[tuple[str, str, str
         if others and wait >= LEAST_WAIT_S and wait > SLOW_WORKER * median(others):
             text = f"worker {worker} is waited for {wait:.3g} s a batch, the others {median(others):.3g} s"
             yield "slow_worker", f"worker {worker}", text
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
-
-
-def _splits(splits: Mapping[str, Any]) -> tuple[tuple[SplitSize, ...], list[tuple[str, str, str]]]:
-    datasets = {name: getattr(one, "dataset", one) if hasattr(one, "batch_sampler") else one for name, one in splits.items()}
-    sizes = {name: _length(dataset) for name, dataset in datasets.items()}
-    total = sum(size or 0 for size in sizes.values())
-    rows = tuple(SplitSize(name, size, size / total if size is not None and total else None) for name, size in sizes.items())
-    texts, names = [], list(datasets)
-    for index, one in enumerate(names):
-        for other in names[index + 1 :]:
-            if shared := _shared(datasets[one], datasets[other]):
-                text = f"{shared} samples of {one} are in {other}, too"
-                texts.append(("split_overlap", f"{one}, {other}", text))
-    texts += [("empty_split", name, f"{name} has no sample") for name, size in sizes.items() if size == 0]
-    return rows, texts
-
-
-def _shared(one: Any, other: Any) -> int:
-    if one is other:
-        return _length(one) or 0
-    indices, others = getattr(one, "indices", None), getattr(other, "indices", None)
-    if indices is None or others is None or getattr(one, "dataset", None) is not getattr(other, "dataset", one):
-        return 0
-    return len(set(map(int, indices)) & set(map(int, others)))

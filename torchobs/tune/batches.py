@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from torchobs.support.samplers import samplers
+
 
 def length(loader: Any) -> int | None:
     """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
@@ -19,21 +21,9 @@ def length(loader: Any) -> int | None:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the samplers that shuffle by the number of the epoch, as a ``DistributedSampler`` does."""
-    for sampler in _samplers(loader):
+    for sampler in samplers(loader):
         if callable(told := getattr(sampler, "set_epoch", None)):
             told(epoch)
-
-
-def generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of the loader's own and of its samplers, from which it draws instead of the global one."""
-    owned = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
-    return list({id(one): one for one in owned if isinstance(one, torch.Generator)}.values())
-
-
-def _samplers(loader: Any) -> list[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    return list({id(one): one for one in found if one is not None}.values())
 
 
 def moved(value: Any, device: torch.device) -> Any:

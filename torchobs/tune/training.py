@@ -16,6 +16,7 @@ from torchobs.support.arguments import is_whole
 from torchobs.support.collectives import gradient_sync
 from torchobs.support.kept_state import random_state, restore_random_state
 from torchobs.support.model_calls import call
+from torchobs.support.samplers import generators as generators_of
 from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
@@ -210,7 +211,7 @@ class Pipeline:
         ranks call it under FSDP, for it gathers their shards; the file is as that of one process, which can resume it, too.
         """
         own = {
-            "random": {"epoch": self._epoch_random_state, "now": random_state(of_loader.generators(loader))},
+            "random": {"epoch": self._epoch_random_state, "now": random_state(generators_of(loader))},
             "loss_sum": self._loss_sum.cpu(),
         }
         parts: dict[str, Any] = {name: distribution.state_of(part) for name, part in self._parts().items()}
@@ -246,7 +247,7 @@ class Pipeline:
         self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], own["loss_sum"].to(self.device)
         self.optimizer.zero_grad()  # of micro-batches before
         self._epoch_random_state, self._resumed_random_state = own["random"]["epoch"], own["random"]["now"]
-        restore_random_state(own["random"]["now"], of_loader.generators(loader))
+        restore_random_state(own["random"]["now"], generators_of(loader))
         return self
 
     def _parts(self) -> dict[str, Any]:
@@ -304,7 +305,7 @@ class Pipeline:
     def _batches(self, loader: Any) -> Iterator[Any]:
         """Return the epoch's batches from where it was left, drawn from the random state that it began with."""
         of_loader.set_epoch(loader, self.epoch)
-        generators = of_loader.generators(loader)
+        generators = generators_of(loader)
         now, self._resumed_random_state = self._resumed_random_state or random_state(generators), None
         done = self._batches_done
         if not done:
