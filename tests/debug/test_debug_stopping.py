@@ -33,13 +33,26 @@ def test_it_stops_when_patience_is_over() -> None:
     [
         ("val_acc", True), ("Accuracy/top1", True), ("mAP@0.5", True), ("map50", True), ("mean_iou", True), ("f1_score", True),
         ("val_loss", False), ("mape", False), ("smape", False), ("iou_loss", False), ("f1_error", False), ("fid_score", False),
-        ("perplexity", False),
+        ("perplexity", False), ("psnr", True), ("MS-SSIM", True), ("val/dice", True), ("ndcg@10", True), ("mrr", True),
+        ("hit_rate@10", True), ("win_rate", True), ("cohen_kappa", True), ("mcc", True), ("specificity", True), ("elbo", True),
+        ("log_likelihood", True), ("explained_variance", True), ("pass@1", True), ("confidence_acc", True), ("fidelity", True),
+        ("brier_score", False), ("inaccuracy", False), ("false_positive_rate", False), ("true_negative_rate", True),
+        ("valLoss", False), ("F1Score", True), ("mIoU", True), ("MSELoss", False), ("acc1", True), ("Eval/AverageReturn", True),
+        ("negative_log_likelihood", False), ("neg_mean_squared_error", True), ("bits_per_byte", False), ("CrossEntropy", False),
     ],
 )  # fmt: skip
 def test_the_direction_goes_by_the_name(name: str, *, rises: bool) -> None:
     """Promise: a loss or an error is to fall, whatever it is of; `mape` is no mean average precision."""
     stopper = debug.early_stopping(name, patience=3)
     assert [stopper(value).improved for value in (0.5, 0.6)] == [True, rises]
+
+
+@pytest.mark.parametrize("name", ["episode_length", "capacity", "lossless", "top5", "neg_loss", "metric"])
+def test_a_name_that_does_not_tell_needs_a_mode(name: str) -> None:
+    """Promise: nothing is guessed, neither of a name that is not known nor by a part of a word."""
+    with pytest.raises(ValueError, match=r"mode='min' or mode='max'"):
+        debug.early_stopping(name)
+    assert debug.early_stopping(name, mode="max", patience=1).mode == "max"
 
 
 def test_what_rises_what_is_reached_and_what_is_not_finite() -> None:

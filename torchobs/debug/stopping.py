@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
+from torchobs.debug.metric_names import better
 from torchobs.debug.statistics import wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.module_modes import evaluating
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Mode = Literal["auto", "min", "max"]
-_RISING = ("acc", "auc", "f1", "precision", "recall", "score", "bleu", "rouge", "iou", "r2", "reward", "return")
-_FALLING = ("loss", "error", "fid")
-"""which the name of a loss made of one of them has, too: ``iou_loss``, ``fid_score``"""
-_MAP = re.compile(r"(?<![a-z])map(?![a-z])")
-"""mean average precision, not the error ``mape``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +133,24 @@ def early_stopping(
     Args:
         monitor: name of the value.
         patience: checks without an improvement after which it stops.
-        mode: whether smaller or larger is better; ``auto`` goes by the name (accuracy, F1, reward ... are to rise).
+        mode: whether smaller or larger is better; ``auto`` goes by the words of the name (accuracy, F1, reward ... are to rise,
+            losses and errors to fall).
         min_delta: least change that is an improvement.
         stop_at: stop when this value is reached.
         on_improvement: called with the decision of each better value (to save the model).
         on_stop: called once, with the first decision to stop.
 
     Raises:
-        ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
+        ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, no name, or one that says nothing to ``auto``.
     """
     if not (is_text(monitor) and monitor and is_whole(patience) and patience >= 1 and is_number(min_delta) and min_delta >= 0):
         raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
     if mode not in {"auto", "min", "max"}:
         raise ValueError(f"mode is 'auto', 'min' or 'max', not {mode!r}")
-    chosen = mode if mode != "auto" else "max" if _rises(monitor.lower()) else "min"
+    chosen = better(monitor) if mode == "auto" else mode
+    if chosen is None:
+        raise ValueError(f"the name {monitor!r} does not tell whether it is to fall or to rise: give mode='min' or mode='max'")
     return EarlyStopper(monitor, patience, chosen, min_delta, stop_at, on_improvement, on_stop)
-
-
-def _rises(name: str) -> bool:
-    """Return True if larger values of a metric of this name are better."""
-    return not any(word in name for word in _FALLING) and (any(word in name for word in _RISING) or bool(_MAP.search(name)))
 
 
 @dataclass(frozen=True, slots=True)
