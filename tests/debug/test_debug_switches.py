@@ -133,6 +133,55 @@ def test_what_is_wrong_is_found(caplog: pytest.LogCaptureFixture) -> None:
     assert {"gradient_explosion", "learning_rate", "nonfinite_activation", "nonfinite_gradient", "nonfinite_loss"} <= kinds
 
 
+def _told_rates(caplog: pytest.LogCaptureFixture, rates: list[float], scheduled: Any = None, *, every: int = 10) -> list[str]:
+    """What is told of a training with these learning rates, one a step, or with those of a scheduler."""
+    debug.clear()
+    caplog.clear()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rates[0])
+    scheduler = scheduled(optimizer) if scheduled is not None else None
+    debug.enable("lr_scheduling", performance_every=every)
+    for rate in rates:
+        if scheduler is None:
+            optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    debug.disable()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_schedules_that_are_meant_are_no_jumps(caplog: pytest.LogCaptureFixture, every: int) -> None:
+    """Promise: warm-ups from near 0, decays to it, steps to a tenth and restarts are ordinary, by a scheduler or by hand."""
+    schedulers = torch.optim.lr_scheduler
+    schedules: list[Any] = [
+        lambda o: schedulers.LambdaLR(o, lambda step: min(1.0, (step + 1) / 300)),
+        lambda o: schedulers.LinearLR(o, 1e-5, total_iters=40),
+        lambda o: schedulers.OneCycleLR(o, 1.0, total_steps=301, final_div_factor=1e5),
+        lambda o: schedulers.CosineAnnealingLR(o, 299),
+        lambda o: schedulers.CosineAnnealingWarmRestarts(o, 75),
+        lambda o: schedulers.MultiStepLR(o, [45, 95]),
+    ]
+    told = [_told_rates(caplog, [0.1] * 300, schedule, every=every) for schedule in schedules]
+    by_hand = [[(step + 1) * 1e-6 for step in range(200)], [1e-3 * (1 - step / 200) for step in range(200)]]
+    told += [_told_rates(caplog, rates, every=every) for rates in by_hand]
+    assert told == [[]] * 8
+
+
+def test_a_rate_that_jumps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: also after a warm-up, down as well as up, and for each optimizer by itself."""
+    (up,) = _told_rates(caplog, [min(1.0, (step + 1) / 50) * 0.1 for step in range(100)] + [3.0] * 20)
+    assert "from 0.1 to 3" in up
+    (down,) = _told_rates(caplog, [0.1] * 20 + [1e-4] * 20)
+    assert "from 0.1 to 0.0001" in down
+    caplog.clear()
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate) for rate in (1e-4, 1e-2)]
+    debug.enable("lr_scheduling", performance_every=1)
+    for optimizer in optimizers * 3:
+        optimizer.step()
+    assert caplog.records == []
+
+
 def test_validation_and_the_plateau_are_told() -> None:
     """Forward passes in eval mode are counted until training goes on; a loss that stays costs patience."""
     training = Training()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,17 @@ GROWING_LOOKS = 8
 LEAST_GROWTH = 64 << 20
 """Memory that rose at each of so many looks, by so many bytes in all, is told"""
 RATE_JUMP = 10.0
-"""Factor between the learning rates of two looks from which it is told: warm-ups and decays are slower"""
+"""Factor by which a learning rate exceeds all that it is known to reach, or falls between two looks, from which it is told"""
+_ROUNDING = 1e-6
+"""of a factor: a decay to a tenth is an ordinary one"""
 
 
 class Check:
     """Base of all: nothing to do. ``last`` is what it saw last, in words."""
 
     last = ""
+    every = 1
+    """Steps between two looks"""
 
     def install(self, guard: Guard) -> None:
         """Place what is needed; functions that training calls are guarded."""
@@ -105,22 +110,52 @@ class GradientNorms(Check):
 
 
 class Rates(Check):
-    """Learning rates of the optimizer's groups."""
+    """Learning rates of each optimizer's groups.
+
+    A rise is a jump if it exceeds the highest rate so far, and those that optimizer and scheduler are to reach: a warm-up from
+    near 0, or a restart, does not. A linear warm-up from one of its own increments grows by at most the number of steps, plus
+    one. A fall is a jump from a rate within a tenth of the highest: a decay to 0 ends with large factors of tiny rates.
+    """
 
     def __init__(self) -> None:
-        self._before: list[float] = []
+        self._seen: weakref.WeakKeyDictionary[Any, list[_Rate]] = weakref.WeakKeyDictionary()
 
     def before_step(self, model: Any, optimizer: Any) -> None:
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        for index, rate in enumerate(rates):
-            before = self._before[index] if len(self._before) == len(rates) else rate
+        groups = [group for group in optimizer.param_groups if "lr" in group]
+        rates = [float(group["lr"]) for group in groups]
+        seen = self._seen.setdefault(optimizer, [])
+        if len(seen) != len(groups):
+            seen[:] = [_Rate(rate, _peak(group, optimizer)) for group, rate in zip(groups, rates, strict=True)]
+        for index, (rate, known) in enumerate(zip(rates, seen, strict=True)):
             if not math.isfinite(rate) or rate < 0:
                 found("learning_rate", f"the learning rate is {rate}", function="enable", name=f"group {index}")
-            elif before > 0 and rate > 0 and not 1 / RATE_JUMP <= rate / before <= RATE_JUMP:
-                text = f"the learning rate went from {before:.3g} to {rate:.3g}"
+                continue
+            if known.jumps_to(rate, max(RATE_JUMP, 1 + self.every)):
+                text = f"the learning rate went from {known.last:.3g} to {rate:.3g}"
                 found("learning_rate", text, function="enable", name=f"group {index}")
-        self._before, self.last = rates, "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
+            known.last, known.highest = rate, max(known.highest, rate)
+        self.last = "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
         record_series({f"debug.learning_rate.{index}": rate for index, rate in enumerate(rates)})
+
+
+class _Rate:
+    """What is known of one group's learning rate."""
+
+    def __init__(self, rate: float, peak: float) -> None:
+        self.last, self.highest = rate, max(rate, peak)
+
+    def jumps_to(self, rate: float, rise: float) -> bool:
+        """Return True if the next rate, a look later, is neither a warm-up's nor a decay's."""
+        if not (self.last > 0 and rate > 0):
+            return False
+        falls = rate * RATE_JUMP < self.last * (1 - _ROUNDING) and self.last * RATE_JUMP >= self.highest
+        return falls or rate > self.highest * rise * (1 + _ROUNDING)
+
+
+def _peak(group: dict[str, Any], optimizer: Any) -> float:
+    """Return the highest rate that a group is to reach: the scheduler's, or else that which the optimizer was made with."""
+    known = [group[name] for name in ("initial_lr", "max_lr") if name in group] or [optimizer.defaults.get("lr", 0.0)]
+    return max(float(rate) for rate in known)
 
 
 class ModelHooks(Check):

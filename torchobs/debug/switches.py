@@ -112,10 +112,15 @@ class _Running:
     """A switch that is on."""
 
     def __init__(self, name: str, check: Check, every: int) -> None:
-        self.check, self.every, self.looks = check, every, 0
+        self.check, self.looks = check, 0
+        self.look_every(every)
         self.breaker = CircuitBreaker(f"debug.{name}")
         self.before, self.after = self.breaker.guard(check.before_step), self.breaker.guard(check.after_step)
         self.begin = self.breaker.guard(check.begin_step)
+
+    def look_every(self, steps: int) -> None:
+        """Look once in so many steps."""
+        self.every = self.check.every = steps
 
 
 class Watch:
@@ -136,7 +141,7 @@ class Watch:
             self._model = weakref.ref(model)
         for name in names:
             if name in self._running:
-                self._running[name].every = frequencies.of(name)
+                self._running[name].look_every(frequencies.of(name))
                 continue
             running = _Running(name, _make(name, trace_dir), frequencies.of(name))
             self._running[name] = running
