@@ -12,6 +12,8 @@ import threading
 from math import inf, isnan, nan, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+from torchobs.support.even_sample import evenly_sampled
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -151,9 +153,8 @@ def distribution(x: Any, nans: Any = None) -> Any:
 
     number = wide(torch, x.device)
     flat, marks = x.reshape(-1), None if nans is None else nans.reshape(-1)
-    stride = -(-flat.numel() // SAMPLE)
-    sample = flat[::stride].to(number)
-    odd = ~torch.isfinite(sample) if marks is None else ~torch.isfinite(sample) | marks[::stride]
+    sample = evenly_sampled(flat, SAMPLE).to(number)
+    odd = ~torch.isfinite(sample) if marks is None else ~torch.isfinite(sample) | evenly_sampled(marks, SAMPLE)
     ordered = torch.where(odd, inf, sample).sort().values
     count = (~odd).sum()
     places = _numbers(torch, QUANTILES, x.device) * (count - 1).clamp(min=0)

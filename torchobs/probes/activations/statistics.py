@@ -11,12 +11,14 @@ from __future__ import annotations
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.support.even_sample import evenly_sampled
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST_ELEMENTS = 1 << 18
 SAMPLED = 32
-"""Elements of an output that are kept as they are, evenly spaced"""
+"""Most elements of an output that are kept as they are, evenly spaced"""
 NUMBERS = 6
 _DEPTH, _MOST_PARTS = 4, 16
 """How deep an output's tuples and dicts are looked into for its first tensor, and how many of each"""
@@ -83,7 +85,7 @@ def numbers(torch: Any, output: Any, sampled: int) -> tuple[Any, int]:
     row = torch.stack([mean, variance, size.sum(), size.max(), *nonzero])
     count = values.numel()
     if sampled:
-        row = torch.cat([row, values[:: -(-count // sampled)]])
+        row = torch.cat([row, evenly_sampled(values, sampled)])
     return row, count
 
 

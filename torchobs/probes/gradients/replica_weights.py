@@ -13,6 +13,7 @@ from math import fsum, sqrt
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.support.even_sample import evenly_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,8 +98,7 @@ def sums_of(values: list[float]) -> list[float]:
 
 
 def _some(parameter: Any) -> Any:
-    flat = parameter.detach().view(-1)
-    return flat[:: max(1, len(flat) // _ELEMENTS)][:_ELEMENTS].float()
+    return evenly_sampled(parameter.detach().view(-1), _ELEMENTS).float()
 
 
 def _evenly(items: list[Any], most: int) -> list[Any]:
