@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.debug.reentrant_checkpoint import checkpoints_kept
+from torchobs.debug.statistics import wide
 from torchobs.debug.tensors import require_module
+from torchobs.debug.value_flow import CONSTANT, UNREADABLE, ValueFlow
 from torchobs.probes.nonfinite.backward import BackwardWatch
-from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, attributes_of
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, OriginKind, attributes_of
 from torchobs.probes.nonfinite.replay import CallSites, placed
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.kept_state import state_kept
-from torchobs.support.model_calls import call, is_sequence
+from torchobs.support.model_calls import call, is_sequence, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from torchobs.debug.value_flow import Source
     from torchobs.probes.nonfinite.graph import GraphNode
 
 _WRAPPED = ("_orig_mod", "module")
@@ -31,14 +35,15 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
 
     Nothing stays changed: random states, buffers (the statistics of BatchNorm) and gradients are restored, and no optimizer
     steps. The model's own forward hooks run as in any forward pass. A compiled model is run without the compiler, one within
-    ``DistributedDataParallel`` without its wrapper, so that no collective is called.
+    ``DistributedDataParallel`` without its wrapper, so that no collective is called. Torch's reentrant
+    checkpoints keep what they compute, which takes the memory that they were to spare.
 
     Args:
         model: in the mode (``train()`` or ``eval()``) that is to be traced.
         batch: what the model is called with: a tensor, a dictionary of keyword arguments, or a tuple of arguments. With
             ``loss_fn`` a tuple's last item is the target.
         loss_fn: called with the output, and with the target if the batch is a tuple; without it the output's own ``loss``, or
-            the sum of its elements, is taken.
+            the sum of its elements (of all tensors, however nested), is taken.
 
     Returns:
         The origin; ``None`` if the loss and all gradients are finite.
@@ -56,12 +61,13 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
             model = inner
     with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad():
         sites = CallSites(model)
+        flow = ValueFlow(sites)
         try:
-            with sites, torch.compiler.set_stance("force_eager"):
+            with checkpoints_kept(), sites, flow, torch.compiler.set_stance("force_eager"):
                 loss = _loss(model, batch, loss_fn)
         finally:
             sites.remove()
-        origin = _traced(model, loss, sites, batch)
+        origin = _traced(model, loss, sites, flow, batch)
     session = current()
     if origin is not None and session is not None and session.context is not None:
         session.context.event(catalog.EVENT_NONFINITE_ORIGIN, attributes_of(origin))
@@ -82,28 +88,28 @@ def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | N
 
 
 def _summed(output: Any) -> torch.Tensor:
-    """Return the output's own loss, or the sum of its floating-point elements."""
+    """Return the output's own loss, or the sum of its floating-point and complex elements, wherever they are nested."""
     import torch
 
     if isinstance(getattr(output, "loss", None), torch.Tensor):
         own: torch.Tensor = output.loss
         return own
-    values = output.values() if hasattr(output, "values") and not isinstance(output, torch.Tensor) else output
-    items = [values] if isinstance(values, torch.Tensor) else list(values)
-    floats = [item.sum() for item in items if isinstance(item, torch.Tensor) and item.is_floating_point()]
-    if not floats:
+    parts = [torch.view_as_real(x) if x.is_complex() else x for _, x in walk(output)]
+    # in float64: the sum of finite numbers is to be finite
+    sums = [x.sum(dtype=wide(torch, x.device)) for x in parts if x.is_floating_point()]
+    if not sums:
         raise ValueError("the model's output holds no tensor of floating-point numbers: give loss_fn")
-    return torch.stack([each.float() for each in floats]).sum()
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum()
 
 
-def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, batch: Any) -> NonfiniteOrigin | None:
+def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueFlow, batch: Any) -> NonfiniteOrigin | None:
     import torch
 
     tracer = GraphTracer([loss], [], None, [model], variables=[{"batch": batch}])
     found: list[tuple[GraphNode, NonfiniteOrigin]] = []
     if condition(loss) is not Condition.FINITE:
-        origin = tracer.forward()
-        return None if origin is None or tracer.node is None else placed(origin, tracer.node, sites)
+        source = flow.source_of(loss)
+        return _by_graph(tracer, sites) if source is None else _by_values(source, tracer, sites)
     breaker = CircuitBreaker("trace_nan")
     watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), breaker)
     try:
@@ -112,3 +118,29 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, batch: Any) 
     finally:
         watch.remove()
     return placed(found[0][1], found[0][0], sites) if found else None
+
+
+def _by_graph(tracer: GraphTracer, sites: CallSites) -> NonfiniteOrigin | None:
+    """Return the origin that the graph of the loss tells."""
+    origin = tracer.forward()
+    return None if origin is None or tracer.node is None else placed(origin, tracer.node, sites)
+
+
+def _by_values(source: Source, tracer: GraphTracer, sites: CallSites) -> NonfiniteOrigin | None:
+    """Return the origin that was seen while the forward pass ran."""
+    import torch
+
+    given, place = source.given, source.place
+    if given is not None:
+        is_parameter = isinstance(given, torch.nn.Parameter)
+        origin = tracer.held(given, source.operator, place, source.inputs, is_leaf=is_parameter)
+        if origin is not None and origin.kind == "parameter":  # if most of them are not finite, the step before made them so
+            by_graph = _by_graph(tracer, sites)
+            return by_graph if by_graph is not None and by_graph.kind == "backward" else origin
+        if origin is not None:
+            return origin
+    kind: OriginKind = "unknown" if source.note == UNREADABLE else "operator"
+    return NonfiniteOrigin(
+        kind, source.operator, place.module, place.kind, place.line, "", source.inputs, source.elements, None, None,
+        source.note if given is None else CONSTANT,
+    )  # fmt: skip

@@ -39,9 +39,10 @@ _CONSTANTS = frozenset({
     "lift_fresh_copy",
 })  # fmt: skip
 """Operators that write a constant, which may be infinite on purpose"""
-_UNWRITTEN = frozenset({
+UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
 })  # fmt: skip
+"""Operators whose result holds what was in that memory before"""
 
 
 class Birth(NamedTuple):
@@ -87,7 +88,7 @@ class OperatorWatch(TorchDispatchMode):
         was_odd = func._schema.is_mutable and self._changes_odd(args)
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in _UNWRITTEN or func.is_view or was_odd:
+        if name in UNWRITTEN or func.is_view or was_odd:
             return result
         node = torch._C._current_autograd_node()
         if node is None:

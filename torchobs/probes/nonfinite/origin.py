@@ -302,26 +302,32 @@ class GraphTracer:
         self, tensor: Any, node: GraphNode, place: Place, inputs: tuple[TensorStatistics, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin:
         """Return the origin for a tensor that was not finite before the first operator used it."""
+        if tensor is None:
+            return self._made("input", node, place, inputs, "")
+        found = self.held(tensor, node.operator, place, inputs, is_leaf=is_leaf)
+        return found or self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
+
+    def held(
+        self, tensor: Any, operator: str, place: Place, inputs: tuple[TensorStatistics, ...], *, is_leaf: bool
+    ) -> NonfiniteOrigin | None:
+        """Return the origin for a tensor that held the values before this operator; ``None`` for a number in the code."""
         name = self.names.of(tensor)
         if name or is_leaf:
             module = self.names.owner(name)
             kind = type(self.names.modules[module]).__name__ if module in self.names.modules else ""
             return NonfiniteOrigin(
-                "parameter", node.operator, module, kind, place.line, name or "unnamed", inputs, bad_elements(tensor), None,
+                "parameter", operator, module, kind, place.line, name or "unnamed", inputs, bad_elements(tensor), None,
                 self._step, "",
             )  # fmt: skip
-        if tensor is None:
-            return self._made("input", node, place, inputs, "")
         name, whole = _variable(tensor, self._variables_held())
-        if not name and not whole.dim():  # a number in the code
-            return self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
+        if not name and not whole.dim():
+            return None
         elements = bad_elements(whole)
         sample = elements[0][0] if elements and elements[0] and whole.dim() > 1 else None
         sample = elements[0][0] if sample is None and elements and elements[0] else sample
         return NonfiniteOrigin(
-            "input", node.operator, place.module, place.kind, place.line, name, inputs, elements,
-            sample, self._step, "",
-        )  # fmt: skip
+            "input", operator, place.module, place.kind, place.line, name, inputs, elements, sample, self._step, ""
+        )
 
 
 def _ranks() -> str:

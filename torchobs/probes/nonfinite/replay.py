@@ -71,6 +71,11 @@ class CallSites(TorchFunctionMode, SitesOfNodes):
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def running(self) -> tuple[str, str]:
+        """Path and class of the innermost module that runs now; both empty outside of any."""
+        return self._running[-1] if self._running else ("", "")
+
     def _entering(self, told: tuple[str, str]) -> Callable[..., None]:
         return lambda *_: self._running.append(told)
 
@@ -84,8 +89,7 @@ class CallSites(TorchFunctionMode, SitesOfNodes):
         first = number()
         result = function(*args, **(kwargs or {}))
         if number() > first:
-            path, kind = self._running[-1] if self._running else ("", "")
-            self.sites.append(CallSite(first, number(), path, kind, _user_line()))
+            self.sites.append(CallSite(first, number(), *self.running, _user_line()))
         return result
 
 
