@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.gradients import GradientCheck, check_gradients, start_gradients
+from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, start_gradients
 from torchobs.debug.tensors import TensorStats, analyze_tensor, parameters_of, start_tensor
 from torchobs.debug.values import require_tensor
 
@@ -32,16 +32,20 @@ async def acheck_tensor(x: Any, name: str = "tensor") -> TensorStats:
     return build(await numbers.aread())
 
 
-async def acheck_gradients(model: Any, loss: Any = None, *, scaler: Any = None) -> GradientCheck:
+async def acheck_gradients(
+    model: Any, loss: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
+) -> GradientCheck:
     """Return what :func:`torchobs.debug.check_gradients` does, without blocking the event loop. The gradients must not change.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
+        ValueError: a threshold is not above 0.
     """
+    limits = {"exploding": exploding, "vanishing": vanishing}
     named = parameters_of(model, "acheck_gradients")
     if _blocks(parameter.grad for _, parameter in named if parameter.grad is not None):
-        return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler)
-    numbers, build = start_gradients(model, loss, scaler, "acheck_gradients")
+        return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler, **limits)
+    numbers, build = start_gradients(model, loss, scaler, "acheck_gradients", **limits)
     return build(await numbers.aread())
 
 

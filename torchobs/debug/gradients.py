@@ -85,7 +85,9 @@ class _Measured(NamedTuple):
     moments: Moments
 
 
-def check_gradients(model: Any, loss: Any = None, *, scaler: Any = None) -> GradientCheck:
+def check_gradients(
+    model: Any, loss: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
+) -> GradientCheck:
     """Check the gradients that a backward pass has left in a model, after one transfer from each device.
 
     Call it between ``backward()`` and ``zero_grad()``. Gradients that a loss scaler has scaled are divided by its scale: the
@@ -96,20 +98,26 @@ def check_gradients(model: Any, loss: Any = None, *, scaler: Any = None) -> Grad
         model: the module; shared parameters count once. Of a DTensor the local shard is checked, without a collective.
         loss: the loss as a tensor with one element or a number, to be reported and checked as well.
         scaler: a ``torch.amp.GradScaler``.
+        exploding: norm of one parameter's gradient above which it explodes. The default is for a loss that is a mean: one that
+            is a sum over the batch has a norm larger by its size.
+        vanishing: norm of a weight's gradient below which it vanishes.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
+        ValueError: a threshold is not above 0.
     """
-    numbers, build = start_gradients(model, loss, scaler, "check_gradients")
+    numbers, build = start_gradients(model, loss, scaler, "check_gradients", exploding, vanishing)
     return build(numbers.read())
 
 
 def start_gradients(
-    model: Any, loss: Any, scaler: Any, function: str
+    model: Any, loss: Any, scaler: Any, function: str, exploding: float = EXPLODING, vanishing: float = VANISHING
 ) -> tuple[Numbers, Callable[[list[list[float]]], GradientCheck]]:
     """Start the computations of :func:`check_gradients`; return the devices' numbers, and what makes the result of them."""
     import torch
 
+    require_positive(exploding)
+    require_positive(vanishing)
     named, numbers = parameters_of(model, function), Numbers()
     with torch.no_grad():
         rows = [(name, x, start_moments(x.grad, numbers)) for name, x in named if x.grad is not None]
@@ -121,7 +129,8 @@ def start_gradients(
         measured = [
             _Measured(name, elements_of(x), x.dim() > 1, UNKNOWN if at is None else Moments(*read[at])) for name, x, at in rows
         ]
-        return _checked(model, measured, None if at_loss is None else read[at_loss][0], scale, missing, function)
+        at = None if at_loss is None else read[at_loss][0]
+        return _checked(model, measured, at, scale, missing, function, (exploding, vanishing))
 
     return numbers, build
 
@@ -158,6 +167,7 @@ def _checked(
     scale: float,
     missing: tuple[str, ...],
     function: str,
+    limits: tuple[float, float],
 ) -> GradientCheck:
     rows = tuple(GradientStats(name=one.name, numel=one.numel, **one.moments.described(scale)) for one in measured)
     total = total_norm((one.moments for one in measured), scale) if rows else nan
@@ -165,10 +175,11 @@ def _checked(
         model=type(model).__name__, total_norm=total, loss=loss, loss_scale=scale, has_nan=any(row.nan_count for row in rows),
         has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), parameters=rows,
     )  # fmt: skip
-    return replace(check, anomalies=told(function, _anomalies(check, {one.name for one in measured if one.is_weight})))
+    weights = {one.name for one in measured if one.is_weight}
+    return replace(check, anomalies=told(function, _anomalies(check, weights, *limits)))
 
 
-def _anomalies(check: GradientCheck, weights: set[str]) -> list[tuple[str, str, str]]:
+def _anomalies(check: GradientCheck, weights: set[str], exploding: float, vanishing: float) -> list[tuple[str, str, str]]:
     """Return kind, name and text of each.
 
     Only of weights a small gradient is one: that of a bias before a normalisation, or of attention's keys, is zero but for
@@ -180,21 +191,20 @@ def _anomalies(check: GradientCheck, weights: set[str]) -> list[tuple[str, str, 
     if not check.parameters and check.missing:
         text = f"no parameter of {check.model} has a gradient: was backward() called, and not yet zero_grad()?"
         anomalies.append(("no_gradient", check.model, text))
-    vanishing = set(check.vanishing())
     for row in check.parameters:
         if row.nan_count or row.inf_count:
             more = "; a loss scaler skips such a step" if check.loss_scale != 1.0 else ""
             text = f"{row.name}: {row.nan_count} NaN and {row.inf_count} Inf in a gradient of {row.numel} elements{more}"
             anomalies.append(("nonfinite_gradient", row.name, text))
-        elif row.norm > EXPLODING:
-            text = f"{row.name}: the gradient's norm {row.norm:.3g} is above {EXPLODING:g} (exploding)"
+        elif row.norm > exploding:
+            text = f"{row.name}: the gradient's norm {row.norm:.3g} is above {exploding:.3g} (exploding)"
             anomalies.append(("gradient_explosion", row.name, text))
         elif row.name not in weights:
             continue
         elif row.numel and row.zero_count == row.numel:
             anomalies.append(("gradient_vanishing", row.name, f"{row.name}: the gradient is exactly zero (vanishing)"))
-        elif row.name in vanishing and row.numel:
-            text = f"{row.name}: the gradient's norm {row.norm:.3g} is below {VANISHING:g} (vanishing)"
+        elif row.norm < vanishing and row.numel:
+            text = f"{row.name}: the gradient's norm {row.norm:.3g} is below {vanishing:.3g} (vanishing)"
             anomalies.append(("gradient_vanishing", row.name, text))
     return anomalies
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import resources
 from torchobs.debug.findings import told
-from torchobs.debug.gradients import GradientCheck, check_gradients
+from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, require_positive
 from torchobs.debug.module_values import Collector, ValueStats, activations
-from torchobs.debug.monitor import Verdict, judge_step
+from torchobs.debug.monitor import Verdict, explodes_above, judge_step
 from torchobs.debug.tensors import (
     ParameterAnalysis,
     analyze_parameters,
@@ -131,23 +131,30 @@ def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardP
     )  # fmt: skip
 
 
-def backward_pass(loss: Any, model: Any = None, *, scaler: Any = None) -> BackwardPass:
+def backward_pass(
+    loss: Any, model: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
+) -> BackwardPass:
     """Call ``loss.backward()``, of the scaled loss where there is a scaler, and check the gradients of ``model``.
+
+    The thresholds are those of :func:`torchobs.debug.check_gradients`.
 
     Raises:
         TypeError: ``loss`` is no tensor, or ``model`` no module.
-        ValueError: ``loss`` has more than one element, or nothing to differentiate.
+        ValueError: ``loss`` has more than one element, or nothing to differentiate; a threshold is not above 0.
     """
     _require_loss(loss)
+    require_positive(exploding)
+    require_positive(vanishing)
     if model is not None:
         require_module(model, "backward_pass")
-    return _backward(loss, model, scaler)
+    return _backward(loss, model, scaler, exploding, vanishing)
 
 
-def _backward(loss: Any, model: Any, scaler: Any) -> BackwardPass:
+def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
     with _measured() as part:
         (loss if scaler is None else scaler.scale(loss)).backward()
-    gradients = None if model is None else check_gradients(model, loss, scaler=scaler)
+    limits = {"exploding": exploding, "vanishing": vanishing}
+    gradients = None if model is None else check_gradients(model, loss, scaler=scaler, **limits)
     value = float(loss.detach().item()) if gradients is None or gradients.loss is None else gradients.loss
     anomalies = gradients.anomalies if gradients is not None else () if isfinite(value) else (f"the loss is {value}",)
     if gradients is None:
@@ -199,6 +206,7 @@ def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[
 def training_step(  # noqa: PLR0913  # what a training loop is made of
     model: Any, optimizer: Any, loss_fn: Callable[..., Any], batch: Any, target: Any = None, *,
     scaler: Any = None, autocast: Any = None, activations: bool = False, weights: bool = False,
+    exploding: float | None = None, vanishing: float = VANISHING,
 ) -> TrainingStep:  # fmt: skip
     """Do one training step and check it in turn: inputs, outputs, loss, gradients, update.
 
@@ -216,15 +224,20 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         autocast: context for forward and loss, such as ``torch.autocast("cuda", torch.float16)``.
         activations: also the output of every module without children.
         weights: also the statistics of every parameter after the step.
+        exploding: as for :func:`torchobs.debug.monitor_step`.
+        vanishing: as for :func:`torchobs.debug.monitor_step`.
 
     Raises:
         TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
-        ValueError: the loss has more than one element, or nothing to differentiate.
+        ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0.
     """
     require_module(model, "training_step")
     require_optimizer(optimizer, "training_step")
     if not callable(loss_fn):
         raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
+    limits = explodes_above(model) if exploding is None else exploding, vanishing
+    for limit in limits:
+        require_positive(limit)
 
     def loss_of(output: Any) -> Any:
         return loss_fn(output) if target is None else loss_fn(output, target)
@@ -244,12 +257,12 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         forward = _forward(model, batch, "training_step", wanted=activations)
         loss = loss_of(forward.output)
     _require_loss(loss)
-    backward = _backward(loss, model, scaler)
+    backward = _backward(loss, model, scaler, *limits)
     norm = backward.gradients.total_norm if backward.gradients is not None else nan
     if closure is not None:
         closure.first = loss
     optimization = optimization_step(optimizer, scaler=scaler, closure=closure)
-    verdict: Verdict = judge_step(model, backward.loss, norm, "training_step", is_skipped=optimization.skipped)
+    verdict: Verdict = judge_step(model, backward.loss, norm, "training_step", *limits, is_skipped=optimization.skipped)
     # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
     in_gradients = () if optimization.skipped and isfinite(backward.loss) else backward.anomalies
     parts = forward.anomalies, in_gradients, verdict.anomalies, optimization.anomalies, _strangers(model, optimizer)

@@ -8,7 +8,7 @@ than clipping does, hence 6 standard deviations and an excess that matters by it
 
 from __future__ import annotations
 
-from math import exp, isfinite, log1p, sqrt
+from math import exp, inf, isfinite, log, log1p, sqrt
 
 ALPHA = 0.03
 """Weight of a new value: a memory of about 33 values (ZClip: 0.97 decay)."""
@@ -40,6 +40,8 @@ value that begins below 1 has to exceed 1,000."""
 
 LEAST_LOSS_EXCESS = 0.25
 """Least excess of a spike over the loss baseline: relative, or absolute below a loss of 1; beside the tail test."""
+LEAST_NORM_EXCESS = log(8.0)
+"""An explosion is at least 8 times the baseline norm (on the log scale, where norms are nearly normal)."""
 
 
 SHORT_BURST, CALM = 2, 3
@@ -48,6 +50,8 @@ BURST_MEMORY = 300
 """Values after which a burst counts for 1/e. Two that are over within some 150 values make the third a usual one: in healthy
 runs of A2C it is the third or the fourth, and single outliers in 300 batches are always told."""
 _KEPT = 1.0 - 1.0 / BURST_MEMORY
+_LARGEST_EXPONENT = 709.0
+"""Of a finite float64"""
 
 
 def leaves_start(value: float, start: float, seen: int) -> bool:
@@ -175,3 +179,33 @@ class LossBaseline:
         if learns or not found:
             self.mean, self._variance, self._seen = mean, variance, seen
         return found
+
+
+class NormBaseline:
+    """The usual gradient norm of one model, for who judges each step as it comes."""
+
+    __slots__ = ("_mean", "_seen", "_start", "_variance")
+
+    def __init__(self) -> None:
+        self._mean = self._variance = self._start = 0.0
+        self._seen = 0
+
+    @property
+    def limit(self) -> float:
+        """The norm above which it explodes: far above its recent past, as :func:`judge` has it, or ``ORDERS`` above its start.
+
+        The second is for a norm that grows so smoothly that its recent past grows with it; 0 until ``WARM_UP`` norms are known.
+        """
+        if self._seen < WARM_UP:
+            return 0.0
+        reach = max(Z_LIMIT * sqrt(self._variance), LEAST_NORM_EXCESS)
+        exponent = min(self._mean + reach, self._start + log(ORDERS))
+        return exp(exponent) if exponent < _LARGEST_EXPONENT else inf
+
+    def add(self, norm: float) -> None:
+        """Learn a norm; one that is not finite, or 0, teaches nothing."""
+        if not 0.0 < norm < inf:
+            return
+        _, self._mean, self._variance, self._seen = judge(log(norm), self._mean, self._variance, self._seen, LEAST_NORM_EXCESS)
+        if self._seen <= WARM_UP:
+            self._start = self._mean

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
+from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.activations import activations
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
@@ -17,7 +17,6 @@ from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.no_progress import no_progress
 from torchobs.diagnosis.nonfinite_origins import origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
-from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
 
 _BEFORE = 50
 """Steps before a bad loss that are searched for its cause."""

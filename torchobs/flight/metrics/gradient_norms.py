@@ -6,7 +6,7 @@ from math import exp, isfinite, log
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
+from torchobs.detect.spikes import LEAST_NORM_EXCESS, START, WARM_UP, judge, leaves_start
 from torchobs.detect.vanishing import judge_low
 from torchobs.flight.metrics.totals import (
     GRADIENT_EXPLOSION,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _NONE = -1
 _KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
 _TWICE = log(2.0)
-LEAST_NORM_EXCESS = log(8.0)
-"""An explosion is at least 8 times the baseline norm (on the log scale, where norms are nearly normal)."""
 
 
 def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], converged: Collection[int] = ()) -> None:
