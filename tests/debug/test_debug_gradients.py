@@ -172,3 +172,72 @@ def test_training_is_the_same_with_checks(flight_dir: Any) -> None:
         return list(model.parameters())
 
     assert all(map(torch.equal, train(checked=False), train(checked=True)))
+
+
+class _Adapted(torch.nn.Module):
+    """A frozen layer with a low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(8, 8).requires_grad_(False)  # noqa: FBT003  # torch's own order
+        self.down, self.up = torch.nn.Parameter(torch.randn(2, 8)), torch.nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class _Scaled(torch.nn.Module):
+    """A residual branch with a scale that begins with 0, as of a batch normalisation before the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.scale * self.branch(x).tanh()
+
+
+def _headed() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    torch.nn.init.zeros_(model[2].weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "zero"),
+    [(_Adapted, "up", "down"), (_Scaled, "scale", "branch.weight"), (_headed, "2.weight", "0.weight")],
+)
+def test_zeros_that_are_about_to_learn_are_no_anomaly(make: Callable[[], torch.nn.Module], first: str, zero: str) -> None:
+    """Before its first step a parameter of zeros passes no gradient on, which is remarked; after it, that is vanishing."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(4, 8)
+    steps = [debug.training_step(model, optimizer, torch.nn.functional.mse_loss, x, x + 1) for _ in range(3)]
+    assert [step.anomalies for step in steps] == [()] * 3
+    checks = [step.backward.gradients for step in steps]
+    remark = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {zero}"
+    assert [check.remarks for check in checks] == [(remark,), (), ()]
+    model.get_parameter(zero).grad.zero_()
+    assert debug.check_gradients(model).anomalies == (f"{zero}: the gradient is exactly zero (vanishing)",)
+
+
+def test_biases_of_zeros_excuse_nothing() -> None:
+    """They are usual, and pass all gradients on: dead units before them are an anomaly."""
+    model = mlp()
+    torch.nn.init.zeros_(model[2].bias)
+    torch.nn.init.constant_(model[0].bias, -1e3)
+    loss_of(model).backward()
+    found = debug.check_gradients(model)
+    assert found.remarks == ()
+    assert "0.weight: the gradient is exactly zero (vanishing)" in found.anomalies
+
+
+@pytest.mark.parametrize("kind", ["strided", "sparse"])
+def test_statistics_of_a_sparse_gradient_are_those_of_the_dense_one(kind: str) -> None:
+    """Rows that a batch has not used are zero in both."""
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(50, 4, sparse=kind == "sparse")
+    (model(torch.tensor([1, 1, 2, 7])) * torch.randn(4, 4)).sum().backward()
+    dense, (row,) = model.weight.grad.to_dense(), debug.check_gradients(model).parameters
+    assert (row.numel, row.zero_count, row.min, row.max) == (200, 188, dense.min().item(), dense.max().item())
+    assert (row.norm, row.mean, row.std) == pytest.approx((dense.norm().item(), dense.mean().item(), dense.std().item()))

@@ -10,7 +10,7 @@ from torchobs.debug.findings import told
 from torchobs.debug.statistics import UNKNOWN, Moments, wide
 from torchobs.debug.tensors import parameters_of, start_moments, total_norm
 from torchobs.debug.transfer import Numbers
-from torchobs.debug.values import elements_of
+from torchobs.debug.values import elements_of, values_of
 from torchobs.runtime.session import current
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Result
@@ -26,7 +26,10 @@ VANISHING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GradientStats(Result):
-    """The gradient of one parameter, divided by the loss scale. Statistics are of the finite elements, the norm of all."""
+    """The gradient of one parameter, divided by the loss scale. Statistics are of the finite elements, the norm of all.
+
+    What a sparse gradient does not store is zero, and is counted as that.
+    """
 
     name: str
     numel: int
@@ -56,6 +59,8 @@ class GradientCheck(Result):
     """Trainable parameters without a gradient"""
     anomalies: tuple[str, ...]
     """Not finite, exploding; vanishing for weights alone: a bias before a normalisation has no gradient by construction"""
+    remarks: tuple[str, ...]
+    """What is no anomaly by itself: gradients that are exactly zero while a parameter that begins with zeros gets one"""
     parameters: tuple[GradientStats, ...]
 
     def exploding(self, threshold: float = EXPLODING) -> tuple[str, ...]:
@@ -79,6 +84,7 @@ class GradientCheck(Result):
 
 class _Measured(NamedTuple):
     name: str
+    parameter: Any
     numel: int
     is_weight: bool
     """Of two dimensions or more"""
@@ -127,12 +133,22 @@ def start_gradients(
     def build(read: list[list[float]]) -> GradientCheck:
         scale = 1.0 if at_scale is None else read[at_scale][0]
         measured = [
-            _Measured(name, elements_of(x), x.dim() > 1, UNKNOWN if at is None else Moments(*read[at])) for name, x, at in rows
+            _Measured(name, x, elements_of(x), x.dim() > 1, UNKNOWN if at is None else _of_all(Moments(*read[at]), x.grad))
+            for name, x, at in rows
         ]
         at = None if at_loss is None else read[at_loss][0]
         return _checked(model, measured, at, scale, missing, function, (exploding, vanishing))
 
     return numbers, build
+
+
+def _of_all(stored: Moments, gradient: Any) -> Moments:
+    """Return the moments of all elements of a gradient, which may be sparse, by those of what it stores."""
+    import torch
+
+    if gradient.layout in {torch.strided, torch.jagged}:
+        return stored
+    return stored.with_zeros(elements_of(gradient) - int(stored.finite + stored.nan + stored.infinite))
 
 
 def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
@@ -173,10 +189,32 @@ def _checked(
     total = total_norm((one.moments for one in measured), scale) if rows else nan
     check = GradientCheck(
         model=type(model).__name__, total_norm=total, loss=loss, loss_scale=scale, has_nan=any(row.nan_count for row in rows),
-        has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), parameters=rows,
+        has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), remarks=(), parameters=rows,
     )  # fmt: skip
     weights = {one.name for one in measured if one.is_weight}
+    zero = [one.name for one in measured if one.is_weight and _is_zero(one)]
+    first = next((one.name for one in measured if _begins_with_zeros(one)), None) if zero else None
+    if first is not None:
+        weights.difference_update(zero)
+        text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
+        check = replace(check, remarks=(text,))
     return replace(check, anomalies=told(function, _anomalies(check, weights, *limits)))
+
+
+def _is_zero(one: _Measured) -> bool:
+    """Return True if all of the gradient is exactly zero."""
+    return one.numel > 0 and one.moments.zeros == one.numel
+
+
+def _begins_with_zeros(one: _Measured) -> bool:
+    """Return True for a parameter of zeros that learns: LoRA's B (Hu et al. 2021), a zero-initialised head, gate or scale.
+
+    What is multiplied by it has a gradient of exactly zero before its first step. A bias of zeros has no such effect.
+    """
+    if not one.moments.norm > 0 or "bias" in one.name.rpartition(".")[2]:
+        return False
+    values = values_of(one.parameter).tensor
+    return values is not None and not bool(values.any())
 
 
 def _anomalies(check: GradientCheck, weights: set[str], exploding: float, vanishing: float) -> list[tuple[str, str, str]]:

@@ -71,6 +71,18 @@ class Moments(NamedTuple):
         """The L2 norm of all elements: NaN or infinite if one of them is."""
         return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared) if not isnan(self.norm_squared) else nan
 
+    def with_zeros(self, count: int) -> Moments:
+        """Return the moments of the same elements and so many zeros, by eq. 2.1 of Chan, Golub & LeVeque."""
+        if not count:
+            return self
+        finite = self.finite + count
+        mean = 0.0 if isnan(self.mean) else self.mean
+        return self._replace(
+            finite=finite, zeros=self.zeros + count, mean=mean * self.finite / finite,
+            squares=self.squares + mean * mean * self.finite * count / finite,
+            min=0.0 if isnan(self.min) else min(self.min, 0.0), max=0.0 if isnan(self.max) else max(self.max, 0.0),
+        )  # fmt: skip
+
     def described(self, scale: float = 1.0) -> dict[str, Any]:
         """Return what results tell of it, by the names of their fields; values are divided by ``scale``."""
         values = {"norm": self.norm, "mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
