@@ -199,7 +199,7 @@ class _Scaled(torch.nn.Module):
 
 def _headed() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-    torch.nn.init.zeros_(model[2].weight)
+    torch.nn.init.zeros_(model.get_parameter("2.weight"))
     return model
 
 
@@ -224,8 +224,8 @@ def test_zeros_that_are_about_to_learn_are_no_anomaly(make: Callable[[], torch.n
 def test_biases_of_zeros_excuse_nothing() -> None:
     """They are usual, and pass all gradients on: dead units before them are an anomaly."""
     model = mlp()
-    torch.nn.init.zeros_(model[2].bias)
-    torch.nn.init.constant_(model[0].bias, -1e3)
+    torch.nn.init.zeros_(model.get_parameter("2.bias"))
+    torch.nn.init.constant_(model.get_parameter("0.bias"), -1e3)
     loss_of(model).backward()
     found = debug.check_gradients(model)
     assert found.remarks == ()

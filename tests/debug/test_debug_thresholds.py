@@ -97,3 +97,17 @@ def test_a_norm_that_grows_smoothly_explodes_at_last() -> None:
     for odd in (nan, 0.0, float("inf")):
         norms.add(odd)
     assert norms.limit == before
+
+
+def test_a_loss_that_grows_smoothly_is_told() -> None:
+    """Promise: where each is near the last, the model's first losses tell; sound again, it is sound."""
+    model, told, chance, texts = graded(1.0), [], Random(0), list[str]()
+    for number in range(400):
+        found = debug.monitor_step(model, 2.0 * 1.03 ** max(0, number - 50) * chance.uniform(0.8, 1.2))
+        assert found.loss_anomaly == found.anomaly_detected == bool(found.anomalies)
+        told.append(found.loss_anomaly)
+        texts += found.anomalies
+    assert told.index(True) == pytest.approx(340, abs=30)
+    assert all(told[told.index(True) :])
+    assert texts[-1].endswith("stays far above the first ones, 2.276 (diverged)")
+    assert debug.monitor_step(model, 2.0).anomalies == ()

@@ -11,6 +11,7 @@ from torchobs.debug.findings import found
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, start_gradients
 from torchobs.debug.history import history
 from torchobs.debug.tensors import require_module
+from torchobs.detect.divergence import Divergence
 from torchobs.detect.spikes import LossBaseline, NormBaseline
 from torchobs.support.result import Result
 
@@ -26,7 +27,7 @@ class StepCheck(Result):
     gradient_explosion: bool
     gradient_vanishing: bool
     loss_anomaly: bool
-    """Not finite, or far above the losses of this model before"""
+    """Not finite, far above the losses of this model before, or grown without end since its first"""
     anomaly_detected: bool
     anomalies: tuple[str, ...]
     gradients: GradientCheck
@@ -35,10 +36,11 @@ class StepCheck(Result):
 class _Steps:
     """What is known of one model so far."""
 
-    __slots__ = ("baseline", "norms", "number")
+    __slots__ = ("baseline", "divergence", "norms", "number")
 
     def __init__(self) -> None:
-        self.baseline, self.norms, self.number = LossBaseline(), NormBaseline(), 0
+        self.baseline, self.divergence = LossBaseline(), Divergence()
+        self.norms, self.number = NormBaseline(), 0
 
 
 _models: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
@@ -63,7 +65,8 @@ def monitor_step(
     """Check loss and gradients of the step in progress, after one transfer from each device, and count it.
 
     Call it between ``backward()`` and ``zero_grad()``, before ``scaler.update()``. The loss is compared with those of the same
-    model before, by :mod:`torchobs.detect.spikes`, from the 20th on.
+    model before, by :mod:`torchobs.detect.spikes`, from the 20th on, and by :mod:`torchobs.detect.divergence` with its first
+    ones: one that has been a thousand times as large for 50 steps has diverged, however smoothly it grew.
 
     Args:
         model: the module.
@@ -114,8 +117,14 @@ def judge_step(
     told: dict[str, str] = {}
     if not isfinite(loss):
         told["loss_anomaly"] = f"the loss is {loss}"
-    elif steps.baseline.is_spike(loss):
-        told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
+    else:
+        is_spike, has_diverged = steps.baseline.is_spike(loss), steps.divergence.add(loss)
+        if has_diverged:
+            told["loss_anomaly"] = (
+                f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
+            )
+        elif is_spike:
+            told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
     if norm > exploding or (not isfinite(norm) and _has_gradients(model)):
         if isfinite(norm) or not is_skipped:
             is_above = f"the total gradient norm {norm:.3g} is above {exploding:.3g} (exploding)"

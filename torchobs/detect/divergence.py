@@ -11,7 +11,7 @@ Adam's moves no weight by more than about the rate.
 
 from __future__ import annotations
 
-from torchobs.detect.spikes import LEAST_SCALE, WARM_UP
+from torchobs.detect.spikes import LEAST_SCALE, ORDERS, START, WARM_UP, leaves_start
 
 LEFT, NEAR, RAMP = 10.0, 2.0, 3.0
 """Factors on the first loss: at the one, within the first ``WARM_UP`` losses, a loss has left its start; below the other it has
@@ -56,3 +56,27 @@ def are_long(loss: float, rate: float | None, square: float | None) -> bool:
     if rate is None:
         return True
     return rate >= LEAST_RATE and (square is None or rate * square >= LEAST_SHARE * loss)
+
+
+class Divergence:
+    """Whether one model's loss has grown without end, for who judges each loss as it comes and knows no learning rate.
+
+    The growth may be so smooth that no loss is far above those before it. A loss has diverged that is ``ORDERS`` above the
+    first ones, and ``RAMP`` times what a weight that is ramped up could have made of them, ``LEAST_AFTER`` times in a row.
+    """
+
+    __slots__ = ("_away", "_number", "start")
+
+    def __init__(self) -> None:
+        self._away = self._number = 0
+        self.start = 0.0
+        """The greatest magnitude among the first losses, as :func:`torchobs.detect.spikes.leaves_start` takes it"""
+
+    def add(self, loss: float) -> bool:
+        """Add a finite loss; return True if the model's has diverged."""
+        if self._number < START and not leaves_start(loss, self.start, self._number):
+            self.start = max(self.start, abs(loss))
+        self._number += 1
+        least = max(ORDERS * max(self.start, LEAST_SCALE), RAMP * self._number * self.start)
+        self._away = self._away + 1 if loss > least else 0
+        return self._away >= LEAST_AFTER
