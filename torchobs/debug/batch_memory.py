@@ -13,6 +13,7 @@ from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, is_sequence, walk
 from torchobs.support.result import Result
+from torchobs.support.storages import storages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -146,15 +147,17 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
 
     from torchobs.debug.allocation_watch import AllocationWatch
 
-    known = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
+    there = [*model.parameters(), *model.buffers(), *_tensors(batch)]
+    known = {storage.data_ptr() for x in there for storage in storages(x)}
     modules: dict[tuple[str, str], int] = {}
     watch = AllocationWatch()
     with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
 
         def keep(x: Any) -> Any:
-            if x.layout is torch.strided and x.untyped_storage().data_ptr() not in known:
-                known.add(x.untyped_storage().data_ptr())
-                modules[names[-1]] = modules.get(names[-1], 0) + x.untyped_storage().nbytes()
+            for storage in storages(x):
+                if storage.data_ptr() not in known:
+                    known.add(storage.data_ptr())
+                    modules[names[-1]] = modules.get(names[-1], 0) + storage.nbytes()
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -244,7 +247,7 @@ def resized(values: Any, size: int, other: int) -> Any:
 
 def _unique(tensors: Iterable[Any]) -> int:
     """Return the bytes of tensors, those that share memory once."""
-    found = {x.untyped_storage().data_ptr() or -id(x): bytes_of(x) for x in tensors}
+    found = {next((storage.data_ptr() for storage in storages(x)), 0) or -id(x): bytes_of(x) for x in tensors}
     return sum(found.values())
 
 

@@ -103,6 +103,7 @@ def _side(model: Any) -> _Side:
     tensors += [(("gradient", name), x.grad) for name, x in named if x.grad is not None]
     tensors += [(("buffer", name), x) for name, x in model.named_buffers()]
     whole = [(key, x) for key, x in tensors if not hasattr(x, "placements") and _is_plain(x)]
+    whole = [(key, x.dequantize() if x.is_quantized else x) for key, x in whole]  # a view of its bits ends the process
     with torch.no_grad():
         sums: dict[Any, list[Any]] = {}
         for key, x in whole:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from torchobs.support.storages import stored
+
 
 @dataclass(frozen=True, slots=True)
 class Values:
@@ -120,15 +122,4 @@ def bytes_of(x: Any) -> int:
         return bytes_of(x.to_local())
     if hasattr(type(x), "__tensor_flatten__") and not x.is_nested:  # made of others: quantised values and their scales
         return sum(bytes_of(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-    return sum(int(part.numel() * part.element_size()) for part in _stored(torch, x))
-
-
-def _stored(torch: Any, x: Any) -> tuple[Any, ...]:
-    """Return the tensors that a sparse one is made of, or the tensor."""
-    if x.layout is torch.sparse_coo:
-        return x._indices(), x._values()
-    if x.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        return x.crow_indices(), x.col_indices(), x.values()
-    if x.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        return x.ccol_indices(), x.row_indices(), x.values()
-    return (x,)
+    return sum(int(part.numel() * part.element_size()) for part in stored(x))

@@ -67,4 +67,5 @@ class WorkerSamples:
 def _bytes(x: Any) -> bytes:
     import torch
 
-    return bytes(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else b""
+    whole = x.int_repr() if x.is_quantized else x.detach()  # a view of a quantised tensor's bits ends the process
+    return bytes(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else b""

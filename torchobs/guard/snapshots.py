@@ -28,10 +28,14 @@ class Snapshot:
     def restore(self, objects: Sequence[Any]) -> None:
         """Give the states back to the same objects; the snapshot stays as it is."""
         for each, state in zip(objects, self.states, strict=True):
-            each.load_state_dict(deepcopy(state))  # an optimizer keeps what it is given
+            each.load_state_dict(_copied(state))  # an optimizer keeps what it is given
 
 
 def _copied(value: Any) -> Any:
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else deepcopy(leaf), value
-    )
+    return pytree.tree_map(_copied_leaf, value)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return deepcopy(leaf)
+    return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=True)  # on the device meta is nothing to copy

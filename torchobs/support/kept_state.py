@@ -80,7 +80,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())  # noqa: SLF001  # no setter
+            (module._buffers, name, buffer, None if buffer is None else _unrepeated(buffer.detach()).clone())  # noqa: SLF001  # no setter
             for module in model.modules()
             for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
         ]
@@ -94,4 +94,15 @@ class Buffers:
                 owned[name] = buffer
             if buffer is not None and before is not None:
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                    buffer.data.copy_(before)  # which raises no version that a graph of the user's relies on
+                    _unrepeated(buffer.data).copy_(before)  # which raises no version that a graph of the user's relies on
+
+
+def _unrepeated(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a view of each number in memory once: torch copies nothing into a tensor that ``expand`` has made."""
+    import torch
+
+    if buffer.layout is torch.strided and not buffer.is_nested:
+        for dimension, stride in enumerate(buffer.stride()):
+            if stride == 0 and buffer.shape[dimension] > 1:
+                buffer = buffer.narrow(dimension, 0, 1)
+    return buffer

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchobs.support.model_calls import call
+from torchobs.support.storages import storages
 from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Kept:
         self.total = 0
         self.by_block = [0] * len(blocks)
         self._within: list[tuple[int, set[int]]] = []
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self._seen = {each.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for each in storages(tensor)}
         with ExitStack() as stack:
             stack.enter_context(undisturbed(model))
             stack.enter_context(torch.enable_grad())
@@ -37,7 +38,8 @@ class Kept:
 
     def _entering(self, index: int) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs = {each.untyped_storage().data_ptr() for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)}
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            inputs = {storage.data_ptr() for each in tensors for storage in storages(each)}
             self._within.append((index, inputs))
 
         return hook
@@ -46,8 +48,9 @@ class Kept:
         self._within.pop()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:  # none is used again before the pass ends: the graph holds what is kept
+        for storage in storages(tensor):
+            if storage.data_ptr() in self._seen:  # none is used again before the pass ends: the graph holds what is kept
+                continue
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
             if self._within and storage.data_ptr() not in self._within[-1][1]:

@@ -28,7 +28,8 @@ def copied(
     """
     bound = _bound(loss_fn)
     with _without_graphs([model, *bound]):
-        model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None))
+        odd = {id(buffer): copy for module in (model, *bound) for buffer, copy in _odd_buffers(module)}
+        model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None), odd)
     return model, optimizer, loss if bound else loss_fn
 
 
@@ -36,6 +37,13 @@ def averaged(model: nn.Module, decay: float) -> AveragedModel:
     """Return a copy of a model for the exponential moving average of its weights."""
     with _without_graphs([model]):
         return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+
+
+def _odd_buffers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the buffers that ``deepcopy`` of torch cannot copy (CSR, nested), each with a copy."""
+    for buffer in module.buffers():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            yield buffer, buffer.detach().clone()
 
 
 @contextmanager
