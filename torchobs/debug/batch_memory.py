@@ -158,7 +158,7 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
                 if storage.data_ptr() not in known:
                     known.add(storage.data_ptr())
                     modules[names[-1]] = modules.get(names[-1], 0) + storage.nbytes()
-            return x
+            return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = loss_of(call(model, batch), loss_fn)

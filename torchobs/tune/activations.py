@@ -55,7 +55,7 @@ class Kept:
             self.total += storage.nbytes()
             if self._within and storage.data_ptr() not in self._within[-1][1]:
                 self.by_block[self._within[-1][0]] += storage.nbytes()
-        return tensor
+        return tensor.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
 
 
 def recomputed(kept: Kept, budget: int) -> tuple[list[int], int]:
