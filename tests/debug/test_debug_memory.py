@@ -91,7 +91,9 @@ def test_what_is_available_is_asked_of_the_machine() -> None:
     assert found.fits(4)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor]
+)
 def test_the_state_of_an_optimizer_that_has_not_stepped(optimizer: Callable[..., Any]) -> None:
     """Is what it is after its first step."""
     model = wide()
@@ -101,6 +103,33 @@ def test_the_state_of_an_optimizer_that_has_not_stepped(optimizer: Callable[...,
         x.grad = torch.ones_like(x)
     made.step()
     assert debug.memory_usage(model, torch.randn(4, 64), optimizer=made).optimizer_state == foretold
+
+
+class _ByDimension(torch.optim.Optimizer):
+    """Keeps of a matrix what Shampoo and Adafactor do, of each parameter a flat copy, a table of its own, and a number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make the state."""
+        assert closure is None
+        for x in self.param_groups[0]["params"]:
+            kept = {"flat": torch.zeros(x.numel()), "table": torch.zeros(256), "step": torch.zeros(())}
+            if x.dim() > 1:
+                kept |= {"left": torch.zeros(x.shape[0], x.shape[0]), "columns": torch.zeros(1, *x.shape[1:])}
+            self.state[x] = kept
+
+
+def test_the_state_of_an_optimizer_goes_by_dimensions() -> None:
+    """Promise: what has some of a parameter's dimensions grows with those alone."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(300, 1), torch.nn.Linear(1, 36), torch.nn.Unflatten(1, (4, 3, 3)), torch.nn.Conv2d(4, 6, 3)
+    )
+    optimizer = _ByDimension(model.parameters())
+    foretold = debug.memory_usage(model, torch.randn(4, 300), optimizer=optimizer).optimizer_state
+    optimizer.step()
+    assert debug.memory_usage(model, torch.randn(4, 300), optimizer=optimizer).optimizer_state == foretold
 
 
 def test_lines_and_objects_that_grew_are_named() -> None:

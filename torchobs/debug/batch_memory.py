@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import floor, inf
+from math import floor, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.tensors import require_module, require_optimizer
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _SHADOW = 8
-"""Edge of the square parameters that an optimizer is tried on"""
+"""Length of the first dimension of the parameters that an optimizer is tried on. Each further one is longer by one, so that the
+state says which of them it has: a factored one (Adafactor) has rows and columns, no product of both"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +270,23 @@ def _state_of_group(optimizer: Any, group: dict[str, Any]) -> int:
     """Return the bytes of a group's state: an optimizer of the class steps on small parameters of the same types."""
     import torch
 
-    total = 0.0
+    total = 0
     options = {name: value for name, value in group.items() if name not in {"params", "param_names"}}
-    for dtype, device in {(x.dtype, x.device) for x in group["params"]}:
-        shadow = torch.nn.Parameter(torch.zeros(_SHADOW, _SHADOW, dtype=dtype, device=device))
+    trained = [x for x in group["params"] if x.requires_grad]
+    for dtype, device, dimensions in {(x.dtype, x.device, x.dim()) for x in trained}:
+        shape = range(_SHADOW, _SHADOW + dimensions)
+        shadow = torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
         shadow.grad = torch.ones_like(shadow)
         tried = type(optimizer)([{**options, "params": [shadow]}])
         type(tried).step.__wrapped__(tried) if hasattr(type(tried).step, "__wrapped__") else tried.step()
-        same = [x for x in group["params"] if (x.dtype, x.device) == (dtype, device) and x.requires_grad]
+        same = [x for x in trained if (x.dtype, x.device, x.dim()) == (dtype, device, dimensions)]
         for x in _tensors(dict(tried.state[shadow])):
-            share = x.numel() / shadow.numel() if x.dim() else inf
-            total += sum(bytes_of(x) if share is inf else share * y.numel() * x.element_size() for y in same)
-    return round(total)
+            total += sum(x.element_size() * prod(_as_of(y, shadow, size) for size in x.shape) for y in same)
+    return total
+
+
+def _as_of(parameter: Any, shadow: Any, size: int) -> int:
+    """Return how long a dimension of the state is for this parameter, which is ``size`` long for the shadow."""
+    if size in shadow.shape:
+        return int(parameter.shape[list(shadow.shape).index(size)])
+    return int(parameter.numel()) if size == shadow.numel() else size  # a flat one, or one that no parameter changes
