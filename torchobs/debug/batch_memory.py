@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import floor, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support.arguments import is_whole
@@ -17,6 +18,8 @@ from torchobs.support.storages import storages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from torchobs.debug.backward_passes import Backward
 
 _SHADOW = 8
 """Length of the first dimension of the parameters that an optimizer is tried on. Each further one is longer by one, so that the
@@ -149,26 +152,28 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
     from torchobs.debug.allocation_watch import AllocationWatch
 
     there = [*model.parameters(), *model.buffers(), *_tensors(batch)]
-    known = {storage.data_ptr() for x in there for storage in storages(x)}
-    modules: dict[tuple[str, str], int] = {}
-    watch = AllocationWatch()
-    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
 
-        def keep(x: Any) -> Any:
-            for storage in storages(x):
-                if storage.data_ptr() not in known:
-                    known.add(storage.data_ptr())
-                    modules[names[-1]] = modules.get(names[-1], 0) + storage.nbytes()
-            return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+    def passes(backward: Backward) -> _Passes:
+        known = {storage.data_ptr() for x in there for storage in storages(x)}
+        modules: dict[tuple[str, str], int] = {}
+        watch = AllocationWatch()
+        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss = loss_of(call(model, batch), loss_fn)
-        parameters, forward_peak = [x for x in model.parameters() if x.requires_grad], watch.peak
-        if loss is not None and loss.requires_grad and parameters:
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            del gradients
-        del loss
-    return _Passes(watch.peak, forward_peak, modules)
+            def keep(x: Any) -> Any:
+                for storage in storages(x):
+                    if storage.data_ptr() not in known:
+                        known.add(storage.data_ptr())
+                        modules[names[-1]] = modules.get(names[-1], 0) + storage.nbytes()
+                return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                loss = loss_of(call(model, batch), loss_fn)
+            forward_peak = watch.peak
+            backward(loss)
+            del loss
+        return _Passes(watch.peak, forward_peak, modules)
+
+    return beside_grad(model, passes)
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.batch_memory import loss_of
 from torchobs.debug.tensors import require_module
 from torchobs.support.kept_state import state_kept
@@ -13,6 +14,8 @@ from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torchobs.debug.backward_passes import Backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,16 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counter = FlopCounterMode(display=False)
-    with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), counter:
-        loss = loss_of(call(model, batch), loss_fn)
-        forward = counter.get_total_flops()
-        if loss is not None and loss.requires_grad and parameters:
-            torch.autograd.grad(loss, parameters, allow_unused=True)
-        total = counter.get_total_flops()
+
+    def passes(backward: Backward) -> tuple[int, int]:
+        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), counter:
+            loss = loss_of(call(model, batch), loss_fn)
+            forward = counter.get_total_flops()
+            backward(loss)
+            return int(forward), int(counter.get_total_flops())
+
+    forward, total = beside_grad(model, passes)
     found = counter.get_flop_counts().get("Global", {})
     operators = sorted(((str(operator), int(number)) for operator, number in found.items()), key=lambda row: -row[1])
-    return FlopCount(type(model).__name__, int(forward), int(total - forward), tuple(operators))
+    return FlopCount(type(model).__name__, forward, total - forward, tuple(operators))
