@@ -27,6 +27,9 @@ class FlopCount(Result):
     backward: int
     operators: tuple[tuple[str, int], ...]
     """Operators of both passes with their operations, the greatest first"""
+    unknown: tuple[str, ...]
+    """Operators that multiply, and are not counted, since no formula of them is known: other libraries', Fourier transforms,
+    decompositions of matrices"""
 
     @property
     def flops(self) -> int:
@@ -37,8 +40,9 @@ class FlopCount(Result):
 def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> FlopCount:
     """Count the operations of the matrix products, convolutions and attention in a forward and a backward pass of a batch.
 
-    By ``torch.utils.flop_counter.FlopCounterMode``, which knows the formula of each such operator and counts nothing else (no
-    normalisation, no activation). Recomputation by activation checkpointing counts. Nothing of the model is changed: gradients
+    By ``torch.utils.flop_counter.FlopCounterMode``, with formulas for operators that it does not know (recurrent layers and
+    attention on the CPU among them); nothing else counts (no normalisation, no activation). What has no formula is in
+    ``unknown``. Recomputation by activation checkpointing counts. Nothing of the model is changed: gradients
     are computed beside ``.grad``, and buffers and the random state are put back. It is two passes: call it once, and give the
     result to ``torchobs.log(flops=...)``, multiplied by the number of batches of a step.
 
@@ -54,10 +58,13 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False)
+    from torchobs.debug.flop_formulas import UnknownProducts, formulas
+
+    counter = FlopCounterMode(display=False, custom_mapping=formulas())
+    unknown = UnknownProducts(counter.flop_registry)
 
     def passes(backward: Backward) -> tuple[int, int]:
-        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), counter:
+        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), unknown, counter:
             loss = loss_of(call(model, batch), loss_fn)
             forward = counter.get_total_flops()
             backward(loss)
@@ -66,4 +73,4 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
     forward, total = beside_grad(model, passes)
     found = counter.get_flop_counts().get("Global", {})
     operators = sorted(((str(operator), int(number)) for operator, number in found.items()), key=lambda row: -row[1])
-    return FlopCount(type(model).__name__, forward, total - forward, tuple(operators))
+    return FlopCount(type(model).__name__, forward, total - forward, tuple(operators), tuple(sorted(unknown.names)))
