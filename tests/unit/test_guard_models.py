@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,40 @@ def zeros(layer: torch.nn.Linear) -> torch.nn.Linear:
     return layer
 
 
+def scaled(value: float, *shape: int) -> torch.nn.Module:
+    """A layer with a scale of one value, as ConvNeXt's and Swin's begin."""
+    layer = torch.nn.Linear(32, 64)
+    layer.scale = torch.nn.Parameter(torch.full(shape, value))
+    return layer
+
+
+def buffered(**buffers: torch.Tensor) -> torch.nn.Module:
+    """A layer with these buffers."""
+    layer = torch.nn.Linear(32, 64)
+    for name, buffer in buffers.items():
+        layer.register_buffer(name, buffer)
+    return layer
+
+
+def masks() -> torch.nn.Module:
+    """Masks of all kinds: -inf, a type's lowest number, one of distances."""
+    causal = torch.triu(torch.full((1, 1, 20, 20), -inf), 1)
+    lowest = torch.finfo(torch.float32).min
+    return buffered(
+        causal=causal, lowest=causal.clamp(lowest), one=torch.tensor(lowest), short=torch.tensor(-65504.0).half(),
+        distances=causal + torch.arange(20.0),
+    )  # fmt: skip
+
+
+def statistics() -> torch.nn.Module:
+    """Statistics of data in large units, the least and largest value of nothing yet, a window, a bank of filters."""
+    return buffered(
+        mean=torch.tensor([50_000.0, 3.0]), running_var=torch.tensor([1.6e9, 1.0]), least=torch.tensor(inf),
+        largest=torch.tensor([-inf, -inf]), window=torch.full((4, 4), 0.5),
+        bank=torch.logspace(0, 3, 20)[:, None] * torch.rand(20, 4),
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "mlp": lambda: torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 2)),
     "cnn": lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.Conv2d(32, 8, 3)),
@@ -28,6 +63,11 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "adapter": lambda: zeros(torch.nn.Linear(32, 64)),
     "rnn": lambda: torch.nn.LSTM(32, 64, 2),
     "transformer": lambda: torch.nn.TransformerEncoderLayer(64, 4, 128),
+    "norm over an image": lambda: torch.nn.LayerNorm([4, 8, 8]),
+    "scale of channels": lambda: scaled(1e-6, 96, 1, 1),
+    "scale of heads": lambda: scaled(2.3, 3, 1, 1),
+    "masks": masks,
+    "statistics": statistics,
 }
 
 
@@ -37,6 +77,39 @@ def test_zeros_are_remarked_as_what_is_common() -> None:
     assert report.ok
     assert [(each.name, each.problem[:27]) for each in report.remarks] == [("weight", "every value is 0: common be")]
     assert not guard.check_model(torch.nn.LayerNorm(8)).remarks
+    remarks = guard.check_model(torch.nn.LayerNorm([4, 8])).remarks
+    assert [(each.name, each.problem[:14]) for each in remarks] == [("weight", "every value is"), ("bias", "every value is")]
+
+
+@pytest.mark.parametrize("value", [inf, nan])
+def test_buffers_that_are_ill_are_named(value: float) -> None:
+    """Promise: a NaN in a mask is a finding, and anything that is not finite in a norm's statistics."""
+    model = buffered(mask=torch.tensor([0.0, -inf, value]), running_mean=torch.tensor([1.0, -value]))
+    report = guard.check_model(model)
+    assert [layer.name for layer in report.problems] == ["mask", "running_mean"]
+    everything = {"module." + name: tensor for name, tensor in model.state_dict().items()}
+    assert [layer.name for layer in guard.check_model(everything).problems] == ["mask", "running_mean"]
+
+
+def test_a_dictionary_knows_masks_and_norms_and_by_its_reference_other_buffers() -> None:
+    """Promise: without a module a mask is one by its values, and torch's norms by their names; the rest by a reference."""
+    assert guard.check_model(torch.nn.ModuleList([masks().half()]).state_dict()).problems[0].name == "0.distances"
+    found = guard.check_model(statistics().state_dict()).problems
+    assert {layer.name for layer in found} == {"mean", "least", "window", "bank"}
+    for make in (masks, statistics):
+        assert guard.check_model(make().state_dict(), reference=make()).ok
+
+
+def test_a_tied_weight_is_not_missed() -> None:
+    """Promise: files hold a weight that two layers share once, and load whole; one that is another's copy is missed."""
+    for device in ("cpu", "meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)).to(device)
+        saved = {"0.weight": torch.randn(9, 4)}
+        assert guard.check_model(saved, reference=model).missing == ("1.weight",)
+        model[1].weight = model[0].weight
+        for reference in (model, model.state_dict()):
+            assert guard.check_model(saved, reference=reference).ok
+            assert guard.check_model(reference, reference=saved).ok
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor", "ignore:torch.ao.quantization")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HUGE = 1e4
-"""Magnitude that no usual initialisation or training reaches in a weight; half precision ends at 65,504"""
+"""Magnitude that no usual initialisation or training reaches in a parameter; half precision ends at 65,504. A buffer may have
+any: it is in the units of the data (a mean, a variance), or a mask's lowest number."""
 OUTLIER = 20.0
 """Deviations above its layer's median from which a neuron's norm is unusual, by the scaled median absolute deviation (Rousseeuw
 & Croux 1993). Far beyond any chance, since rows of trained layers differ by more than those of fresh ones."""
@@ -30,6 +32,14 @@ ZEROS = (
     "every value is 0: common before training, as of LoRA's B (Hu et al. 2021), zero convolutions (Zhang et al. 2023) and the "
     "last layers of diffusion models; after it, the layer has learned nothing"
 )
+ONES = (
+    "every value is 1: common before training, as of a norm over several dimensions, or of a scale; after it, the layer has "
+    "learned nothing"
+)
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers of torch's norms, known by their names also where a dictionary does not tell buffers from parameters"""
+_LOWEST = [torch.finfo(each).min for each in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+"""What a mask has beside 0 where it does not have -inf"""
 UNKNOWABLE = (
     "weights that were changed to answer wrongly for some inputs (a backdoor) need not look unusual",
     "a sound look says nothing about what the model was trained on",
@@ -58,7 +68,7 @@ class ModelReport(Result):
     added: tuple[str, ...]
     """tensors that the reference has not"""
     remarks: tuple[LayerReport, ...] = ()
-    """what is common in some models and no problem by itself: a matrix of zeros"""
+    """what is common in some models and no problem by itself: a matrix of zeros or of ones"""
     unknowable: tuple[str, ...] = UNKNOWABLE
 
 
@@ -72,30 +82,35 @@ def check_model(
         reference: a module or state dictionary of the same architecture, to find layers that were added, lost or reshaped.
 
     Returns:
-        A report of values that are not finite, magnitudes above ``HUGE``, matrices of one value that is not 0, single neurons
-        (rows) ``OUTLIER`` deviations above their layer's, and differences in names and shapes from the reference. A matrix of
-        zeros is a remark, see ``ZEROS``. Of a DTensor it is this rank's part that is looked at; a meta tensor has no values.
+        A report of values that are not finite, and of differences in names and shapes from the reference; of parameters also
+        of magnitudes above ``HUGE``, matrices of one value that is neither 0 nor 1, and single neurons (rows) ``OUTLIER``
+        deviations above their layer's. A matrix of zeros or ones is a remark, see ``ZEROS`` and ``ONES``. Masks (of 0, and
+        -inf or a type's lowest number) are no problem, and neither is -inf in a buffer, or one that is infinite as a whole: a
+        minimum of nothing yet. What is a buffer is known of a module, or by the reference if that is one. A tensor that is
+        tied to another (they share their memory) is not missed or added where the other is on both sides. Of a DTensor it is
+        this rank's part that is looked at; a meta tensor has no values.
 
     Raises:
         TypeError: an argument is neither.
         ValueError: a lazy layer has not seen an input yet, or a dictionary has no tensor.
     """
     state, other = _state(model), _state(reference) if reference is not None else None
+    buffers = _buffers(model if isinstance(model, torch.nn.Module) else reference)
     looked = [
         LayerReport(name, tuple(tensor.shape), problem)
         for name, tensor in state.items()
-        if (problem := _problem(tensor)) is not None
+        if (problem := _problem(tensor, name, is_buffer=name in buffers)) is not None
     ]
-    problems = [each for each in looked if each.problem is not ZEROS]
-    remarks = tuple(each for each in looked if each.problem is ZEROS)
+    problems = [each for each in looked if each.problem not in {ZEROS, ONES}]
+    remarks = tuple(each for each in looked if each.problem in {ZEROS, ONES})
     if other is not None:
         problems += [
             LayerReport(name, tuple(tensor.shape), f"the reference has the shape {tuple(other[name].shape)}")
             for name, tensor in state.items()
             if name in other and other[name].shape != tensor.shape
         ]
-    missing = tuple(name for name in other or () if name not in state)
-    added = tuple(name for name in state if other is not None and name not in other)
+    missing = _lacking(other, state) if other is not None else ()
+    added = _lacking(state, other) if other is not None else ()
     elements = sum(tensor.numel() for tensor in state.values())
     ok = not (problems or missing or added)
     if not ok:
@@ -126,6 +141,31 @@ def _state(model: object) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module.") if wrapped else name: each for name, each in tensors.items()}
 
 
+def _buffers(model: object) -> set[str]:
+    """Return the names of a module's buffers, as ``_state`` gives them; a dictionary does not know them."""
+    if not isinstance(model, torch.nn.Module):
+        return set()
+    wrapped = all(name.startswith("module.") for name in model.state_dict())
+    names = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    plain = {name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "") for name in names}
+    return {name.removeprefix("module.") for name in plain} if wrapped else plain
+
+
+def _lacking(state: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of ``state`` that ``other`` has not, neither by themselves nor by a tensor that they are tied to."""
+    there = {_memory(tensor) for name, tensor in state.items() if name in other} - {None}
+    return tuple(name for name, tensor in state.items() if name not in other and _memory(tensor) not in there)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what is equal for tensors of the same memory; None where torch does not tell."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.layout is not torch.strided or local.is_nested or not local.numel():
+        return None
+    # the storage itself: a meta tensor's has no address
+    return local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.stride()  # noqa: SLF001  # nothing public
+
+
 def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's tensors by name, without the states of optimizers: their values are no weights."""
     for name, value in state.items():
@@ -147,26 +187,44 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _problem(tensor: torch.Tensor) -> str | None:
-    """Return what is unusual about a tensor, or that it is ``ZEROS``. Five numbers are read from its device together."""
+def _problem(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> str | None:
+    """Return what is unusual about a tensor, or that it is ``ZEROS`` or ``ONES``. Numbers are read from its device at once."""
     values = _values(tensor)
     if values is None:
         return None
+    is_statistic = name.rpartition(".")[2] in _STATISTICS
     least, largest = values.aminmax()
     wrong = (~torch.isfinite(values)).sum()
     outlier, index = _furthest_neuron(values)
     numbers = torch.stack([each.to(values.dtype) for each in (wrong, least, largest, outlier, index)]).tolist()
     if numbers[0]:
-        return f"{int(numbers[0]):,} of {values.numel():,} values are not finite"
-    extreme = max(-numbers[1], numbers[2])
+        intended = not is_statistic and (_is_mask(values) or (is_buffer and _may_be_infinite(values)))
+        return None if intended else f"{int(numbers[0]):,} of {values.numel():,} values are not finite"
+    return None if is_buffer or is_statistic else _finite_problem(values, *numbers[1:])
+
+
+def _finite_problem(values: torch.Tensor, least: float, largest: float, outlier: float, index: float) -> str | None:
+    """Return what is unusual about a parameter whose values are finite."""
+    extreme = max(-least, largest)
     if extreme > HUGE:
-        return f"a magnitude of {extreme:g}"
-    # vectors of ones and zeros are how norms and biases begin; of zeros there is a remark
-    if numbers[1] == numbers[2] and values.dim() > 1 and values.numel() > 1:
-        return f"every value is {numbers[1]:g}" if numbers[1] else ZEROS
-    if numbers[3] > OUTLIER:
-        return f"the norm of neuron {int(numbers[4])} is {numbers[3]:.0f} deviations above the others"
+        return None if _is_mask(values) else f"a magnitude of {extreme:g}"
+    # vectors of one value are how norms, scales of layers and biases begin; of matrices of zeros or ones there is a remark
+    if least == largest and sum(size > 1 for size in values.shape) > 1:
+        return {0.0: ZEROS, 1.0: ONES}.get(least, f"every value is {least:g}")
+    if outlier > OUTLIER:
+        return f"the norm of neuron {int(index)} is {outlier:.0f} deviations above the others"
     return None
+
+
+def _may_be_infinite(buffer: torch.Tensor) -> bool:
+    """Return True for -inf beside any finite values, as of ALiBi's masks, and for one infinity alone: a minimum of nothing."""
+    return bool((torch.isfinite(buffer) | (buffer == -inf)).all()) or bool((buffer == inf).all())
+
+
+def _is_mask(values: torch.Tensor) -> bool:
+    """Return True for what is added to scores to hide some: 0, and -inf or a type's lowest number."""
+    lowest = torch.tensor([0.0, -inf, *_LOWEST], device=values.device, dtype=torch.float64).to(values.dtype)
+    return bool(torch.isin(values, lowest).all())
 
 
 def _furthest_neuron(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
