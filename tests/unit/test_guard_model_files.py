@@ -86,6 +86,31 @@ def cut(make: Callable[[Path], Any], path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
 
+class Scripted(torch.nn.Module):
+    """What TorchScript writes with each of its marks for lists and dictionaries, and with tensors that are constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.LSTM(2, 2)
+        self.words = torch.jit.Attribute(["a"], list[str])
+        self.numbers = torch.jit.Attribute({"a": [0.5]}, dict[str, list[float]])
+        self.flags = torch.jit.Attribute([True], list[bool])
+        self.grid = torch.full((4,), 0x3F800080, dtype=torch.int32).view(torch.float32)  # its memory begins as a pickle does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)[0] + self.grid[0]
+        return y
+
+
+def scripted(path: Path, *, frozen: bool = False, **added: bytes) -> None:
+    """A TorchScript program, with further pickles in its archive."""
+    program = torch.jit.script(Scripted().eval())
+    torch.jit.save(torch.jit.freeze(program) if frozen else program, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        for name, content in added.items():
+            archive.writestr(f"{path.stem}/{name}.pkl", content)
+
+
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "state.pt": ("clean", lambda path: torch.save(checkpoint(), path)),
     "old.pt": ("clean", lambda path: old(checkpoint()["model"], path)),
@@ -94,6 +119,10 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "arrays.npz": ("clean", lambda path: np.savez(path, a=np.ones(3), b=np.zeros(2))),
     "weights.tar": ("unreadable", lambda path: tarred(path, "model/weights.bin")),
     "namespace.pt": ("suspicious", lambda path: torch.save({"args": argparse.Namespace(lr=1)}, path)),
+    "script.pt": ("suspicious", scripted),
+    "script-frozen.pt": ("suspicious", lambda path: scripted(path, frozen=True)),
+    "script-attack.pt": ("dangerous", lambda path: scripted(path, more=pickle.dumps(Attack(), 2))),
+    "script-name.pt": ("dangerous", lambda path: scripted(path, more=b"\x80\x02ctorch.jit._pickle\nbuild\n(](K\x01etR.")),
     "whole.pt": ("suspicious", lambda path: torch.save(torch.nn.Linear(2, 2), path)),
     "attack.pt": ("dangerous", lambda path: torch.save({"w": torch.ones(2), "x": Attack()}, path)),
     "attack-old.pt": ("dangerous", lambda path: old({"w": torch.ones(2), "x": Attack()}, path)),
@@ -129,7 +158,7 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert not Path(MARK).exists()
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:Duplicate name")
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:Duplicate name", "ignore:.*torch.jit")
 @pytest.mark.parametrize("name", FILES)
 def test_verdict_and_loading(tmp_path: Path, name: str) -> None:
     """Promise: the verdict is right; what is not clean is not loaded, and no code runs at either."""

@@ -270,11 +270,12 @@ def _read_zip(name: str) -> list[_Found]:
             found.append(
                 ("unreadable", ("neither a file of torch.save nor of NumPy: of other archives modelscan's word is all",), ())
             )
+        memory = tuple(f"{prefix}/{part}/" for prefix in is_torch for part in ("data", "constants"))
         for entry in archive.infolist():
             with archive.open(entry) as part:
                 content = part.read(len(_MAGIC_NPY))
                 # the memory of tensors, which no loader takes for anything else, may begin with any byte
-                is_memory = any(entry.filename.startswith(f"{prefix}/data/") for prefix in is_torch)
+                is_memory = entry.filename.startswith(memory)
                 is_npy, is_named = content.startswith(_MAGIC_NPY), entry.filename.endswith((".pkl", ".pickle"))
                 if is_npy or is_named or (content[:1] == _MAGIC_PICKLE and not is_memory):
                     content += part.read(pickles.MOST_BYTES - len(content))
