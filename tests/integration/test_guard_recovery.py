@@ -88,6 +88,54 @@ def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
     assert sum(size > largest for size in calls) == trained.recovery.counts["memory.split"] <= 3
 
 
+def sized(number: int) -> Batch:
+    """A batch of so many samples."""
+    return {"x": torch.randn(number, 8), "y": torch.randn(number, 1)}
+
+
+def test_what_fits_is_a_number_of_samples() -> None:
+    """Promise: a smaller batch after a split one is whole if it fits, and parts are equal: none is one sample by itself."""
+    trained = Trained(with_buffers())
+    trained.largest = 5
+    assert [trained.step(sized(number)).parts for number in (16, 16, 4, 3, 5, 9, 6)] == [4, 4, 1, 1, 2, 3, 2]
+    assert trained.recovery.counts["memory.split"] == 2
+
+
+def test_larger_parts_are_tried_again() -> None:
+    """Promise: where the memory was short for a moment, batches are whole again after some hundred steps."""
+    trained = Trained(model())
+    batch = sized(8)
+    trained.largest = 2
+    trained.step(batch)
+    trained.largest = 8
+    assert [trained.step(batch).parts for _ in range(210)] == [4] * 99 + [2] * 101 + [1] * 10
+
+
+def test_trying_larger_parts_is_rare_and_costs_no_budget() -> None:
+    """Promise: where the memory stays short, tries become rarer and rarer, and no training ends by one."""
+    trained = Trained(model(), oom=2)
+    batch, tries = sized(8), []
+
+    def compute(part: Batch) -> torch.Tensor:
+        tries.extend([trained.recovery.steps] * (len(part["x"]) > 2))
+        return torch.zeros((), requires_grad=True) if len(part["x"]) <= 2 else trained.loss(part)
+
+    trained.largest = 2
+    outcomes = [trained.recovery.step(batch, compute) for _ in range(800)]
+    assert {outcome.parts for outcome in outcomes} == {4}
+    assert tries == [1, 1, 101, 301, 701]
+
+
+def test_without_a_budget_nothing_is_split() -> None:
+    """Promise: a budget of 0 does nothing, also for the batches after the one that did not fit."""
+    trained = Trained(model(), oom=0)
+    trained.largest = 4
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.step(sized(8))
+    trained.largest = 8
+    assert trained.step(sized(8)).parts == 1
+
+
 def test_a_failed_attempt_leaves_no_statistics() -> None:
     """Promise: batch norm has seen the parts of the batch that were trained, and not the attempt that did not fit."""
     trained = Trained(with_buffers())

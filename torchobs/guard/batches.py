@@ -1,8 +1,10 @@
-"""Batches of any structure: how many samples, in parts with their shares of a step, on the CPU; and the memory they took."""
+"""Batches of any structure: how many samples, in parts that fit, with their shares of a step, on the CPU; and their memory."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,6 +12,10 @@ from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+LEAST_WAIT = 100
+"""Steps with a split batch before larger parts are tried again. One that does not fit costs about a step: 1 % of the time, and
+less each time, since the wait doubles"""
 
 
 def size_of(batch: Any) -> int:
@@ -25,12 +31,15 @@ def size_of(batch: Any) -> int:
     return int(sizes.pop())
 
 
-def split(batch: Any, parts: int) -> list[tuple[Any, float]]:
-    """Return at most ``parts`` parts of a batch, each with its share of the samples; what is no tensor is in all parts."""
+def split(batch: Any, most: int) -> list[tuple[Any, float]]:
+    """Return parts of at most ``most`` samples, each with its share of them; what is no tensor is in all parts.
+
+    They are as equal as can be, so that a batch of one sample more than fit does not leave one alone: batch norm refuses that.
+    """
     size = size_of(batch)
-    length = -(-size // parts)
-    starts = range(0, size, length)
-    return [(_slice(batch, start, start + length), min(length, size - start) / size) for start in starts]
+    number = -(-size // most)
+    edges = [size * index // number for index in range(number + 1)]
+    return [(_slice(batch, start, end), (end - start) / size) for start, end in pairwise(edges)]
 
 
 def shares_of(batches: Sequence[Any]) -> list[float]:
@@ -53,19 +62,55 @@ class Part(NamedTuple):
     """index of the micro-batch that it belongs to"""
 
 
-def parts_of(micro_batches: Sequence[Any], splits: int) -> Iterator[Part]:
-    """Yield the micro-batches, those that can be split in so many parts, with their shares of all samples."""
+def parts_of(micro_batches: Sequence[Any], most: int | None) -> Iterator[Part]:
+    """Yield the micro-batches, those of more than ``most`` samples in parts, with their shares of all samples."""
     for index, (micro_batch, share) in enumerate(zip(micro_batches, shares_of(micro_batches), strict=True)):
-        within = split(micro_batch, splits) if splits > 1 and can_be_split(micro_batch, 1) else [(micro_batch, 1.0)]
+        is_too_large = most is not None and samples_in(micro_batch) > most
+        within = split(micro_batch, most) if most is not None and is_too_large else [(micro_batch, 1.0)]
         yield from (Part(part, share * part_share, index) for part, part_share in within)
 
 
-def can_be_split(batch: Any, parts: int) -> bool:
-    """Return True if the batch has more samples than parts."""
+def samples_in(batch: Any) -> int:
+    """Return the number of samples; 0 of a batch that cannot be split."""
     try:
-        return size_of(batch) > parts
+        return size_of(batch)
     except ValueError:
-        return False
+        return 0
+
+
+@dataclass(slots=True)
+class PartSize:
+    """How many samples may go through the model at once: as many as have fitted, and after a while more."""
+
+    fits: int | None = None
+    """None until something did not fit"""
+    wait: int = LEAST_WAIT
+    """steps with a split batch before twice as many are tried; doubled by each step in which something did not fit"""
+    steps: int = 0
+    """such steps, since the number changed or the last try"""
+
+    @property
+    def most(self) -> int | None:
+        """Samples of the largest part of this step; None: any number."""
+        return self.fits if self.fits is None or self.steps < self.wait else 2 * self.fits
+
+    def is_try(self, largest: int) -> bool:
+        """Return True if parts of so many samples are more than have fitted."""
+        return self.fits is not None and largest > self.fits
+
+    def passed(self, largest: int, *, is_split: bool) -> None:
+        """Learn from a step that fitted, whose largest part had so many samples."""
+        if self.is_try(largest):
+            self.fits, self.steps = largest, 0
+        elif is_split:
+            self.steps += 1
+
+    def failed(self, largest: int, *, is_first: bool) -> None:
+        """Learn from an attempt that did not fit: the first one of its step, or another."""
+        if is_first and self.fits is not None:
+            self.wait *= 2
+        self.fits = self.fits if self.is_try(largest) else -(-largest // 2)
+        self.steps = 0
 
 
 def on_cpu(value: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from torchobs import catalog
 from torchobs.detect.spikes import LossBaseline
-from torchobs.guard.batches import can_be_split, free_memory, on_cpu, parts_of
+from torchobs.guard.batches import PartSize, free_memory, on_cpu, parts_of, samples_in
 from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
 from torchobs.guard.record import count, record
 from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
@@ -87,8 +87,8 @@ class Recovery:
     """the last batches that were skipped"""
     _baseline: LossBaseline = field(init=False, default_factory=LossBaseline)
     _snapshot: Snapshot | None = field(init=False, default=None)
-    _splits: int = field(init=False, default=1)
-    """parts that each micro-batch is split into; what the last one needed"""
+    _size: PartSize = field(init=False, default_factory=PartSize)
+    """samples that go through the model at once"""
 
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
@@ -197,21 +197,29 @@ class Recovery:
         self, micro_batches: Sequence[Any], compute: Callable[[Any], torch.Tensor], buffers: Buffers
     ) -> tuple[list[Part], list[float]]:
         """Return what went through the model at once, and the mean loss of each."""
+        is_first = True
         while True:
-            parts = list(parts_of(micro_batches, self._splits))
+            parts = list(parts_of(micro_batches, self._size.most))
+            largest = max(samples_in(part.batch) for part in parts)
             self.optimizer.zero_grad(set_to_none=True)
             try:
                 losses = [self._one(part, compute, last=part is parts[-1]) for part in parts]
-                return parts, [float(loss) for loss in losses]  # read together: a device is waited for once
+                numbers = [float(loss) for loss in losses]  # read together: a device is waited for once
             except torch.OutOfMemoryError as error:
-                most = max(Counter(part.micro_batch for part in parts).values())
-                if is_shared() or not any(can_be_split(each, most) for each in micro_batches):
+                if is_shared() or largest <= 1:
                     raise
                 too_large = error.with_traceback(None)
+            else:
+                self._size.passed(largest, is_split=len(parts) > len(micro_batches))
+                return parts, numbers
             # outside of the handler, whose traceback keeps the forward's tensors alive
-            self._spend(Category.MEMORY, self.policy.oom, too_large, "split")
+            if self._size.is_try(largest):  # the recovery's own: it costs no budget
+                self._note(Category.MEMORY, Severity.INFO, too_large, "split")
+            else:
+                self._spend(Category.MEMORY, self.policy.oom, too_large, "split")
+            self._size.failed(largest, is_first=is_first)
+            is_first = False
             self.optimizer.zero_grad(set_to_none=True)
-            self._splits = 2 * most
             buffers.put_back()
             free_memory()
 

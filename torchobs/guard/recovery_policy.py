@@ -15,7 +15,7 @@ class RecoveryPolicy:
     """What may be done about what, how often. A budget of 0 does nothing: the error is raised."""
 
     oom: int = 100
-    """batches that may be split because they did not fit"""
+    """times that parts may be halved because they did not fit"""
     nonfinite: int = 10
     """batches that may be skipped because their loss or gradient is not finite"""
     spikes: int = 3
