@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
 # a parameter may have no gradient, and here it has one; torch has no types for `backward`
 
+import time
 from collections.abc import Callable
 from math import inf, nan
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 from tests.debug.models import MODELS, step
 from tests.training import Recording, batch, loss_of, mlp
 from torchobs import debug
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 
 def hooks(model: torch.nn.Module) -> int:
@@ -244,6 +246,19 @@ def test_without_monitored_steps_the_summary_is_the_session_s(run: Recording) ->
     assert found.total_steps >= 3  # the last one is pending until the next begins
     debug.clear()
     assert debug.training_summary().total_steps <= 1
+
+
+def test_the_session_s_rates_of_gradients_are_of_the_steps_that_were_measured(run: Recording) -> None:
+    """Of 40 steps a quarter has a norm, which is zero: from the fifth of them on it has vanished."""
+    writer = run.session.writer
+    assert writer is not None
+    for number in range(1, 41):
+        flags = StepFlag.LOSS | StepFlag.GRAD_NORM if number % 4 == 0 else StepFlag.LOSS
+        writer.append(number, time.monotonic_ns(), RecordKind.STEP, flags, 1, 0.1, 1.0, 0.0, 0.0, (0.0,) * 8)
+    run.look()
+    found = debug.training_summary()
+    assert (found.gradient_vanishing, found.gradient_vanishing_rate, found.anomaly_rate) == (6, 0.6, 0.6)
+    assert (found.anomaly_steps, found.loss_anomaly_rate) == (6, 0.0)
 
 
 MODEL = mlp()

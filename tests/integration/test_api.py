@@ -181,6 +181,21 @@ def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Ca
         writer.close()
 
 
+def test_rates_of_gradients_are_of_the_steps_that_were_measured(flight_dir: Path, web: Caller) -> None:
+    """Of 40 steps a quarter has a norm, which is zero: from the fifth of them on it has vanished."""
+    writer = live_rank(flight_dir)
+    for number in range(1, 41):
+        flags = StepFlag.LOSS | StepFlag.GRAD_NORM if number % 4 == 0 else StepFlag.LOSS
+        writer.append(number, time.monotonic_ns(), RecordKind.STEP, flags, 1, 0.1, 1.0, 0.0, 0.0, (0.0,) * 8)
+    writer.fold()
+    writer.publish()
+    wait_until(lambda: web.get("/debug/training/summary")["total_steps"] == 40)
+    found = web.get("/debug/training/summary")
+    assert (found["gradient_vanishing"], found["gradient_vanishing_rate"], found["anomaly_rate"]) == (6, 0.6, 0.6)
+    assert (found["anomaly_steps"], found["loss_anomaly_rate"]) == (6, 0.0)
+    writer.close()
+
+
 def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
     """Rates of no steps are null; a command has nobody to go to."""
     assert web.get("/ranks") == {"ranks": []}

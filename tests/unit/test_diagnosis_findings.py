@@ -13,6 +13,7 @@ from torchobs.catalog import RANK_STATES
 from torchobs.diagnosis.compare import first_failed
 from torchobs.diagnosis.diagnosis import diagnose, worst
 from torchobs.diagnosis.rank_report import RankReport, Step
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.state import MemoryUse
 
 NAN = math.nan
@@ -167,6 +168,30 @@ def test_a_gradient_that_was_not_finite_first_is_named_before_a_norm_that_rose()
     """The weights took it over: the loss of the step after it is the first to show it."""
     history = [*steps(100), step(101, 2.5, math.inf), step(102, NAN, NAN)]
     assert "1 step after its gradient was not finite while the loss still was 2.5" in told(facts(history))["nonfinite_loss"]
+
+
+@pytest.mark.parametrize(
+    ("unmeasured", "said"),
+    [
+        (0, " without a warning in the gradient norm;"),
+        (9, ", 10 steps after the gradient norm was last measured (1);"),
+        (60, "The loss turned NaN in step 161;"),
+    ],
+)
+def test_of_norms_that_were_not_measured_no_silence_is_told(unmeasured: int, said: str) -> None:
+    """They may have grown, step by step."""
+    history = [*steps(100), *(step(100 + number, 2.0, None) for number in range(1, unmeasured + 1))]
+    assert said in told(facts([*history, step(101 + unmeasured, NAN, NAN)]))["nonfinite_loss"]
+
+
+def test_a_vanished_gradient_is_told_with_the_steps_that_were_measured() -> None:
+    """Eight of twelve are most, eight of thousands of steps are none."""
+    values = {
+        (catalog.ANOMALIES, "gradient_vanishing"): 8,
+        catalog.GRAD_NORM_DISTRIBUTION: Distribution((12, 0), 0.0, 0.0, 0.0),
+    }
+    text = told(facts(steps(100), values=values))["gradient_vanishing"]  # type: ignore[arg-type]
+    assert text == "The gradient norm was vanishingly small, or zero, in 8 steps of the 12 measured."
 
 
 def test_a_step_that_the_scaler_skipped_is_no_cause() -> None:

@@ -17,6 +17,7 @@ MOST_OPERATIONS = 16
 """Operations by name; later names count as ``other``"""
 MOST_RECENT = 100
 OTHER = "other"
+_MEASURED = "measured norms"
 LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 
 
@@ -53,7 +54,11 @@ class DebugSummary(Result):
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary(Result):
-    """Steps and their anomalies. Rates are shares of the steps, ``None`` before the first."""
+    """Steps and their anomalies.
+
+    Rates are shares of the steps, ``None`` before the first; those of gradients shares of the steps in which the norm was
+    measured: in a session not in every step.
+    """
 
     total_steps: int
     anomaly_steps: int
@@ -61,6 +66,7 @@ class TrainingSummary(Result):
     gradient_vanishing: int
     loss_anomalies: int
     anomaly_rate: float | None
+    """that of the anomalous steps, or of a kind of them if that is greater"""
     gradient_explosion_rate: float | None
     gradient_vanishing_rate: float | None
     loss_anomaly_rate: float | None
@@ -157,12 +163,14 @@ class History:
             before = self._recorded_before
         if steps.total or current() is None:
             counts = steps.kinds
-            return _training(steps.total, steps.anomalous, *(counts[k] for k in catalog.STEP_ANOMALIES), source="monitored")
+            found = (counts[kind] for kind in catalog.STEP_ANOMALIES)
+            return _training(steps.total, steps.total, steps.anomalous, *found, source="monitored")
         now = {name: value - before.get(name, 0) for name, value in _recorded().items()}
         kinds = [int(now.get(kind, 0)) for kind in catalog.ANOMALY_KINDS]
         loss = int(sum(now.get(kind, 0) for kind in LOSS_KINDS))
         explosions, vanishing = (int(now.get(kind, 0)) for kind in catalog.STEP_ANOMALIES[:2])
-        return _training(int(now.get("", 0)), max(kinds), explosions, vanishing, loss, source="recorded")
+        total, measured = int(now.get("", 0)), int(now.get(_MEASURED, 0))
+        return _training(total, measured or total, max(kinds), explosions, vanishing, loss, source="recorded")
 
 
 def _row(name: str, total: _Total) -> OperationSummary:
@@ -170,13 +178,20 @@ def _row(name: str, total: _Total) -> OperationSummary:
     return OperationSummary(name, total.count, average, total.longest, total.memory, total.gpu_memory, total.anomalies)
 
 
-def _training(steps: int, anomalous: int, explosions: int, vanishing: int, loss: int, *, source: str) -> TrainingSummary:
-    rates = [count / steps if steps else None for count in (anomalous, explosions, vanishing, loss)]
-    return TrainingSummary(steps, anomalous, explosions, vanishing, loss, rates[0], rates[1], rates[2], rates[3], source)
+def _training(
+    steps: int, measured: int, anomalous: int, explosions: int, vanishing: int, loss: int, *, source: str
+) -> TrainingSummary:
+    if not steps:
+        return TrainingSummary(0, anomalous, explosions, vanishing, loss, None, None, None, None, source)
+    exploded, vanished = explosions / measured, vanishing / measured
+    rate = max(anomalous / steps, exploded, vanished)
+    return TrainingSummary(
+        steps, anomalous, explosions, vanishing, loss, rate, exploded, vanished, loss / steps, source
+    )  # fmt: skip
 
 
 def _recorded() -> dict[str, float]:
-    """Return the session's steps, by the name "", and its anomalies by kind, as the flight file has them now."""
+    """Return the session's steps, by the name "", those with a gradient norm, and its anomalies by kind, as in its file now."""
     from torchobs.flight.reader import reader
 
     session = current()
@@ -192,6 +207,10 @@ def _recorded() -> dict[str, float]:
     for series, value in points:
         if series.scope is None and series.name == catalog.STEPS.name:
             found[""] = float(value)  # type: ignore[arg-type]
+        elif series.scope is None and series.name == catalog.GRAD_NORM_DISTRIBUTION.name:
+            found[_MEASURED] = found.get(_MEASURED, 0.0) + sum(value.counts)  # type: ignore[union-attr]
+        elif series.scope is None and series.name == catalog.GRAD_NONFINITE_STEPS.name:
+            found[_MEASURED] = found.get(_MEASURED, 0.0) + float(value)  # type: ignore[arg-type]
         elif series.scope is None and series.name == catalog.ANOMALIES.name:
             found[str(dict(series.attributes)["kind"])] = float(value)  # type: ignore[arg-type]
     return found

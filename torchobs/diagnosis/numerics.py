@@ -112,7 +112,8 @@ def _began(report: RankReport) -> Fact | None:
 
 def _cause(steps: Sequence[Step], onset: int) -> str:
     """Return how the gradient behaved before the loss became non-finite."""
-    step, before = steps[onset], steps[max(model_begins(steps, onset), onset - _BEFORE) : onset]
+    begin = max(model_begins(steps, onset), onset - _BEFORE)
+    step, before = steps[onset], steps[begin:onset]
     odd = next(
         (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
     )
@@ -123,9 +124,13 @@ def _cause(steps: Sequence[Step], onset: int) -> str:
         later = step.step - rise.step
         when = f"{text_format.plural(later, 'step')} after" if later else "as"
         return f", {when} the gradient norm rose {_from_to(rise)}"
-    if any(item.grad_norm is not None for item in before):
+    measured = [item for item in steps[begin : onset + 1] if item.grad_norm is not None and isfinite(item.grad_norm)]
+    if not measured:
+        return ""
+    since = step.step - measured[-1].step
+    if since <= 1:
         return " without a warning in the gradient norm"
-    return ""
+    return f", {since:,} steps after the gradient norm was last measured ({text_format.number(measured[-1].grad_norm)})"
 
 
 def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
@@ -295,7 +300,8 @@ def _vanished(report: RankReport) -> Iterator[Finding]:
     if count:
         zeros = f" At the end {text_format.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
         steps = text_format.plural(count, "step")
-        text = f"The gradient norm was vanishingly small, or zero, in {steps} of those measured.{zeros}"
+        of = f"the {report.norms:,} measured" if report.norms >= count else "those measured"
+        text = f"The gradient norm was vanishingly small, or zero, in {steps} of {of}.{zeros}"
         yield Finding(WARNING, "gradient_vanishing", text)
 
 

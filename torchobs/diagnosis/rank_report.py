@@ -199,6 +199,14 @@ class RankReport:
         found = self.values.get((metric.name, *attributes))
         return None if isinstance(found, Distribution) else found
 
+    @property
+    def norms(self) -> int:
+        """Steps in which the gradient norm was measured, of the whole run."""
+        finite = self.values.get((catalog.GRAD_NORM_DISTRIBUTION.name,))
+        return sum(finite.counts if isinstance(finite, Distribution) else ()) + int(
+            self.value(catalog.GRAD_NONFINITE_STEPS) or 0
+        )
+
     def by_attribute(self, metric: Metric) -> dict[str, float]:
         """Return the values of a metric's series by their single attribute."""
         return {

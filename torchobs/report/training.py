@@ -22,7 +22,7 @@ _ORDINARY = frozenset(
     for event in (
         catalog.EVENT_RUN_START, catalog.EVENT_RUN_END, catalog.EVENT_SCALARS, catalog.EVENT_MODEL, catalog.EVENT_TRAINER,
         catalog.EVENT_DISTRIBUTED, catalog.EVENT_CHILDREN, catalog.EVENT_STACKS, catalog.EVENT_PROFILE_START,
-        catalog.EVENT_PROFILE_END,
+        catalog.EVENT_PROFILE_END, catalog.EVENT_DEBUG_VALIDATION, catalog.EVENT_TUNE_PLAN, catalog.EVENT_TUNE_BENCHMARK,
     )
 )  # fmt: skip
 """Events that are no sign of anything"""
@@ -116,11 +116,12 @@ def _kind(fact: Fact) -> str:
 
 def _counts(report: RankReport) -> Table | None:
     found = {kind: count for kind, count in report.by_attribute(catalog.ANOMALIES).items() if count}
+    steps = {kind: report.norms if "gradient" in kind and report.norms >= found[kind] else report.last_step for kind in found}
     rows = tuple(
-        (kind.replace("_", " "), f"{int(count):,}", text_format.percent(count / report.last_step) if report.last_step else "-")
+        (kind.replace("_", " "), f"{int(count):,}", text_format.percent(count / steps[kind]) if steps[kind] else "-")
         for kind, count in sorted(found.items(), key=lambda item: -item[1])
     )
-    return Table("Anomalies of the whole run", ("Kind", "Steps", "Share of all steps"), rows) if rows else None
+    return Table("Anomalies of the whole run", ("Kind", "Steps", "Share of those measured"), rows) if rows else None
 
 
 def layers(report: RankReport, of: str) -> Section:

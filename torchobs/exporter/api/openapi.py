@@ -44,7 +44,11 @@ def _ref(name: str) -> Schema:
 
 _NAMED: dict[str, Schema] = {"rank": _TEXT, "run_id": _TEXT, "job_name": _TEXT, "incarnation": _INCARNATION}
 _COMMAND: Schema = {"type": "integer", "minimum": 0, "description": "the command's number: a Unix time in milliseconds"}
-_RATE: Schema = {"type": ["number", "null"], "minimum": 0, "description": "share of the steps; null before the first"}
+_RATE: Schema = {
+    "type": ["number", "null"],
+    "minimum": 0,
+    "description": "share of the steps, of a gradient's of those in which its norm was measured; null before the first",
+}
 _STEPS: dict[str, Schema] = {
     "total_steps": _COUNT,
     "anomaly_steps": {

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.config.settings import PROBES
 from torchobs.exporter.api.serializers import level_name, named
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.metric_values import Readings, readings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchobs.catalog import Metric
     from torchobs.ranks.snapshot import Rank, Snapshot
 
     Values = dict[str, dict[tuple[str, ...], float]]
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 _COUNTERS = (
     catalog.STEPS, catalog.ANOMALIES, catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_ANOMALIES,
-    catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES,
+    catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES, catalog.GRAD_NORM_DISTRIBUTION,
+    catalog.GRAD_NONFINITE_STEPS,
 )  # fmt: skip
 _GREATEST = (catalog.DEBUG_OPERATION_LONGEST, catalog.DEBUG_OPERATION_MEMORY)
 _SOURCES = ("recorded", "monitored", "mixed")
@@ -38,7 +39,7 @@ class Summaries:
 
     def clear(self, snapshot: Snapshot) -> None:
         """Let the summaries of these ranks begin anew."""
-        self._zero = {rank.incarnation: _values(readings_of(rank), (*_COUNTERS, *_GREATEST)) for rank in snapshot.ranks}
+        self._zero = {rank.incarnation: _values(rank) for rank in snapshot.ranks}
 
     def debug(self, snapshot: Snapshot, evidence: int) -> dict[str, Any]:
         """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
@@ -69,7 +70,7 @@ class Summaries:
         }
 
     def training(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return steps and anomalies, per rank and in total; rates are per step, and null before the first."""
+        """Return steps and anomalies, per rank and in total; rates are those of ``debug.training_summary``."""
         counted = [_counts(self._since_clear(rank)) for rank in snapshot.ranks]
         total: Counter[str] = sum(counted, Counter())
         monitored = [bool(one["monitored"]) for one in counted]
@@ -79,7 +80,7 @@ class Summaries:
         return {**_summary(total, source if monitored else _SOURCES[0]), "ranks": ranks}
 
     def _since_clear(self, rank: Rank) -> Readings:
-        now, zero = _values(readings_of(rank), (*_COUNTERS, *_GREATEST)), self._zero.get(rank.incarnation, {})
+        now, zero = _values(rank), self._zero.get(rank.incarnation, {})
         for metric in _COUNTERS:
             before = zero.get(metric.name, {})
             now[metric.name] = {key: max(value - before.get(key, 0), 0) for key, value in now[metric.name].items()}
@@ -89,8 +90,14 @@ class Summaries:
         return Readings(now)
 
 
-def _values(readings: Readings, metrics: Iterable[Metric]) -> Values:
-    return {metric.name: dict(readings.of(metric)) for metric in metrics}
+def _values(rank: Rank) -> Values:
+    """Return a rank's counts and greatest values; of the distribution of gradient norms their number."""
+    readings = readings_of(rank)
+    values = {metric.name: dict(readings.of(metric)) for metric in (*_COUNTERS, *_GREATEST)}
+    norms = [value for series, value in rank.view.points if series.name == catalog.GRAD_NORM_DISTRIBUTION.name]
+    number = sum(sum(value.counts) for value in norms if isinstance(value, Distribution))
+    values[catalog.GRAD_NORM_DISTRIBUTION.name] = {(): float(number)}
+    return values
 
 
 def _greatest(values: Iterable[float | None]) -> float | None:
@@ -122,21 +129,25 @@ def _counts(readings: Readings) -> Counter[str]:
     if checked:
         found = {kind: round(readings.get(catalog.DEBUG_STEP_ANOMALIES, kind) or 0) for kind in catalog.STEP_ANOMALIES}
         anomalous = round(readings.get(catalog.DEBUG_ANOMALY_STEPS) or 0)
-        return kinds + Counter({**found, "steps": checked, "anomalous": anomalous, "most": anomalous, "monitored": 1})
+        own = {"steps": checked, "measured": checked, "anomalous": anomalous, "most": anomalous, "monitored": 1}
+        return kinds + Counter({**found, **own})
     steps, total = round(readings.get(catalog.STEPS) or 0), sum(kinds.values())
     loss = sum(kinds[f"kind {kind}"] for kind in _LOSS_KINDS)
     found = {"loss_anomaly": loss, **{kind: kinds[f"kind {kind}"] for kind in catalog.STEP_ANOMALIES[:2]}}
     least = max(kinds.values(), default=0)
-    return kinds + Counter({**found, "steps": steps, "anomalous": least, "most": min(total, steps)})
+    measured = round((readings.get(catalog.GRAD_NORM_DISTRIBUTION) or 0) + (readings.get(catalog.GRAD_NONFINITE_STEPS) or 0))
+    own = {"steps": steps, "measured": measured or steps, "anomalous": least, "most": min(total, steps)}
+    return kinds + Counter({**found, **own})
 
 
 def _summary(counts: Counter[str], source: str) -> dict[str, Any]:
     steps = counts["steps"]
     explosions, vanishing, loss = (counts[kind] for kind in catalog.STEP_ANOMALIES)
 
-    def rate(count: int) -> float | None:
-        return count / steps if steps else None
+    def rate(count: int, of: int = steps) -> float | None:
+        return count / of if steps else None
 
+    rates = rate(explosions, counts["measured"]), rate(vanishing, counts["measured"])
     return {
         "total_steps": steps,
         "anomaly_steps": counts["anomalous"],
@@ -144,9 +155,9 @@ def _summary(counts: Counter[str], source: str) -> dict[str, Any]:
         "gradient_explosions": explosions,
         "gradient_vanishing": vanishing,
         "loss_anomalies": loss,
-        "anomaly_rate": rate(counts["anomalous"]),
-        "gradient_explosion_rate": rate(explosions),
-        "gradient_vanishing_rate": rate(vanishing),
+        "anomaly_rate": _greatest((rate(counts["anomalous"]), *rates)),
+        "gradient_explosion_rate": rates[0],
+        "gradient_vanishing_rate": rates[1],
         "loss_anomaly_rate": rate(loss),
         "anomalies": {kind: counts[f"kind {kind}"] for kind in catalog.ANOMALY_KINDS},
         "source": source,
