@@ -190,6 +190,65 @@ def test_loading_gives_what_was_saved(tmp_path: Path) -> None:
         guard.scan_file(tmp_path / "c.pt")
 
 
+def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
+    """Promise: what is loaded is what was saved, or it is an error: a bit that changed in a weight, too."""
+    path, weights = tmp_path / "a.pt", {"a": torch.randn(600), "b": torch.arange(300)}
+    torch.save(weights, path)
+    content = path.read_bytes()
+    refused = 0
+    for place in range(5, len(content), 37):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            loaded = guard.load(path)
+        except ValueError as error:
+            refused += "the checksum of a/data/" in str(error)
+        else:
+            assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    assert refused >= 2 * 600 * 4 // 37
+
+
+def test_a_file_without_checksums_is_loaded(tmp_path: Path) -> None:
+    """Promise: torch can be told to compute none."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(checkpoint(), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert guard.load(tmp_path / "a.pt")["epoch"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:.*torch.jit")
+def test_what_no_restricted_loader_reads_is_said_in_words(tmp_path: Path) -> None:
+    """Promise: a plain pickle, a TorchScript program and a page of a web server are told by what they are."""
+    for protocol in (0, 2, 4):
+        pickled({"a": 1}, tmp_path / "plain.pkl", protocol)
+        with pytest.raises(ValueError, match=r"plain\.pkl is a plain pickle, and no file of torch\.save") as told:
+            guard.load(tmp_path / "plain.pkl")
+        assert not isinstance(told.value, guard.UnsafeFileError)
+    pickled([argparse.Namespace(), Attack()], tmp_path / "attack.pkl")
+    with pytest.raises(guard.UnsafeFileError, match=r"\(argparse\.Namespace, posix\.system\)"):
+        guard.load(tmp_path / "attack.pkl")
+    scripted(tmp_path / "script.pt")
+    with pytest.raises(guard.UnsafeFileError, match="a TorchScript program"):
+        guard.load(tmp_path / "script.pt")
+    (tmp_path / "page.pt").write_text("<html>404</html>")
+    with pytest.raises(ValueError, match="begins with no pickle"):
+        guard.load(tmp_path / "page.pt")
+
+
+def test_a_file_is_what_it_contains_and_not_what_it_is_called(tmp_path: Path) -> None:
+    """Promise: loading and scanning agree on a file of torch.save with the name of safetensors, and on the reverse."""
+    torch.save(checkpoint(), tmp_path / "a.safetensors")
+    save_file({"a": torch.ones(3)}, tmp_path / "b.pt")
+    assert guard.load(tmp_path / "a.safetensors")["epoch"] == 3
+    assert guard.load(tmp_path / "b.pt")["a"].tolist() == [1.0] * 3
+    cut(partial(torch.save, checkpoint()), tmp_path / "c.safetensors", 300)
+    with pytest.raises(ValueError, match=r"c\.safetensors is no file of torch\.save, or damaged"):
+        guard.load(tmp_path / "c.safetensors")
+
+
 def test_what_stands_for_a_file_is_told(tmp_path: Path) -> None:
     """Promise: git-lfs's pointer is said to be one, and a device that is none is not the file's damage."""
     for name in ("model.pt", "model.safetensors"):

@@ -44,6 +44,17 @@ def zip_problems(archive: zipfile.ZipFile) -> list[str]:
     return problems
 
 
+def damaged_entry(archive: zipfile.ZipFile) -> str | None:
+    """Return the name of the first entry whose contents have another checksum than was written; None if there is none.
+
+    torch does not compare them. Where all are 0 none was computed: ``torch.serialization.set_crc32_options(False)``.
+
+    Raises:
+        zipfile.BadZipFile, zlib.error, EOFError, RuntimeError: an entry cannot be read.
+    """
+    return archive.testzip() if any(entry.CRC for entry in archive.infolist()) else None
+
+
 def _is_where_it_says(archive: zipfile.ZipFile) -> bool:
     """Return True if the directory ends where the archive's end record begins, and begins where that says.
 

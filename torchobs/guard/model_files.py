@@ -10,6 +10,7 @@ import stat
 import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,8 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
     Raises:
         UnsafeFileError: it needs code to be loaded, or is an archive that does harm.
-        ValueError: it is no model file, or damaged.
+        ValueError: it is no model file, or damaged: contents of another checksum too, which torch does not compare. Safetensors
+            and torch's format before 1.6 have none.
         OSError: the file cannot be read.
     """
     import pickle
@@ -129,19 +131,19 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         raise ValueError(f"{shown} is no file of torch.save or safetensors, or the beginning of one")
     try:
         if kind == "zip":
-            _refuse_harmful_zip(name)
+            _check_zip(name)
+        if name.endswith(".safetensors"):  # torch would take it for one by its name
+            with _opened(name) as file:
+                return torch.load(file, map_location=map_location, weights_only=True)
         return torch.load(name, map_location=map_location, weights_only=True)
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
         asked = pickles.attempt(lambda: torch.serialization.get_unsafe_globals_in_checkpoint(name)) if kind == "zip" else []
-        names = f" ({', '.join(asked)})" if asked and not isinstance(asked, str) else ", or is damaged"
-        advice = "guard.scan_file says more; torch.serialization.add_safe_globals allows what is known to be good"
-        found_wrong("load", "refused", f"{text_of(Path(name).name)} needs code to be loaded{names}")
-        raise UnsafeFileError(f"{shown} needs code to be loaded{names}: {advice}") from error
+        foreign = tuple(asked) if not isinstance(asked, str) else ()
+        raise _refused(name, kind, repr(map_location), foreign, error) from error
     except _DAMAGE as error:
-        why = str(error).strip() or type(error).__name__
-        raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
+        raise _refused(name, kind, repr(map_location), None, error) from error
 
 
 def _opened(name: str) -> IO[bytes]:
@@ -169,18 +171,46 @@ _DAMAGE = (
     AttributeError,
     UnicodeError,
     struct.error,
+    zlib.error,
     zipfile.BadZipFile,
     AssertionError,
 )
-"""What torch raises for a damaged file"""
+"""What torch and zipfile raise for a damaged file"""
 
 
-def _refuse_harmful_zip(name: str) -> None:
+def _check_zip(name: str) -> None:
+    """Raise for what torch would load without a word: an archive that does harm, or is not what was written; and for code."""
     with zipfile.ZipFile(name) as archive:
         problems = archives.zip_problems(archive)
+        if not problems and any(entry.endswith("/constants.pkl") for entry in archive.namelist()):  # by which torch knows one
+            problems = ["a TorchScript program, which torch.jit.load compiles: load that only if you trust its author"]
+        if not problems and (damaged := archives.damaged_entry(archive)) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {text_of(damaged)} is another")
     if problems:
         found_wrong("load", "refused", f"{text_of(Path(name).name)}: {problems[0]}")
         raise UnsafeFileError(f"{text_of(name)}: {problems[0]}")
+
+
+def _refused(name: str, kind: str, device: str, names: tuple[str, ...] | None, error: Exception) -> ValueError:
+    """Return the error to raise, in words. ``names``: what torch's restricted loader refused; None if it refused nothing."""
+    shown = text_of(name)
+    if kind == "pickle":
+        with Path(name).open("rb") as file:
+            first = pickles.first_of(file.read(pickles.MOST_BYTES))
+        if first is None:
+            return ValueError(f"{shown} is no file of torch.save, or damaged: it begins with no pickle that can be read")
+        if first.is_torch:
+            names = None if names is None else pickles.unknown(first.names)
+        elif not (names := pickles.unknown(first.names)):
+            what = "is a plain pickle, and no file of torch.save: pickle.load reads it"
+            return ValueError(f"{shown} {what}, if guard.scan_file says that it runs no code")
+    if names is None:
+        why = str(error).strip() or type(error).__name__
+        return ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {device}: {why}")
+    asked = f" ({', '.join(names)})" if names else ", or is damaged"
+    advice = "guard.scan_file says more; torch.serialization.add_safe_globals allows what is known to be good"
+    found_wrong("load", "refused", f"{text_of(Path(name).name)} needs code to be loaded{asked}")
+    return UnsafeFileError(f"{shown} needs code to be loaded{asked}: {advice}")
 
 
 _Found = tuple[Verdict, tuple[str, ...], tuple[str, ...]]

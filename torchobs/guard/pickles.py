@@ -10,7 +10,7 @@ import ast
 import io
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +117,26 @@ def analyse(content: bytes) -> PickleCode:
     known = attempt(lambda: _by_fickling(content[: file.tell()]))
     imports, malicious = ([], False) if isinstance(known, str) else known
     return PickleCode(tuple(dict.fromkeys([*names, *imports])), malicious, problem)
+
+
+class FirstPickle(NamedTuple):
+    """What a file of pickles begins with."""
+
+    is_torch: bool
+    """it is torch's format before 1.6"""
+    names: tuple[str, ...]
+    """names that it asks for"""
+
+
+def first_of(content: bytes) -> FirstPickle | None:
+    """Return what the pickle is that a file begins with, of torch's old format all of them; None if it begins with none."""
+    file, names = io.BytesIO(content), list[str]()
+    first = attempt(lambda: _read(file, names))
+    if isinstance(first, str):
+        return None
+    for _ in range(OLD_TORCH - 1 if first == (_MAGIC,) else 0):
+        attempt(lambda: _read(file, names))
+    return FirstPickle(first == (_MAGIC,), tuple(dict.fromkeys(names)))
 
 
 def attempt(read: Callable[[], T]) -> T | str:
