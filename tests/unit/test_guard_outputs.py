@@ -51,9 +51,12 @@ def test_a_bound_that_the_type_cannot_hold_is_its_end(dtype: torch.dtype) -> Non
     """Promise: what comes back is finite, whatever bounds were given for outputs of another type."""
     outputs = torch.tensor([inf, -inf, nan, 1.0]).to(dtype)
     found = guard.sanitize_outputs(outputs, "nan_to_num", low=-1e300, high=1e300, nan=1e300)
+    assert found.dtype == dtype
     assert bool(found.float().isfinite().all())
     assert found[3].item() == 1.0
     assert found[0].item() == found[2].item() == -found[1].item()
+    small = guard.sanitize_outputs(torch.tensor([0.3, 0.05]).to(dtype), "clamp", high=0.1)
+    assert guard.sanitize_outputs(small, "clamp", high=0.1) is small
 
 
 def test_gradients_pass_through_what_was_kept() -> None:
@@ -174,6 +177,26 @@ def test_repeated_values_that_move_have_drifted(sample: float) -> None:
     same = guard.check_outputs(torch.arange(300) % 3.0, reference=torch.arange(600) % 3.0).drift
     assert same is not None
     assert same.psi < 0.1
+
+
+@pytest.mark.parametrize(("offset", "scale"), [(1.7e9, 1e3), (-1e12, 1.0), (1e15, 100.0)])
+def test_values_far_from_zero_are_not_constant(offset: float, scale: float) -> None:
+    """Promise: what a type tells apart are different answers, such as times since 1970; equal ones are constant there, too."""
+    torch.manual_seed(0)
+    given = offset + scale * torch.randn(256, 2, dtype=torch.float64)
+    assert guard.check_outputs(given).ok
+    assert guard.check_outputs(given[:1].repeat(256, 1)).problems == ("the same output for every sample",)
+    noise = torch.rand(256, 2, dtype=torch.float64) * 2**-52 * abs(offset)  # of rounding
+    assert guard.check_outputs(given[:1] + noise).problems == ("the same output for every sample",)
+
+
+def test_a_spread_is_computed_around_a_sample() -> None:
+    """Promise: in single precision it is that of the values, and not of a sum's rounding."""
+    torch.manual_seed(0)
+    given = (2e7 + 8 * torch.randn(4096, 1, dtype=torch.float64)).float()
+    report = guard.check_outputs(given)
+    assert report.ok
+    assert report.spread == pytest.approx(float(given.double().std(0, correction=0)) / 2e7, rel=1e-3)
 
 
 def test_a_contract_s_range_is_part_of_the_report() -> None:

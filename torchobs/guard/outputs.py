@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.guard.contracts import Contract
 from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
-from torchobs.guard.tensor_values import dense_values
+from torchobs.guard.tensor_values import dense_values, rounded
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.result import Result
 
@@ -37,7 +37,11 @@ LEAST_SAMPLE = 200
 UNIFORM_ENTROPY = 0.999
 """Mean entropy of class probabilities, as a share of that of equal ones, from which predictions say nothing"""
 CONSTANT_SPREAD = 1e-6
-"""Standard deviation between samples, as a share of the mean size, below which a model gives the same answer to everything"""
+"""Standard deviation between samples, as a share of the mean size, below which a model gives the same answer to everything;
+where its type tells finer ones apart, ``CONSTANT_UNITS`` of its rounding: times of day in seconds since 1970 differ by less"""
+CONSTANT_UNITS = 2.0
+"""Rounding of the same answer gives one unit in the last place at most, which is up to the type's ``eps`` of it; and as much
+again in what it was computed of"""
 
 
 class NonFiniteOutputError(ValueError):
@@ -151,7 +155,7 @@ def check_outputs(
         )
     if entropy is not None and entropy >= UNIFORM_ENTROPY:
         problems.append(f"predictions prefer no class: their mean entropy is {entropy:.2%} of the largest")
-    if spread is not None and spread <= CONSTANT_SPREAD:
+    if spread is not None and spread <= min(CONSTANT_SPREAD, CONSTANT_UNITS * torch.finfo(outputs.dtype).eps):
         problems.append("the same output for every sample")
     if drift is not None and drift.drifted:
         problems.append(f"drifted from the reference: PSI {drift.psi:.2f}, Kolmogorov-Smirnov {drift.ks:.2f}")
@@ -186,9 +190,11 @@ def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float |
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     if not values.numel():
         return x
-    range_ = torch.finfo(values.dtype)
+    dtype = x.dtype if x.dtype.itemsize == 1 else values.dtype
+    range_ = torch.finfo(dtype)
     least, most, nan = (
-        max(range_.min, min(range_.max, default if each is None else each))  # torch refuses a bound that the type cannot hold
+        # torch refuses a bound that the type cannot hold; what was replaced by one is within it the next time
+        rounded(max(range_.min, min(range_.max, default if each is None else each)), dtype)
         for each, default in zip(limits, (range_.min, range_.max, 0.0), strict=True)
     )
     if policy == "refuse":
@@ -203,10 +209,10 @@ def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float |
         raise NonFiniteOutputError(f"{name}: {nans:,} NaN and {infinite:,} Inf among {x.numel():,} values{advice}")
     if x.is_complex() or x.layout is not torch.strided or hasattr(x, "to_local"):
         raise ValueError(f"{name} is complex, sparse, nested or distributed: its only policy is refuse")
-    x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no comparisons
+    x = x.float() if dtype.itemsize == 1 else x  # float8 has no comparisons
     changed = int((~((x >= least) & (x <= most))).sum())
     _record(name, changed, policy, Severity.WARNING)
-    return torch.where(torch.isnan(x), nan, x.clamp(least, most))
+    return torch.where(torch.isnan(x), nan, x.clamp(least, most)).to(dtype)
 
 
 def _record(name: str, number: int, policy: Policy, severity: Severity) -> None:
@@ -268,7 +274,8 @@ def _spread(values: torch.Tensor) -> float | None:
     if values.dim() == 0 or values.shape[0] < 2:  # noqa: PLR2004  # one sample has no spread
         return None
     size = float(values.abs().mean())
-    return float(values.std(0, correction=0).max()) / size if size > 0 else 0.0
+    # around the first sample: sums of values far from 0 have no digits left for what is between them
+    return float((values - values[:1]).std(0, correction=0).max()) / size if size > 0 else 0.0
 
 
 def _drift(reference: torch.Tensor, sample: torch.Tensor) -> Drift:
