@@ -310,6 +310,9 @@ def _read_zip(name: str) -> list[_Found]:
                 if is_npy or is_named or (content[:1] == _MAGIC_PICKLE and not is_memory):
                     content += part.read(pickles.MOST_BYTES - len(content))
                     found.append(_npy(content, entry.filename) if is_npy else _pickle(content, entry.filename))
+        damaged = pickles.attempt(lambda: archives.damaged_entry(archive))
+        if damaged is not None:
+            found.append(("unreadable", (f"its contents are not what was written: {text_of(damaged)}",), ()))
     return found or [("clean", (), ())]
 
 
