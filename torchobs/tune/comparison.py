@@ -13,7 +13,7 @@ from torchobs import api, catalog
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import call
-from torchobs.tune.batches import generators
+from torchobs.support.samplers import generators
 from torchobs.tune.copies import OthersGradients, copied, originals_kept
 from torchobs.tune.difference import pair_of
 from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
