@@ -222,6 +222,30 @@ def test_a_head_that_no_optimizer_has(run: Recording) -> None:
     assert left_out(run, model, optimizer, lambda: None) == [["second.weight", "second.bias"]]
 
 
+class Mixing(nn.Module):
+    """A graph network's weights between nodes, which are sparse and trained."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 1)
+        self.edges = nn.Parameter(torch.eye(8).to_sparse(layout=layout))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mixed features."""
+        found: torch.Tensor = self.body((self.edges @ x.T).T)
+        return found
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_parameter_that_no_optimizer_has(run: Recording, layout: torch.layout) -> None:
+    """It has no order in memory to ask for, and is told like others."""
+    model = Mixing(layout)
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == [["edges"]]
+    assert run.errors() == []
+
+
 def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
     """Stepped by hand, frozen, or in an optimizer that has not stepped yet."""
     model = Heads()

@@ -197,5 +197,8 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 def _state(parameter: Any) -> tuple[int, list[float]]:
     """Return what changes when a parameter does; on a device its version alone, for nobody waits for values there."""
-    plain = parameter.is_cpu and parameter.is_contiguous() and parameter.is_floating_point()
+    import torch  # torch is optional until training begins
+
+    is_dense = parameter.layout is torch.strided  # a sparse one has no order in memory to ask for
+    plain = parameter.is_cpu and is_dense and parameter.is_contiguous() and parameter.is_floating_point()
     return parameter._version, parameter.detach().view(-1)[:_LOOKED_AT].tolist() if plain else []

@@ -73,7 +73,8 @@ class ReplicaWeights:
                 continue
             ignored = getattr(model, "parameters_to_ignore", ())
             for name, each in model.module.named_parameters():
-                plain = type(each) in {torch.nn.Parameter, torch.Tensor} and each.is_floating_point()
+                dense = type(each) in {torch.nn.Parameter, torch.Tensor} and each.layout is torch.strided
+                plain = dense and each.is_floating_point()
                 if plain and each.requires_grad and name not in ignored and each.is_contiguous() and each.numel():
                     yield each
 
