@@ -42,7 +42,7 @@ def test_a_nan_leaves_a_history(extreme: Extreme, flight_dir: Path) -> None:
     before, after = (next(row["layers"] for row in history["steps"] if row["step"] == step) for step in (steps[0], 36))
     assert before.keys() == after.keys() == {"0", "1", "2"}
     assert (before["2"]["nonfinite"], after["2"]["nonfinite"], after["0"]["nonfinite"]) == (0.0, 1.0, 0.0)
-    assert len(after["0"]["samples"]) == 32
+    assert len(after["0"]["samples"]) == 31  # of 512 every 17th: 16 would be of a few columns alone
     assert set(after["2"]["samples"]) == {"nan"}
     assert sum(len(layer["samples"]) for row in history["steps"] for layer in row["layers"].values()) <= 65_536
     assert {"0", "2"} == history["gradient_norms"][0]["layers"].keys()
