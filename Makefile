@@ -21,7 +21,7 @@ SCALE ?=
 # Nothing, if the cluster has the images of `make kube-test` already.
 KUBE_IMAGES ?= kube-images
 SERIAL_TESTS = $(shell grep -lr pytest.mark.serial tests --include=*.py)
-KUBE_TESTS = $(shell grep -lr pytest.mark.kubernetes tests/e2e --include=*.py)
+KUBE_TESTS = $(shell grep -lrE 'pytest.mark.kubernetes|IN_A_CLUSTER' tests/e2e --include=*.py)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
