@@ -65,8 +65,9 @@ docs: setup ## Write the generated pages, rules, dashboards and parts of the cha
 	$(BIN)/python -m dashboards
 	$(BIN)/python helm/generate_chart.py
 
-bench: setup ## What torchobs costs per training step, as a table
+bench: setup ## What torchobs costs per training step, in our own time and in how much longer a step is
 	$(BIN)/python -m tests.bench.overhead
+	$(BIN)/python -m tests.bench.wall
 
 gpu: ## On a machine with a GPU, with a CUDA build of torch: the tests that need one, and what torchobs costs there
 	$(MAKE) setup TORCH=$(TORCH:+cpu=)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchobs import debug, tune
-from torchobs.support.module_modes import evaluating
+from torchobs.support.module_modes import evaluating, training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +89,20 @@ def test_inside_it_is_what_eval_makes_of_it() -> None:
     with pytest.raises(ZeroDivisionError), evaluating(model):
         1 / 0  # noqa: B018
     assert [module.training for module in model.modules()] == before
+
+
+def test_training_mode_for_a_while_leaves_no_layer_unmerged() -> None:
+    """The other way: of a model that is evaluated, and whose layers are merged."""
+    model = _model().eval()
+    merging = [module for module in model.modules() if isinstance(module, _Merging)]
+    before = [module.training for module in model.modules()]
+    weights = [module.weight.clone() for module in merging]
+    with training(model):
+        assert [module.training for module in model.modules()] == [module.training for module in _model().train().modules()]
+        assert not any(module.merged for module in merging)
+    assert [module.training for module in model.modules()] == before
+    assert all(module.merged for module in merging)
+    assert all(torch.equal(module.weight, weight) for module, weight in zip(merging, weights, strict=True))
 
 
 def test_a_graph_that_has_no_modes_is_run_as_it_is() -> None:

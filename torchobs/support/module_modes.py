@@ -1,4 +1,4 @@
-"""Evaluation mode for a while: what runs a model beside its training leaves each module in the mode that it was in."""
+"""Evaluation or training mode for a while: what runs a model beside its training leaves each module in its own mode."""
 
 from __future__ import annotations
 
@@ -19,13 +19,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     do, keep a flag, or leave children in a mode that it chooses. Of all others the attribute ``training`` is set. A graph of
     ``torch.export``, whose ``train`` and ``eval`` are not implemented, has no modes, and is left as it is.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with _modes_kept(model):
         if _overrides(model, "eval"):
             with suppress(NotImplementedError):
                 model.eval()
         else:
-            _set_to_evaluation(model)
+            _set(model, mode=False)
+        yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Put all modules into training mode within the block, as :func:`evaluating` does for evaluation mode."""
+    with _modes_kept(model):
+        _set(model, mode=True)
+        yield
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
         yield
     finally:
         for module, mode in modes:  # parents before children, whose modes a parent's own train() changes
@@ -36,14 +50,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-def _set_to_evaluation(module: nn.Module) -> None:
-    """Do what ``module.eval()`` does, but not call torch's own: probes take that for the training's own evaluation."""
+def _set(module: nn.Module, *, mode: bool) -> None:
+    """Do what ``module.train(mode)`` does, but not call torch's own: probes take that for the training's own evaluation."""
     if _overrides(module, "train"):
-        _call_train(module, mode=False)
+        _call_train(module, mode=mode)
         return
-    module.training = False
+    module.training = mode
     for child in module.children():
-        _set_to_evaluation(child)
+        _set(child, mode=mode)
 
 
 def _call_train(module: nn.Module, *, mode: bool) -> None:

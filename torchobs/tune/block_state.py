@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +13,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from torchobs.support.import_hooks import imported
 from torchobs.support.model_calls import call
+from torchobs.support.module_modes import training
 from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def known_state(blocks: Iterable[nn.Module]) -> str | None:
@@ -47,7 +47,7 @@ def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> 
     """
     if any(map(is_lazy, model.parameters())):
         raise ValueError("parameters are not initialised yet")
-    with undisturbed(model), _training(model), torch.no_grad():
+    with undisturbed(model), training(model), torch.no_grad():
         call(model, example)
         before = [{name: buffer.clone() for name, buffer in block.named_buffers()} for block in blocks]
         call(model, example)
@@ -56,14 +56,3 @@ def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> 
                 if name not in values or not torch.equal(values[name], buffer):
                     return f"{type(block).__name__}'s buffer {name!r}, which a second forward pass would change again"
     return None
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -220,7 +220,8 @@ class CheckpointProbe:
 
     def _room(self, saving: _Saving) -> dict[str, object]:
         """Return which checkpoint is the last good one, and whether there was room for another: torch's writer says neither."""
-        needed = self._bytes or sum(parameter.nbytes for parameter in self._trained())
+        # nbytes raises of a sparse one
+        needed = self._bytes or sum(each.numel() * each.element_size() for each in self._trained())
         found: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}
         if isinstance(saving.target, (str, os.PathLike)):
             with suppress(OSError):

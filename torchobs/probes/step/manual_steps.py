@@ -330,10 +330,11 @@ def _is_cleared(context: ProbeContext, parameter: torch.Tensor) -> bool:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return True if it has readable elements: a DTensor's would need a collective, a fake tensor has none."""
+    """Return True if it is dense and readable: a DTensor would need a collective, and a fake tensor has no values."""
     import torch
 
-    return type(parameter) in {torch.Tensor, torch.nn.Parameter} and parameter.numel() > 0
+    is_dense = type(parameter) in {torch.Tensor, torch.nn.Parameter} and parameter.layout is torch.strided
+    return is_dense and parameter.numel() > 0
 
 
 def _gradient(parameter: torch.Tensor) -> tuple[int, int] | None:
