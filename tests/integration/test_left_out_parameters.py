@@ -1,0 +1,217 @@
+"""Parameters that get gradients and are in no optimizer that steps are told; those that are trained by other means are not."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training import Recording
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.probes.gradients import left_out as left_out_parameters
+from torchobs.support.living_objects import living_optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def backward(model: nn.Module) -> None:
+    """One pass over a batch."""
+    torch.autograd.backward(model(torch.randn(8, 8)).square().mean())
+
+
+class Heads(nn.Module):
+    """A body and two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both heads."""
+        found: torch.Tensor = self.first(self.body(x)) + self.second(self.body(x))
+        return found
+
+
+def left_out(
+    run: Recording,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    each: Callable[[], object],
+    count: int = 5 * LASTING_STEPS,
+) -> list[Any]:
+    """Train with looks; what is told."""
+    for number in range(count):
+        model.zero_grad()
+        backward(model)
+        optimizer.step()
+        each()
+        if number % (LASTING_STEPS // 2) == 1:
+            run.look()
+    return [frame["attrs"]["parameters"] for frame in run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)]
+
+
+def test_a_head_that_no_optimizer_has(run: Recording) -> None:
+    """Told once, by name."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == [["second.weight", "second.bias"]]
+
+
+class Mixing(nn.Module):
+    """A graph network's weights between nodes, which are sparse and trained."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 1)
+        self.edges = nn.Parameter(torch.eye(8).to_sparse(layout=layout))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mixed features."""
+        found: torch.Tensor = self.body((self.edges @ x.T).T)
+        return found
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_parameter_that_no_optimizer_has(run: Recording, layout: torch.layout) -> None:
+    """It has no order in memory to ask for, and is told like others."""
+    model = Mixing(layout)
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == [["edges"]]
+    assert run.errors() == []
+
+
+def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
+    """Stepped by hand, frozen, or in an optimizer that has not stepped yet."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    later = torch.optim.SGD(model.first.parameters(), lr=1e-3)
+
+    def step() -> None:
+        for one in model.second.parameters():
+            assert one.grad is not None
+            one.data -= 1e-3 * one.grad
+
+    assert left_out(run, model, optimizer, step) == []
+    assert later.param_groups
+
+
+def test_an_optimizer_that_never_steps_beside_one_that_does(run: Recording) -> None:
+    """The step of the second one was forgotten: told when hundreds of steps have gone by, not as soon."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    forgotten = torch.optim.AdamW(model.second.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == []
+    assert left_out(run, model, optimizer, lambda: None, 8 * LASTING_STEPS) == [["second.weight", "second.bias"]]
+    (frame,) = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
+    assert frame["attrs"]["optimizer"] == type(forgotten).__name__
+
+
+def test_an_optimizer_that_begins_to_step_late(run: Recording) -> None:
+    """What was told of it is taken back, one part after the other."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    late = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model.first, model.second)]
+    left_out(run, model, optimizer, lambda: None, 13 * LASTING_STEPS)
+    left_out(run, model, optimizer, late[0].step, LASTING_STEPS)
+    told = left_out(run, model, optimizer, lambda: [one.step() for one in late], LASTING_STEPS)
+    assert told == [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight", "second.bias"], []]
+
+
+def test_parameters_that_an_optimizer_is_given_later(run: Recording) -> None:
+    """They were in none for hundreds of steps."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    left_out(run, model, optimizer, lambda: None)
+    optimizer.add_param_group({"params": list(model.second.parameters())})
+    assert left_out(run, model, optimizer, lambda: None, LASTING_STEPS) == [["second.weight", "second.bias"], []]
+
+
+def test_what_was_told_of_a_model_that_is_gone(run: Recording) -> None:
+    """It stays: the function that trained has returned."""
+
+    def train() -> list[Any]:
+        model = Heads()
+        optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+        return left_out(run, model, optimizer, lambda: None)
+
+    told = train()
+    gc.collect()
+    run.look()
+    frames = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
+    assert [frame["attrs"]["parameters"] for frame in frames] == told == [["second.weight", "second.bias"]]
+
+
+def test_optimizers_are_looked_for_once(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training waits while all objects of the process are looked at."""
+    scans = list[int]()
+
+    def scan() -> list[Any]:
+        scans.append(run.session.context.recorder.step if run.session.context is not None else 0)
+        return living_optimizers()
+
+    monkeypatch.setattr(left_out_parameters, "living_optimizers", scan)
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    waits = torch.optim.AdamW(model.second.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None, 13 * LASTING_STEPS) == [["second.weight", "second.bias"]]
+    assert waits.param_groups
+    assert len(scans) == 1
+
+
+def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:
+    """Without ``no_grad``, in evaluation mode."""
+    model, teacher = nn.Linear(8, 1), nn.Linear(8, 1).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def distil() -> None:
+        torch.autograd.backward((teacher(torch.randn(8, 8)) - model(torch.randn(8, 8))).square().mean())
+
+    assert left_out(run, model, optimizer, distil) == []
+
+
+_GRADIENT: Any = torch.Tensor.grad
+
+
+class Watched(nn.Parameter):
+    """Notes the threads that ask for its gradient."""
+
+    readers: set[int] = set()  # noqa: RUF012  # of all of them
+
+    @property
+    def grad(self) -> Any:
+        """The gradient."""
+        self.readers.add(threading.get_ident())
+        return _GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRADIENT.__set__(self, value)
+
+
+def test_no_other_thread_reads_a_gradient(run: Recording) -> None:
+    """A backward pass replaces gradients without holding the GIL: whoever reads one meanwhile may crash the process."""
+    Watched.readers.clear()
+    model = Heads()
+    for module in (model.body, model.first, model.second):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, Watched(parameter.detach()))
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    for number in range(5 * LASTING_STEPS):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        if number % (LASTING_STEPS // 4) == 1:
+            other = threading.Thread(target=run.look)
+            other.start()
+            other.join()
+    assert run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name), "it was looked at"
+    assert Watched.readers == {threading.get_ident()}
