@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
 from torchobs.catalog import Event, Metric
+from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.flight.format.layout import DEFAULT_SIZE, Header, plan
 from torchobs.ranks.state import MemoryUse
@@ -61,3 +62,8 @@ def facts(
         header=header, state=state, reason=reason, steps=tuple(history), events=tuple(events), values=keyed,
         **{**fields, **given},
     )  # fmt: skip
+
+
+def told(of: RankReport) -> dict[str, str]:
+    """The diagnosis by kind."""
+    return {finding.kind: finding.text for finding in diagnose(of)}

@@ -1,0 +1,232 @@
+"""What is said of losses, gradients and rates of a dead run: the sentences, from numbers alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.diagnosis_files import fact, facts, step, steps, told
+from torchobs import catalog
+from torchobs.diagnosis.diagnosis import diagnose, worst
+from torchobs.flight.reader.decode import Distribution
+
+NAN = math.nan
+SINCE_WHEN = "The loss turned NaN in step 100, where 2.5 was usual. It trained on for 9,900 steps with it."
+GONE = "The loss has been NaN since step 9,000 or before: older steps are gone from the file."
+
+
+@pytest.mark.parametrize(
+    ("operator", "said"),
+    [
+        ("log", "born in log in blocks.3 (train.py:9)."),
+        ("compiled_function", "torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."),
+    ],
+)
+def test_a_region_of_which_no_operator_is_known_is_told_as_that(operator: str, said: str) -> None:
+    """With the call that names it."""
+    event = fact(
+        catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="operator", operator=operator, module="blocks.3", location="train.py:9"
+    )
+    found = told(facts(steps(3), events=[event]))
+    assert found["nonfinite_origin"].endswith(said)
+    assert ("born in a compiled region in blocks.3 (train.py:9)" in found["nonfinite_origin"]) == (operator != "log")
+
+
+@pytest.mark.parametrize(("counted", "said"), [(9_901, SINCE_WHEN), (500, GONE), (30_000, GONE)])
+def test_a_loss_that_turned_nan_long_ago_is_dated_by_its_event(counted: int, said: str) -> None:
+    """The steps of that time are gone from the file; a NaN that had recovered in between is not taken for the beginning."""
+    history = [step(number, NAN, NAN) for number in range(9_000, 10_001)]
+    event = fact(catalog.EVENT_ANOMALY, 10.1, 100, kind="nonfinite_loss", value=NAN, baseline=2.5)
+    found = told(facts(history, events=[event], values={(catalog.ANOMALIES, "nonfinite_loss"): counted}))
+    assert found["nonfinite_loss"] == said
+
+
+def test_a_loss_that_turned_nan_is_told_with_the_gradient_before_it_and_the_rate() -> None:
+    """The step, what the gradient norm did before, the learning rate, and how much was wasted."""
+    history = [*steps(808), step(809, 2.0, 40.0), step(810, 3.0), step(811, 4.0), *(step(n, NAN, NAN) for n in range(812, 822))]
+    text = told(facts(history))["nonfinite_loss"]
+    assert text == (
+        "The loss turned NaN in step 812, 3 steps after the gradient norm rose 40-fold (from 1 to 40); the learning rate was "
+        "0.001. It trained on for 9 steps with it."
+    )
+
+
+def test_a_gradient_that_was_not_finite_first_is_named_before_a_norm_that_rose() -> None:
+    """The weights took it over: the loss of the step after it is the first to show it."""
+    history = [*steps(100), step(101, 2.5, math.inf), step(102, NAN, NAN)]
+    assert "1 step after its gradient was not finite while the loss still was 2.5" in told(facts(history))["nonfinite_loss"]
+
+
+@pytest.mark.parametrize(
+    ("unmeasured", "said"),
+    [
+        (0, " without a warning in the gradient norm;"),
+        (9, ", 10 steps after the gradient norm was last measured (1);"),
+        (60, "The loss turned NaN in step 161;"),
+    ],
+)
+def test_of_norms_that_were_not_measured_no_silence_is_told(unmeasured: int, said: str) -> None:
+    """They may have grown, step by step."""
+    history = [*steps(100), *(step(100 + number, 2.0, None) for number in range(1, unmeasured + 1))]
+    assert said in told(facts([*history, step(101 + unmeasured, NAN, NAN)]))["nonfinite_loss"]
+
+
+def test_a_vanished_gradient_is_told_with_the_steps_that_were_measured() -> None:
+    """Eight of twelve are most, eight of thousands of steps are none."""
+    values = {
+        (catalog.ANOMALIES, "gradient_vanishing"): 8,
+        catalog.GRAD_NORM_DISTRIBUTION: Distribution((12, 0), 0.0, 0.0, 0.0),
+    }
+    text = told(facts(steps(100), values=values))["gradient_vanishing"]  # type: ignore[arg-type]
+    assert text == "The gradient norm was vanishingly small, or zero, in 8 steps of the 12 measured."
+
+
+def test_a_step_that_the_scaler_skipped_is_no_cause() -> None:
+    """Its gradient never reached the weights."""
+    history = [*steps(100), step(101, 2.5, math.inf, skipped=True), step(102, NAN, NAN)]
+    assert "not finite while" not in told(facts(history))["nonfinite_loss"]
+
+
+def test_a_learning_rate_that_leapt_is_told() -> None:
+    """What a person asks first."""
+    history = [*steps(100), step(101, 2.0, 1.0, learning_rate=1.0), step(102, NAN, NAN, learning_rate=1.0)]
+    assert "The learning rate had risen 1,000-fold (from 0.001 to 1) in step 101." in told(facts(history))["nonfinite_loss"]
+
+
+@pytest.mark.parametrize("turns", [NAN, 1.5e10], ids=["nan", "finite"])
+def test_a_learning_rate_that_was_wrong_from_the_start_is_a_suspect(turns: float) -> None:
+    """Too few norms for a median are no reason to say that there was no warning in them."""
+    values = [(2.3, 2.18), (90.0, 61.2), (4e8, 8.2e29), (turns, 1e30)]
+    history = [step(number, *each, learning_rate=10.0) for number, each in enumerate(values, 1)]
+    events = [fact(catalog.EVENT_ANOMALY, 0.3, 3, kind="loss_spike", value=4e8, baseline=2.3)] if turns > 0 else []
+    found = told(facts(history, events=events, values={(catalog.ANOMALIES, "loss_spike"): 1}))
+    text = found["nonfinite_loss" if turns != turns else "loss_spike"]  # noqa: PLR0124  # NaN
+    assert "It diverged within its first 20 steps: the learning rate, 10, is a suspect." in text
+    assert "without a warning" not in text
+    if turns != turns:  # noqa: PLR0124  # as above
+        assert "1 step after the gradient norm rose" in text
+
+
+def test_a_learning_rate_is_no_suspect_where_nothing_grew() -> None:
+    """A first batch with a NaN in it, or a run that went wrong long after."""
+    assert "suspect" not in told(facts([*steps(5), step(6, NAN, NAN)]))["nonfinite_loss"]
+    assert "suspect" not in told(facts([*steps(60), step(61, 1e9, 1e9), step(62, NAN, NAN)]))["nonfinite_loss"]
+
+
+def test_a_warm_up_is_no_leap() -> None:
+    """A rate that climbs from nearly nothing in the first steps is a schedule."""
+    history = [*(step(n, learning_rate=1e-3 * n / 100) for n in range(1, 101)), step(101, NAN, NAN)]
+    assert "had risen" not in told(facts(history))["nonfinite_loss"]
+
+
+def test_a_loss_that_recovered_is_no_error() -> None:
+    """The last one was finite."""
+    history = [*steps(100), step(101, NAN, NAN), *(step(n) for n in range(102, 200))]
+    found = diagnose(facts(history, state="finished", reason="finished", values={(catalog.ANOMALIES, "nonfinite_loss"): 1}))
+    assert [(finding.kind, finding.severity) for finding in found] == [("finished", "info"), ("nonfinite_loss", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("first", "said"), [(1, "The loss was NaN from the first step on"), (900, "since step 900 or before: older steps are gone")]
+)
+def test_a_loss_that_never_was_finite(first: int, said: str) -> None:
+    """From the first step on, or from before the ring's oldest step: both are said."""
+    assert said in told(facts([step(n, NAN, NAN) for n in range(first, first + 20)]))["nonfinite_loss"]
+
+
+def test_an_infinite_loss_is_not_called_nan() -> None:
+    """They have different causes."""
+    assert "turned infinite in step 51" in told(facts([*steps(50), step(51, math.inf)]))["nonfinite_loss"]
+
+
+def test_the_layers_of_the_first_nonfinite_gradient_are_named() -> None:
+    """Three of them, and how many more."""
+    event = fact(
+        catalog.EVENT_NONFINITE_GRADIENT, 8.1, 81, layers=["h.0", "h.1", "h.2", "h.3"], layers_affected=5, kinds=["nan"]
+    )
+    text = told(facts(steps(90), events=[event], values={catalog.GRAD_NONFINITE_STEPS: 2}))["nonfinite_gradient"]
+    assert text == "Gradients were NaN first in step 81, in layers h.0, h.1, h.2 and 2 more; in 2 measured steps in all."
+
+
+def test_a_nonfinite_gradient_is_not_called_the_first_after_steps_without_a_measurement() -> None:
+    """Of a fast run every hundredth step is measured: the gradients may have been NaN for ninety-nine."""
+    event = fact(catalog.EVENT_NONFINITE_GRADIENT, 8.1, 81, layers=["h.0"], layers_affected=1, kinds=["nan"])
+    history = [step(number, 2.0, None) for number in range(1, 91)]
+    text = told(facts(history, events=[event], values={catalog.GRAD_NONFINITE_STEPS: 1}))["nonfinite_gradient"]
+    assert text == (
+        "Gradients were NaN in step 81, in layer h.0; in 1 measured step in all. The steps before it were not measured."
+    )
+
+
+def test_an_explosion_is_told_once_with_its_rate() -> None:
+    """A loss that rose with it repeats neither."""
+    history = [*steps(100), *(step(n, 9.0, 80.0, learning_rate=1.0) for n in range(101, 104))]
+    events = [
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="loss_spike", value=9.0, baseline=2.0),
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="gradient_explosion", value=80.0, baseline=1.0),
+    ]
+    values = {(catalog.ANOMALIES, "loss_spike"): 1, (catalog.ANOMALIES, "gradient_explosion"): 3}
+    found = told(facts(history, events=events, values=values))
+    assert found["gradient_explosion"].startswith("The gradient norm rose in step 101 to 80, usual was 1; so it did in 2 more")
+    assert "had risen 1,000-fold" in found["gradient_explosion"]
+    assert found["loss_spike"] == "The loss rose in step 101 to 9, usual was 2."
+
+
+def test_what_rose_again_is_counted_among_the_steps_that_were_measured() -> None:
+    """A norm is measured in one step of ten, a loss in each: 12 of the one and 108 of the other are the same divergence."""
+    history = [*steps(100), *(step(n, 9.0, 80.0 if n % 10 == 1 else None) for n in range(101, 231))]
+    events = [
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="loss_spike", value=9.0, baseline=2.0),
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="gradient_explosion", value=80.0, baseline=1.0),
+    ]
+    values = {(catalog.ANOMALIES, "loss_spike"): 109, (catalog.ANOMALIES, "gradient_explosion"): 13}
+    found = told(facts(history, events=events, values=values))
+    assert "; so it did in 12 more of the 12 later steps with a measured gradient norm." in found["gradient_explosion"]
+    assert "; so it did in 108 more of the 129 later steps with a measured loss." in found["loss_spike"]
+    cut = told(facts(history[150:], events=events, values=values))  # the older ones are gone: of how many is not known
+    assert "; so it did in 12 more later steps with a measured gradient norm." in cut["gradient_explosion"]
+
+
+def test_a_collapsed_loss_scale_is_an_error() -> None:
+    """No scale helps where gradients are NaN."""
+    events = [fact(catalog.EVENT_AMP_SCALE_COLLAPSED, 5.0, 50, scaler="0", scale=0.5)]
+    values = {(catalog.AMP_SCALE, "0"): 0.25, catalog.STEPS: 100, catalog.AMP_STEPS_SKIPPED: 60}
+    found = diagnose(facts(steps(100), events=events, values=values))
+    assert worst(found) == "error"
+    assert "it ended at 0.25" in told(facts(steps(100), events=events, values=values))["amp_scale_collapsed"]
+
+
+def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
+    """A second fold begins with a rate and a norm far above those that the first one ended with, and is slower: no findings."""
+    first = [step(number, 0.01, 1e-3, learning_rate=1e-6, duration_s=0.1) for number in range(1, 101)]
+    later = [step(number, 2.0, 1.0, duration_s=0.3, new_model=number == 101) for number in range(101, 112)]
+    lost = step(112, NAN, NAN, duration_s=0.3)
+    event = fact(catalog.EVENT_MODEL_CHANGE, 10.1, 101, changes=1, steps_before=100)
+    found = told(facts([*first, *later, lost], events=[event], values={catalog.MODEL_CHANGES: 1}))
+    assert "slowdown" not in found
+    assert found["nonfinite_loss"] == (
+        "The loss turned NaN in step 112 without a warning in the gradient norm; the learning rate was 0.001."
+    )
+    assert found["model_changes"] == (
+        "It trained 2 models one after the other, the last one from step 101 on: each is judged by its own past."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"layers": ["a", "b", "c", "d"], "layers_affected": 12, "layers_measured": 25, "cause": "vanishing", "at": "l"},
+            "12 of 25 layers learned nothing (a, b, c and 9 more): the gradient vanishes on its way back to l.",
+        ),
+        (
+            {"layers": ["a", "b"], "layers_affected": 2, "layers_measured": 3, "cause": "dead_units", "at": "b"},
+            "2 of 3 layers learned nothing (a, b): nothing but zeros comes into b, the units before it are dead.",
+        ),
+    ],
+)
+def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: str) -> None:
+    """How many, which, and why."""
+    told_of = fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, **given)
+    assert told(facts(steps(300), events=[told_of]))["unmoved_layers"] == said
