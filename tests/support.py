@@ -1,12 +1,16 @@
 """What tests and the programs that tests start have in common: plain functions, no fixtures."""
 
 import contextlib
+import fcntl
+import functools
 import gc
+import io
 import itertools
 import os
 import random
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,21 +80,20 @@ def freeze() -> None:
     gc.freeze()
 
 
-def _ports() -> Iterator[int]:
-    """Ports that the kernel gives to nobody by itself, a part of them for each worker of xdist, in any order."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % workers
-    own = range(20_000 + number * (10_000 // workers), 20_000 + (number + 1) * (10_000 // workers))
-    return itertools.cycle(random.Random().sample(own, len(own)))
+_ports = itertools.cycle(random.Random().sample(range(20_000, 30_000), 10_000))  # the kernel gives none of them by itself
 
 
-_own_ports = _ports()
+@functools.cache
+def _ports_file() -> io.FileIO:
+    """Open as long as this process lives, and with it the locks on it: a byte for each port."""
+    return (Path(tempfile.gettempdir()) / f"torchobs-test-ports-{os.getuid()}.lock").open("ab", buffering=0)
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on, nor will: no other test gets it, and no connection."""
-    for port in _own_ports:
+    """A TCP port of 127.0.0.1 that nothing listens on, nor will: no test gets it, of whatever process, and no connection."""
+    for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
+            fcntl.lockf(_ports_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError
