@@ -11,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -67,8 +68,10 @@ def namespace() -> Iterator[Namespace]:
 
 def succeeds(namespace: Namespace, *arguments: str | Path) -> str:
     """Run Helm in the namespace; the test fails with its message if it fails."""
-    with injection.one_at_a_time() if arguments[0] in {"install", "upgrade", "rollback"} else nullcontext():
+    shows_a_policy = arguments[0] in {"install", "upgrade", "rollback"} and "--dry-run=server" not in arguments
+    with injection.one_at_a_time() if shows_a_policy else nullcontext():
         done = helm(*arguments, "--namespace", namespace.name)
+        time.sleep(injection.COMPILED_S if shows_a_policy else 0)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,7 +3,7 @@
 Asks KUBECONFIG for a cluster that serves MutatingAdmissionPolicy, and for the images of `make kube-test`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,8 @@ from tests.kubernetes.injection import (
     Policy,
     injection,
     job,
-    pod,
     pod_template,
     require_policy,
-    wait_for_injection,
 )
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
 from tests.support import wait_until
@@ -112,7 +110,6 @@ def namespace() -> Iterator[Namespace]:
     scripts = {name: (SCRIPTS / name).read_text() for name in ("pod.py", "plain_training.py")}
     with Namespace() as made, injection(made, EXPORTER):
         made.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}, "data": scripts})
-        wait_for_injection(made, pod())
         made.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"id": "a key"}})
         made.apply(labelled(), automatic(), own(), with_keys(), sweep(), child_of_a_jobset(0), child_of_a_jobset(1))
         introduce(made)
@@ -211,7 +208,6 @@ def test_a_pod_without_the_exporters_image_waits_for_another() -> None:
     template = pod_template("true", ["true"])
     del template["spec"]["volumes"], template["spec"]["containers"][0]["volumeMounts"]
     with Namespace() as other, injection(other, "localhost/nobody-has-this:none"):
-        wait_for_injection(other, pod())
         other.apply(job("waits", template))
 
         def reason() -> str:
@@ -245,6 +241,11 @@ def label_only(policy: Policy, text: str = "'yes'") -> None:
     )
 
 
+def has_label(pod: Mapping[str, Any]) -> bool:
+    """Whether such a policy has changed it."""
+    return "asked" in pod["metadata"]["labels"]
+
+
 @pytest.mark.usefixtures("namespace")  # what the cluster serves is asked there
 def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
     """The label then does nothing, and nobody's pod is refused."""
@@ -252,9 +253,8 @@ def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
     del template["spec"]["volumes"], template["spec"]["containers"][0]["volumeMounts"]
     with Namespace() as other:
         other.apply(job("absent", template))
-        with injection(other, EXPORTER, broken), injection(other, EXPORTER, label_only):
-            # the API server hears of the two in their order
-            wait_for_injection(other, pod(), lambda made: "asked" in made["metadata"]["labels"])
+        # the API server hears of the two in their order
+        with injection(other, EXPORTER, broken, None), injection(other, EXPORTER, label_only, has_label):
             other.apply(job("broken", template))
             pods = [*completed(other, "absent"), *completed(other, "broken")]
     assert [one.content["spec"].get("initContainers") for one in pods] == [None, None]
@@ -273,7 +273,6 @@ def test_two_pods_on_the_nodes_network_run_side_by_side() -> None:
     template["spec"] |= {"hostNetwork": True, "securityContext": {"runAsUser": 0}}
     del template["spec"]["volumes"], template["spec"]["containers"][0]["volumeMounts"]
     with Namespace("privileged") as other, injection(other, EXPORTER):
-        wait_for_injection(other, pod())
         other.apply(job("network", template, parallelism=2, completions=2))
 
         def both_run() -> bool:

@@ -19,7 +19,6 @@ from tests.kubernetes.injection import (
     injection,
     pod,
     rendered,
-    wait_for_injection,
 )
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
 from tests.support import wait_until
@@ -261,6 +260,5 @@ def test_who_opts_out_is_left_alone(namespace: Namespace) -> None:
     """By the pod's label, and by the namespace's."""
     assert "initContainers" not in admitted(namespace, pod("false"))["spec"]
     with Namespace() as other, injection(other, EXPORTER):
-        wait_for_injection(other, pod())
         other.kubectl("label", "namespace", other.name, "torchobs.io/inject=false")
         assert wait_until(lambda: "initContainers" not in admitted(other, pod())["spec"], timeout_s=120)

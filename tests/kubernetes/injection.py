@@ -29,8 +29,10 @@ OTHERS = ("podMonitor.enabled", "prometheusRule.enabled", "dashboards.enabled", 
 
 Policy = list[dict[str, Any]]
 
-_HEARD_OF_S, _COMPILED_S, _TOUCHED = 20.0, 3.0, 4
-"""How long an API server takes to hear of a policy and to compile it, when it is busy, and how often one is touched"""
+COMPILED_S = 3.0
+"""How long an API server takes from being shown a policy to having compiled it for use, which it begins each second"""
+_HEARD_OF_S, _TOUCHED = 20.0, 4
+"""The same when it is busy, and how often a policy is touched"""
 
 
 def rendered(release: str = "torchobs", *arguments: str, **settings: str) -> Policy:
@@ -114,7 +116,8 @@ def pod(inject: str = "true", labels: dict[str, str] | None = None, **owner: str
 def one_at_a_time() -> Iterator[None]:
     """Show the API server no two policies at once, from whatever process of these tests.
 
-    It compiles them with one shared map of variables before 1.36 (kubernetes#135759), and says `undefined field` of some.
+    It compiles them with one shared map of variables before 1.36 (kubernetes#135759): `undefined field`, it says of some, or
+    does nothing by them. Each it compiles twice: when it is shown one, and in the second after that, which is to be waited for.
     """
     with (Path(tempfile.gettempdir()) / "torchobs-test-policies.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,9 +134,22 @@ def warm_up(policy: Policy) -> None:
     subprocess.run(command, input=given, capture_output=True, text=True, check=False)
 
 
+def has_sidecar(pod: Mapping[str, Any]) -> bool:
+    """Whether the policy has changed it."""
+    return "initContainers" in pod["spec"]
+
+
 @contextmanager
-def injection(namespace: Namespace, exporter: str, change: Callable[[Policy], None] = lambda _: None) -> Iterator[None]:
-    """The policy with this image of the exporter, bound to this namespace alone, until the end of the block."""
+def injection(
+    namespace: Namespace,
+    exporter: str,
+    change: Callable[[Policy], None] = lambda _: None,
+    changed: Callable[[Mapping[str, Any]], bool] | None = has_sidecar,
+) -> Iterator[None]:
+    """The policy with this image of the exporter, bound to this namespace alone, at work until the end of the block.
+
+    ``changed``: what tells that of a pod; ``None`` for a policy that never is at work.
+    """
     image, _, tag = exporter.rpartition(":")
     policy = rendered(
         namespace.name,
@@ -147,6 +163,10 @@ def injection(namespace: Namespace, exporter: str, change: Callable[[Policy], No
         warm_up(policy)
         change(policy)
         namespace.apply(*policy)
+        if changed is None:
+            time.sleep(COMPILED_S)
+        else:
+            _wait_for_injection(namespace, changed)
     try:
         yield
     finally:
@@ -159,7 +179,6 @@ def injecting(exporter: str) -> Iterator[Namespace]:
     """A namespace with Pod Security `restricted` in which the policy is at work; the test is skipped where it cannot be."""
     require_policy()
     with Namespace() as made, injection(made, exporter):
-        wait_for_injection(made, pod())
         yield made
 
 
@@ -178,30 +197,20 @@ def admitted(namespace: Namespace, pod: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def has_sidecar(pod: Mapping[str, Any]) -> bool:
-    """Whether the policy has changed it."""
-    return "initContainers" in pod["spec"]
-
-
-def wait_for_injection(
-    namespace: Namespace, pod: Mapping[str, Any], changed: Callable[[Mapping[str, Any]], bool] = has_sidecar
-) -> None:
+def _wait_for_injection(namespace: Namespace, changed: Callable[[Mapping[str, Any]], bool]) -> None:
     """Wait until the namespace's policy is at work: the API server hears of a new one in its own time.
 
-    It compiles it once more then, and if another one was shown to it meanwhile (``one_at_a_time``) the policy does nothing,
-    until it changes and is compiled again.
+    If somebody else's was compiled meanwhile, it does nothing until it changes and is compiled again.
     """
 
     def at_work() -> bool:
-        return changed(admitted(namespace, pod))
+        return changed(admitted(namespace, pod()))
 
     for _ in range(_TOUCHED):
         with suppress(TimeoutError):
             wait_until(at_work, timeout_s=_HEARD_OF_S, interval_s=0.3)
             return
-        with one_at_a_time():
-            touch(namespace)
-            time.sleep(_COMPILED_S)
+        touch(namespace)
     wait_until(at_work, timeout_s=120, interval_s=0.3)
 
 
