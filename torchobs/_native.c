@@ -4,8 +4,8 @@
  * here, a value that a field cannot hold included, is handed to it unchanged, so that it decides and raises. Between two steps
  * of a training every function and object is a cache miss; here a step needs one of each.
  *
- * The limited API of Python 3.10: one build for all later versions. The GIL is held throughout, there is no lock, no state
- * outside of the objects, and nothing of the process that a fork would duplicate.
+ * The limited API of Python 3.10: one build for all later versions. The GIL is held throughout, there is no lock, and, but for
+ * signals (_native_signals.c), no state outside of the objects and nothing of the process that a fork would duplicate.
  */
 
 #include "_native.h"
@@ -15,7 +15,7 @@
 #include <time.h>
 
 /* Raised with every change of what Python calls: torchobs/flight/writer/native.py takes no other. */
-enum { INTERFACE = 3 };
+enum { INTERFACE = 4 };
 enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, WITHOUT_FETCH = 3 };
 
 /* torchobs.flight.format.step_record.PLAIN_CODES */
@@ -208,6 +208,20 @@ static PyType_Slot map_slots[] = {
     {0, NULL},
 };
 static PyType_Spec map_spec = {"torchobs._native.Map", sizeof(Map), 0, Py_TPFLAGS_DEFAULT, map_slots};
+
+unsigned char *in_map(PyObject *object, size_t offset, size_t size)
+{
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) != (void *)map_dealloc) {
+        PyErr_SetString(PyExc_TypeError, "not a Map");
+        return NULL;
+    }
+    const Map *self = (const Map *)object;
+    if (self->size < size || offset > self->size - size || offset % size) {
+        PyErr_SetString(PyExc_ValueError, "outside of the map, or not aligned");
+        return NULL;
+    }
+    return self->begin + offset;
+}
 
 /* -- PlainSteps ------------------------------------------------------------------------------------------------------- */
 
@@ -459,7 +473,7 @@ static int fill(PyObject *module)
 {
     if (add_type(module, "Map", &map_spec) < 0 || add_type(module, "PlainSteps", &plain_steps_spec) < 0)
         return -1;
-    if (add_hooks(module) < 0 || add_clipping(module) < 0)
+    if (add_hooks(module) < 0 || add_clipping(module) < 0 || add_signals(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
 }

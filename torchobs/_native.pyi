@@ -6,6 +6,9 @@ INTERFACE: int
 class Map:
     def __init__(self, anchor: object, address: int, size: int) -> None: ...
 
+def mark_signals(target: Map, offset: int, words: dict[int, int], /) -> None: ...
+def unmark_signals() -> None: ...
+
 class PlainSteps:
     def __init__(
         self, map_type: type[Map], sequence: Iterator[int], memory: object, recent: object, force: Callable[[], object],

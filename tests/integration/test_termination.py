@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import ROOT, clean_environment, wait_until
+from tests.support import NEEDS_COMPILER, ROOT, clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig
+from torchobs.flight.writer.native import compiled
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from torchobs.ranks.snapshot import Rank
 
+COMPILED = pytest.mark.skipif(compiled() is None, reason=NEEDS_COMPILER)
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
 ENDS_CHILDREN = """
 import os, signal
@@ -86,8 +88,37 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script:
             "failed",
             "terminated",
         ),
+        pytest.param(WAITS, signal.SIGHUP, -signal.SIGHUP, "failed", "terminated", marks=COMPILED),
+        pytest.param(
+            "import re\nprint('ready', flush=True)\nre.match('(a|aa)+$' , 'a' * 200 + 'b')\n",
+            signal.SIGUSR1,
+            -signal.SIGUSR1,
+            "failed",
+            "terminated",
+            marks=COMPILED,
+        ),
+        pytest.param(WAITS, signal.SIGXCPU, -signal.SIGXCPU, "failed", "crashed", marks=COMPILED),
+        (f"{ENDS_CHILDREN.replace('SIGTERM', 'SIGUSR2')}{WAITS}", signal.SIGKILL, -signal.SIGKILL, "lost", "lost"),
+        (
+            f"import signal, sys\nsignal.signal(signal.SIGHUP, lambda *_: sys.exit(0))\n{WAITS}",
+            signal.SIGHUP,
+            0,
+            "finished",
+            "finished",
+        ),
+        (
+            f"torchobs.shutdown()\n{WAITS}",
+            signal.SIGUSR1,
+            -signal.SIGUSR1,
+            "finished",
+            "finished",
+        ),
     ],
-    ids=["by default", "SIGKILL", "own handler", "own handler, own status", "only a child's", "the GIL is held"],
+    ids=[
+        *("by default", "SIGKILL", "own handler", "own handler, own status", "only a child's", "the GIL is held"),
+        *("a closed terminal", "SIGUSR1 while the GIL is held", "out of processor time", "only a child's SIGUSR2"),
+        *("own handler of SIGHUP", "after the end"),
+    ],
 )
 def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of the table
     start: Callable[..., subprocess.Popen[str]],
@@ -99,7 +130,7 @@ def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of th
     state: str,
     reason: str,
 ) -> None:
-    """The exit status is the one without torchobs, and a rank is terminated only by a SIGTERM of its own."""
+    """The exit status is the one without torchobs, and a rank is terminated only by a signal of its own."""
     child = begin(start, flight_dir, f"import torchobs\ntorchobs.init()\n{script}")
     child.send_signal(number)
     assert child.wait(timeout=30) == status

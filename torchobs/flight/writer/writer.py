@@ -27,6 +27,7 @@ from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECO
 from torchobs.flight.format.step_record import CRC, NO_FETCH, PLAIN, PLAIN_CODES, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold as record_fold
 from torchobs.flight.metrics.totals import Anomaly, Word, core_series
+from torchobs.flight.writer import exit_signals
 from torchobs.flight.writer.native import compiled
 from torchobs.flight.writer.series_table import Table
 from torchobs.flight.writer.storage import DeferredStorage, Storage
@@ -36,12 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-
-_GAP_NS = 1_000_000_000
+_GAP_NS, _PAUSE_S, _MAX_PAUSES = 1_000_000_000, 0.001, 50
 _FOLDED_AT_ONCE = 64
 """Most records folded before they are published and other threads get their turn: a thread that appends without pause must
 not overtake the fold by a whole ring"""
-_PAUSE_S, _MAX_PAUSES = 0.001, 50
 _alive: weakref.WeakSet[FlightWriter] = weakref.WeakSet()
 
 
@@ -321,15 +320,17 @@ class FlightWriter:
         return True
 
     def mark_signals(self) -> None:
-        """Have a SIGTERM and a crash leave their marks beside the file, if they would end the process."""
+        """Have signals leave their marks, in the file or beside it, if they would end the process."""
         if self._created is not None:
             self._marks_signals = True
+            exit_signals.mark(self.native, self.memory.map, (self._live_at + Live.EXIT) * 8)
             termination.mark_in(self._created.lock_fd)
             crash.mark_in(self._created.lock_fd)
 
     def _unmark_signals(self) -> None:
         if self._marks_signals:
             self._marks_signals = False
+            exit_signals.unmark(self.native)
             termination.unmark()
             crash.unmark()
 
