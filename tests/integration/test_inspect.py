@@ -21,6 +21,7 @@ from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, trai
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import dispatch
+from torchobs.diagnosis import load
 from torchobs.flight.files.artifacts import named
 from torchobs.flight.format.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -85,6 +86,19 @@ def test_a_rank_that_was_killed(
     assert status == 1
     assert (rank["state"], rank["exit"]["reason"], rank["last_step"]) == ("lost", "lost", 60)
     assert "vanished without a word after step 60" in inspected(capsys, flight_dir)[1]
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_how_far_a_rank_came_that_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, memory: bool
+) -> None:
+    """Promise: off a tmpfs the file need not have the last steps, and nothing is said that rests on their absence."""
+    monkeypatch.setattr(load, "in_memory", lambda _: memory)
+    dead(tmp_path).save()
+    (report,), _ = load.load_reports(sorted(tmp_path.glob("*.flight")))
+    assert report.unwritten is not memory
+    text = inspected(capsys, tmp_path)[1]
+    assert ("after step 50 at least" in text, "50 steps at least" in text) == (not memory, not memory)
 
 
 def dead(directory: Path, **given: Any) -> File:

@@ -7,6 +7,7 @@ from typing import Any
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.diagnosis.compare import compare, first_failed
+from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.metrics.throughput import Throughput
 
@@ -119,6 +120,30 @@ def test_a_rank_that_vanished_is_likely_first_when_its_peers_raised_in_collectiv
         assert told(*pair)["first_failed"].startswith("Rank 1 vanished, and within 500 ms the others raised in collective")
         found, _ = first_failed(pair)
         assert found is pair[1]
+
+
+def test_what_became_of_the_others_is_told_as_it_was() -> None:
+    """Promise: ranks that the launcher told to end have raised nothing in a collective."""
+    ended = rank(0, state="failed", reason="terminated", last_s=START_S + 10.1)
+    pair = [ended, rank(1, last_s=START_S + 9.9)]
+    assert told(*pair)["first_failed"] == (
+        "Rank 1 vanished, and within 500 ms the others were told to end: it was likely first."
+    )
+    assert first_failed(pair)[0] is pair[1]
+
+
+def test_a_rank_whose_last_steps_may_not_be_written_is_not_told_to_be_behind() -> None:
+    """Promise: on a disk, what a killed rank did in its last moments is missing; what it would have done long before is not."""
+    killed: dict[str, Any] = {"unwritten": True, "count": 97, "last_s": START_S + 9.75}
+    assert "out_of_step" not in told(rank(0), rank(1, **killed))
+    assert "out_of_step" in told(rank(0), rank(1, **{**killed, "last_s": START_S + 9.85}))
+    assert "out_of_step" in told(rank(0), rank(1, **{**killed, "unwritten": False}))
+    whole = [rank(number, **killed) for number in range(2)]
+    assert diagnose_run(whole).verdict.text.startswith("Trouble. Ended: 2 ranks, 97 steps at least.")
+    assert diagnose_run(whole).by_rank[0][0].text.startswith("Rank 0 vanished without a word after step 97 at least, ")
+    none = diagnose_run([facts(unwritten=True)])
+    assert none.verdict.text == "Trouble. Ended: 1 rank, no step written."
+    assert none.by_rank[0][0].text.startswith("Rank 0 vanished without a word before one of its steps was written: ")
 
 
 def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanished() -> None:

@@ -22,6 +22,8 @@ _MOST_NAMED = 8
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
 _ABORTED = 128 + signal.SIGABRT
+_AFTER_ANOTHER = {"exception": "raised in collective operations", "terminated": "were told to end"}
+"""What the end of one rank does to the others, by their own reasons"""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
 
@@ -127,7 +129,8 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
         return own[0], text
     if len(silent) == 1 and not own:
         ended = "crashed" if silent[0].reason == "crashed" else "vanished"
-        text = f"Rank {silent[0].rank} {ended}, and {within} the others raised in collective operations: it was likely first."
+        reasons = dict.fromkeys(_AFTER_ANOTHER.get(one.reason, "ended") for one in together if one is not silent[0])
+        text = f"Rank {silent[0].rank} {ended}, and {within} the others {' or '.join(reasons)}: it was likely first."
         return silent[0], text
     names = text_format.joined([report.rank for report in together], _MOST_NAMED)
     return together[0], f"Ranks {names} failed {within}: which was first cannot be told."
@@ -168,10 +171,16 @@ def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:
 def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     known = [report for report in ranks if not report.partial or report.last_step]
     furthest = max((report.last_step for report in known), default=0)
-    behind = [report for report in known if report.last_step < furthest]
+    behind = [report for report in known if report.last_step < furthest and not _may_lack_steps(report, known)]
     if behind and any(not report.up for report in ranks):
         least = min(behind, key=lambda report: report.last_step)
         text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."
         if furthest - least.last_step > 1:
             text += f" {text_format.plural(len(behind), 'rank')} behind."
         yield Finding(INFO, "out_of_step", text)
+
+
+def _may_lack_steps(report: RankReport, ranks: Sequence[RankReport]) -> bool:
+    """Return True if the rank may have done, without a trace, what the others did after its last step."""
+    next_s = [step.end_s for other in ranks for step in other.steps if step.step == report.last_step + 1]
+    return report.unwritten and all(end_s > report.last_s for end_s in next_s)

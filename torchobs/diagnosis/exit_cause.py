@@ -74,7 +74,9 @@ def launcher_ending(report: RankReport) -> Iterator[Finding]:
 def _where(report: RankReport) -> str:
     """Return the rank's progress at its end: ``after step 812``."""
     if report.last_step:
-        return f"after step {report.last_step:,}"
+        return f"after step {report.last_step:,}{' at least' if report.unwritten else ''}"
+    if report.unwritten:
+        return "before one of its steps was written"
     return f"({_NO_STEPS})" if report.partial else "before its first step was complete"
 
 

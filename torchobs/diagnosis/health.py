@@ -113,7 +113,7 @@ def headline(run: RunStatus) -> Finding:
     if not up:
         done = all(rank.state == "finished" for rank in run.ranks)
         word, ranks = ("Finished" if done else "Ended"), text_format.plural(len(run.ranks), "rank")
-        known = ", ".join(filter(None, [ranks, text_format.plural(run.steps, "step"), _loss(run, "last loss")]))
+        known = ", ".join(filter(None, [ranks, _steps_done(run), _loss(run, "last loss")]))
         return Finding(INFO, "headline", f"{word}: {known}.", f"{word}.")
     alive = [rank for rank in up if rank.state != "unresponsive"]
     word = _activity(run, alive) if any(rank.recorded for rank in alive) else "Not recorded" if alive else "Not responding"
@@ -124,6 +124,12 @@ def headline(run: RunStatus) -> Finding:
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
     return Finding(INFO, "headline", f"{word}: {known}.", f"{word}, {ranks}.")
+
+
+def _steps_done(run: RunStatus) -> str:
+    exact = any(rank.steps == run.steps and not rank.unwritten for rank in run.ranks)
+    at_least = "" if exact else " at least"
+    return text_format.plural(run.steps, "step") + at_least if run.steps or exact else "no step written"
 
 
 def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:

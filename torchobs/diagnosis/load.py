@@ -26,7 +26,7 @@ from torchobs.diagnosis.rank_report import (
 from torchobs.flight.files import artifacts, crash
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.files.location import opened
+from torchobs.flight.files.location import in_memory, opened
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
 from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
@@ -43,6 +43,8 @@ from torchobs.ranks.state import last_memory
 _FEW = 16
 _STEPS_OF_MANY = 1024
 _SIZE_AT = slice(16, 24)
+_SILENT = frozenset({"lost", "out_of_memory", "crashed", "terminated"})
+"""Ends before which a rank may have written nothing any more"""
 
 
 class LoadedFlight(NamedTuple):
@@ -252,7 +254,9 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
 
 def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    return replace(report, left=tuple(own), frames=_frames(directory, own, report), crash=_crash(directory, report))
+    frames, crashed = _frames(directory, own, report), _crash(directory, report)
+    silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
+    return replace(report, left=tuple(own), frames=frames, crash=crashed, unwritten=silent and not in_memory(directory))
 
 
 def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:

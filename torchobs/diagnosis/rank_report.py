@@ -148,6 +148,8 @@ class RankReport:
     """some data is missing or damaged (see ``problems``): its absence proves nothing"""
     end_known: bool = True
     """True if the exit word is readable"""
+    unwritten: bool = False
+    """it ended without a word, and not in memory: what it did in its last moments, 100 ms by intent, is missing"""
 
     @property
     def identity(self) -> tuple[str, str, str]:

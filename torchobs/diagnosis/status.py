@@ -120,6 +120,8 @@ class RankStatus:
     replicas: Replicas = NO_REPLICAS
     zero_rate: ZeroRate | None = None
     """since when all learning rates are zero"""
+    unwritten: bool = False
+    """its last steps may be missing (``RankReport.unwritten``)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +366,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         alike_norms={one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
         replicas=replicas_of(report.events, {step.step: step.loss for step in report.steps if step.loss is not None}),
         zero_rate=zero_rate([(step.step, step.learning_rate) for step in report.steps]),
+        unwritten=report.unwritten,
     )
     return completed(status, report.value, partial(by_attributes, report.values))
 

@@ -140,6 +140,11 @@ def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
         os.close(fd)
 
 
+def in_memory(path: str | Path) -> bool:
+    """Return True if files there are memory, so that what a process stores in a mapped one survives its end."""
+    return filesystem_type(_mountinfo(), os.path.realpath(path)) in _MEMORY
+
+
 def _temporary() -> str:
     try:
         return tempfile.gettempdir()
