@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 _REENTRANT = "CheckpointFunctionBackward"
+"""The node of a reentrant checkpoint: torch's, or one of the same name (Megatron-LM, DeepSpeed)"""
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class _ReentrantError(Exception):
@@ -21,18 +23,19 @@ class _ReentrantError(Exception):
 def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
     """Return what ``passes(backward)`` does, which runs the model and gives its loss (or ``None``) to ``backward``.
 
+    Differentiated are the leaves of the loss's graph, which under FSDP2 are no parameters of the model once it has run.
     A model with reentrant checkpointing is run again: torch differentiates through that into ``.grad`` alone, so that it
     computes with other parameters meanwhile, in the same memory.
     """
     import torch
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
     def beside(loss: Any) -> None:
-        if loss is not None and loss.requires_grad and parameters:
-            if _is_reentrant(loss):
-                raise _ReentrantError
-            torch.autograd.grad(loss, parameters, allow_unused=True)
+        nodes = _nodes(loss) if loss is not None else []
+        if any(node.name() == _REENTRANT for node in nodes):
+            raise _ReentrantError
+        leaves = [node.variable for node in nodes if node.name() == _LEAF]
+        if leaves:
+            torch.autograd.grad(loss, leaves, allow_unused=True)
 
     try:
         return passes(beside)
@@ -42,18 +45,15 @@ def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
         return passes(torch.autograd.backward)  # of a loss that there is, and that has a graph
 
 
-def _is_reentrant(loss: Any) -> bool:
-    """Return True if a reentrant checkpoint is in the graph: torch's, or one of the same name (Megatron-LM, DeepSpeed)."""
-    left = [loss.grad_fn]
-    seen = set(left)
-    while left:
-        node = left.pop()
-        if node.name() == _REENTRANT:
-            return True
+def _nodes(loss: Any) -> list[Any]:
+    """Return the nodes of the graph of a loss; none of one that has no graph."""
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
         following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
         seen |= following
-        left += following
-    return False
+        nodes += following
+    return nodes
 
 
 @contextmanager

@@ -252,9 +252,17 @@ def resized(values: Any, size: int, other: int) -> Any:
 
 
 def _unique(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors, those that share memory once."""
-    found = {next((storage.data_ptr() for storage in storages(x)), 0) or -id(x): bytes_of(x) for x in tensors}
-    return sum(found.values())
+    """Return the bytes of tensors, those in the same memory once."""
+    return sum({_place(x): bytes_of(x) for x in tensors}.values())
+
+
+def _place(x: Any) -> tuple[int, int]:
+    """Return where a tensor lies: parts of a storage (flattened parameters) differ in the second number."""
+    import torch
+
+    first = next((storage.data_ptr() for storage in storages(x)), 0)
+    offset = x.storage_offset() if x.layout is torch.strided and not x.is_nested else 0
+    return (first, int(offset)) if first else (-id(x), 0)
 
 
 def _optimizer_state(optimizer: Any) -> tuple[int | None, int]:

@@ -35,6 +35,7 @@ _NO_PRODUCTS = {
     "c10d",
     "_c10d_functional",
     "_c10d_functional_autograd",
+    "fsdp",
     "torchobs",
 }
 """Namespaces whose operators multiply only if :data:`_PRODUCTS` says so; of another library's operator nothing is known"""

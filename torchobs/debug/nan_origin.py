@@ -14,6 +14,7 @@ from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, Origi
 from torchobs.probes.nonfinite.replay import CallSites, placed
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.runtime.session import current
+from torchobs.support.collectives import is_shared
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, is_sequence, walk
@@ -35,8 +36,8 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
 
     Nothing stays changed: random states, buffers (the statistics of BatchNorm) and gradients are restored, and no optimizer
     steps. The model's own forward hooks run as in any forward pass. A compiled model is run without the compiler, one within
-    ``DistributedDataParallel`` without its wrapper, so that no collective is called. Torch's reentrant
-    checkpoints keep what they compute, which takes the memory that they were to spare.
+    ``DistributedDataParallel`` without its wrapper, so that no collective is called; of a sharded model (FSDP) all ranks have to
+    call it. Torch's reentrant checkpoints keep what they compute, which takes the memory that they were to spare.
 
     Args:
         model: in the mode (``train()`` or ``eval()``) that is to be traced.
@@ -107,14 +108,17 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueF
 
     tracer = GraphTracer([loss], [], None, [model], variables=[{"batch": batch}])
     found: list[tuple[GraphNode, NonfiniteOrigin]] = []
+    leaves = [node.parameter for node in tracer.nodes if node.parameter is not None and node.parameter.requires_grad]
     if condition(loss) is not Condition.FINITE:
         source = flow.source_of(loss)
-        return _by_graph(tracer, sites) if source is None else _by_values(source, tracer, sites)
+        origin = _by_graph(tracer, sites) if source is None else _by_values(source, tracer, sites)
+        if leaves and is_shared():  # of a sharded model, those whose loss is finite go backward, and wait for this rank there
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+        return origin
     breaker = CircuitBreaker("trace_nan")
     watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), breaker)
     try:
-        leaves = [node.parameter for node in tracer.nodes if node.parameter is not None]
-        torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+        torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
         watch.remove()
     return placed(found[0][1], found[0][0], sites) if found else None

@@ -99,8 +99,9 @@ def _side(model: Any) -> _Side:
     import torch
 
     named = list(model.named_parameters())
-    tensors = [(("parameter", name), x) for name, x in named]
-    tensors += [(("gradient", name), x.grad) for name, x in named if x.grad is not None]
+    replicated = [(name, x) for name, x in named if not _is_part(x)]
+    tensors = [(("parameter", name), x) for name, x in replicated]
+    tensors += [(("gradient", name), x.grad) for name, x in replicated if x.grad is not None]
     tensors += [(("buffer", name), x) for name, x in model.named_buffers()]
     whole = [(key, x) for key, x in tensors if not hasattr(x, "placements") and _is_plain(x)]
     whole = [(key, x.dequantize() if x.is_quantized else x) for key, x in whole]  # a view of its bits ends the process
@@ -113,10 +114,15 @@ def _side(model: Any) -> _Side:
         checksums = torch.stack([checksum for _, checksum, _ in rows]).tolist()
         norms = torch.stack([norm for _, _, norm in rows]).tolist()
         prints.update({key: _Print(c, n) for (key, _, _), c, n in zip(rows, checksums, norms, strict=True)})
-    described = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named]
+    shapes = [None if _is_part(x) else tuple(x.shape) for _, x in named]
+    described = [(name, shape, str(x.dtype), x.requires_grad) for (name, x), shape in zip(named, shapes, strict=True)]
     modes = [(name, module.training) for name, module in model.named_modules()]
-    sharded = sum(hasattr(x, "placements") for _, x in named)
-    return _Side(crc32(repr((described, modes)).encode()), prints, _generators(torch), sharded)
+    return _Side(crc32(repr((described, modes)).encode()), prints, _generators(torch), len(named) - len(replicated))
+
+
+def _is_part(parameter: Any) -> bool:
+    """Return True if each rank has a part of the parameter: a DTensor, or one of ``FullyShardedDataParallel``."""
+    return hasattr(parameter, "placements") or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def _is_plain(x: Any) -> bool:

@@ -26,7 +26,8 @@ def storages(x: Any) -> Iterator[Any]:
     import torch
 
     if hasattr(type(x), "__tensor_flatten__"):
-        parts = tuple(getattr(x, name) for name in x.__tensor_flatten__()[0])
+        named = (getattr(x, name) for name in x.__tensor_flatten__()[0])
+        parts = tuple(part for part in named if isinstance(part, torch.Tensor))  # a sharded one's mesh is among them
     else:
         parts = stored(x)
     for part in parts:
