@@ -376,7 +376,8 @@ GRAD_INTERVAL = _gauge("torchobs.grad.interval", "{step}").described(
     "Steps from one measurement of the gradient norm to the next, at present."
 )
 GRAD_NORM_RANKS = _gauge("torchobs.grad.norm_ranks", "{rank}", survives=True, quiet=1.0).described(
-    "Ranks over which the gradient is sharded: their squared norms add up to the whole's. 1 where each rank has all of it."
+    "Ranks over which the gradient is sharded: their squared norms add up to the whole's. 1 where each rank has all of it, or"
+    " the whole's norm, as where sharded gradients are clipped by norm."
 )
 GRAD_LAYER_NORM = _gauge("torchobs.grad.layer.norm", "", LAYER).described(
     "L2 norm of a layer's gradient, of this rank's shard where parameters are sharded."

@@ -36,8 +36,8 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
 
     Nothing stays changed: random states, buffers (the statistics of BatchNorm) and gradients are restored, and no optimizer
     steps. The model's own forward hooks run as in any forward pass. A compiled model is run without the compiler, one within
-    ``DistributedDataParallel`` without its wrapper, so that no collective is called; of a sharded model (FSDP) all ranks have to
-    call it. Torch's reentrant checkpoints keep what they compute, which takes the memory that they were to spare.
+    ``DistributedDataParallel`` without its wrapper, so that no collective is called; for a sharded one (FSDP) all ranks have
+    to call it. Torch's reentrant checkpoints keep what they compute, which takes the memory that they were to spare.
 
     Args:
         model: in the mode (``train()`` or ``eval()``) that is to be traced.

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 
 class CapturedResults(TorchFunctionMode):
-    """Records the calls of ``function`` in a ``with`` block: first arguments and results."""
+    """Records the calls of ``function`` in a ``with`` block: results, and ids of what they were made of."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, keep: bool = False) -> None:
+        """``keep``: keep the first arguments themselves, too."""
         super().__init__()
-        self._function = function
+        self._function, self._keep = function, keep
         self._keys: list[int] = []
+        self.given: list[Any] = []
         self.results: list[Any] = []
         self._spent_ns = 0
 
@@ -37,7 +39,7 @@ class CapturedResults(TorchFunctionMode):
         self._spent_ns += monotonic_ns()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it and keep the result; of the arguments only the ids, so that no tensor lives longer."""
+        """Call it and keep the result; of the arguments by default only the ids, so that no tensor lives longer."""
         begun_ns = monotonic_ns()
         result = func(*args, **(kwargs or {}))
         self._spent_ns += begun_ns - monotonic_ns()
@@ -45,6 +47,8 @@ class CapturedResults(TorchFunctionMode):
             several = isinstance(result, (list, tuple))
             self._keys += [id(each) for each in args[0]] if several else [id(args[0])]
             self.results += result if several else [result]
+            if self._keep:
+                self.given.append(args[0])
         return result
 
     def keys_and_results(self) -> tuple[list[int], list[Any]]:

@@ -3,7 +3,8 @@
 ``clip_grad_norm_`` is imported by name everywhere, but looks ``_get_total_norm`` and ``_clip_grads_with_norm_`` up in its own
 module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under
 public names, FSDP1 a method of its own. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made
-of. A DTensor's total would need a collective: there the shards are measured. Compiled regions are not observed.
+of. A DTensor's total would need a collective: there it comes from the coefficient of clipping, for which torch has completed
+it, and the shards are measured for the layers' norms. Compiled regions are not observed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Clipping, from_norms
-from torchobs.probes.gradients.norms import is_l2
+from torchobs.probes.gradients.norms import completed_total, is_l2
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made, outside_of_graphs
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -279,17 +280,16 @@ class ClipWatch:
         return self._compiled("PlainClip", original, note, clip_grads_with_norm_)
 
     def _intercept_clamp(self, total: Any) -> CapturedResults | None:
-        """Return a capture of the clipping coefficient of a distributed total, which is complete."""
+        """Return a capture of the clipping coefficient of a distributed total, which is complete, clamped and as it was."""
         distributed = isinstance(total, self._torch.Tensor) and type(total) is not self._torch.Tensor
-        return self._captured_results(self._torch.clamp) if distributed else None
+        return self._captured_results(self._torch.clamp, keep=True) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
         limit: float | None = max_norm if type(max_norm) is float else self._take_limit(max_norm)
         self.limit = self.limit if limit is None else limit
-        if seen is not None:
+        if seen is not None and (total := completed_total(seen.given, limit)) is None:
             for coefficient in seen.results:
-                local = getattr(coefficient, "_local_tensor", coefficient)
-                self.decide(local, lambda value: value < 1.0)
+                self.decide(getattr(coefficient, "_local_tensor", coefficient), lambda value: value < 1.0)
             return
         noted, self._noted = self._noted, None
         if limit is None:
@@ -300,7 +300,9 @@ class ClipWatch:
                 self._context.recorder.values.flags |= StepFlag.CLIPPED  # inline: in nearly every step
             return
         last = self._seen[-1] if self._seen else None
-        if last is not None and last.total is not None and last.limit == inf:
+        if last is not None and last.limit == inf:
+            if last.total is None:
+                last.make_whole(total)
             last.limit = limit
             if not isinstance(last.total, float):
                 return  # decided when its norm arrives
@@ -379,9 +381,10 @@ class ClipWatch:
         return made
 
     def _after_fsdp(self, made: Clipping | None, max_norm: Any, norm: Any) -> None:
-        if made is not None:
-            self._keep(made)
         limit = self._take_limit(max_norm)
+        if made is not None:
+            made.make_whole(norm)
+            self._keep(made)
         if limit is None:
             self._decide_there(norm, max_norm)
         else:

@@ -53,6 +53,8 @@ class Measurement:
     faults: list[NonFiniteGradient] = field(default_factory=list)
     scale: float = 1.0
     optimizer: ref[Any] | None = None
+    whole: bool = False
+    """Whether the recorded norm is another one: that of all shards, which clipping has computed"""
     arriving: list[Arriving] = field(default_factory=list)
 
     def arrived(self) -> bool:
@@ -94,7 +96,7 @@ class Clipping:
 
     grads: int
     total: Any = None
-    """Their norm: a number, a tensor on a device, or ``None`` if it is distributed"""
+    """Their norm, of all shards: a number, or a tensor on a device; ``None`` until it is known, if it is distributed"""
     each: Measurement | None = None
     """Their norms by the gradients' ids, in a step that is due"""
     limit: float = inf
@@ -104,6 +106,12 @@ class Clipping:
     """How many losses had been scaled by then"""
     scale: Any = None
     """The loss scale that the gradients still contained, a number or a tensor on a device"""
+
+    def make_whole(self, total: Any) -> None:
+        """Take the total of sharded gradients, a number or a plain tensor."""
+        self.total = total if isinstance(total, float) else total.item() if total.is_cpu else total.detach()
+        if self.each is not None:
+            self.each.whole = True
 
 
 def measure(

@@ -29,6 +29,8 @@ _DEVICE_LARGE = 1 << 24
 """Elements from which CUDA's norms are computed apart from those of smaller tensors: for each tensor, a call clears a
 partial sum for each 65,536 elements of the largest one (``kChunkSize``)"""
 _L2 = 2.0
+_EPSILON = 1e-6
+"""What ``clip_grads_with_norm_`` adds to the norm before it divides by it"""
 TINY = 1e-15
 """A smaller float32 norm may have lost squares to underflow (they leave the normal range at 1e-38)."""
 
@@ -41,6 +43,20 @@ def is_l2(norm_type: Any) -> bool:
         return not is_on_device(norm_type) and float(norm_type) == _L2
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def completed_total(coefficients: Sequence[Any], limit: float | None) -> Any:
+    """Return the total norm that torch has completed over all shards to divide the limit by it; ``None`` if it is not told.
+
+    ``coefficients``: of clipping, not clamped yet. On a device the total is a tensor there. No collective, and nothing waits.
+    """
+    if limit is None or not 0.0 < limit < inf or len(coefficients) != 1:
+        return None
+    coefficient = getattr(coefficients[0], "_local_tensor", coefficients[0]).detach()
+    if not coefficient.is_cpu:
+        return limit / coefficient - _EPSILON
+    found = coefficient.item()
+    return limit / found - _EPSILON if found else inf
 
 
 class Local(NamedTuple):

@@ -159,6 +159,8 @@ class GradientPublisher:
 
     def _ranks(self, parts: list[Measurement]) -> int:
         """Return over how many ranks the squares of norms add up to the whole."""
+        if any(part.whole for part in parts):
+            return 1
         if self.layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
             group = rank_and_size()
             return 1 if group is None else group[1]
