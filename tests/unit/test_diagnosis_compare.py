@@ -111,9 +111,10 @@ def raised(number: int, seconds: float, location: str, **attributes: str) -> Ran
 
 
 def test_a_rank_that_vanished_is_likely_first_when_its_peers_raised_in_collectives() -> None:
-    """What the end of a peer looks like: an error of torch.distributed, or of DDP within backward."""
+    """What the end of a peer looks like: an error of torch.distributed, or of DDP, within backward or as it copies buffers."""
     for location in (
         "torch/autograd/graph.py:979 in _engine_run_backward",
+        "torch/nn/parallel/distributed.py:2363 in _distributed_broadcast_coalesced",
         "torch/distributed/distributed_c10d.py:83 in wrapper",
     ):
         pair = [raised(0, 10.1, location), rank(1, last_s=START_S + 9.9)]

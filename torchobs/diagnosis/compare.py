@@ -24,7 +24,10 @@ _KILLED_WITHIN_S = 40.0
 _ABORTED = 128 + signal.SIGABRT
 _AFTER_ANOTHER = {"exception": "raised in collective operations", "terminated": "were told to end"}
 """What the end of one rank does to the others, by their own reasons"""
-_COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+_COLLECTIVE = (
+    "torch/distributed/", "torch/nn/parallel/distributed.py", "DistBackendError", "DistNetworkError", "DistStoreError",
+    "DistError",
+)  # fmt: skip
 
 
 def compare(ranks: Sequence[RankReport]) -> list[Finding]:
@@ -137,7 +140,7 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
 
 
 def _in_collective(report: RankReport) -> bool:
-    """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP within backward."""
+    """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP."""
     for fact in report.main_exceptions[-1:]:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
