@@ -154,6 +154,18 @@ def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanis
     assert first_failed(pair)[0] is pair[1]
 
 
+def test_the_rank_from_which_a_nan_came_is_shown() -> None:
+    """Promise: not the first, which knows only whose NaN it was, in averaged gradients."""
+
+    def shown(*origins: str) -> int:
+        found = [[fact(catalog.EVENT_NONFINITE_ORIGIN, 5.0, 50, origin=origin)] if origin else [] for origin in origins]
+        alive = [rank(n, state="finished", reason="finished", events=events) for n, events in enumerate(found)]
+        return diagnose_run(alive).principal
+
+    assert shown("rank", "rank", "input") == 2
+    assert shown("rank", "") == shown("", "input") == shown("backward", "backward") == 0
+
+
 def test_nobody_failed_first_where_nobody_failed() -> None:
     """A run that is well has no such sentence."""
     assert first_failed([rank(0, state="alive", reason="", up=True), rank(1, state="finished", reason="finished")]) == (

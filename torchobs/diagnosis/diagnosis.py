@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from torchobs.diagnosis import collective_timeout, hang
+from torchobs.diagnosis import collective_timeout, hang, nonfinite_origins
 from torchobs.diagnosis.compare import compare, first_failed, stalled_together
 from torchobs.diagnosis.exit_cause import ending, launcher_ending
 from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health
@@ -30,7 +30,7 @@ class RunDiagnosis(NamedTuple):
     """:func:`diagnose` of each rank"""
     principal: int
     """index of the rank to show in full: the one that the others of a hung run wait for, else the one that failed first, else
-    one that hangs, else the first"""
+    one that hangs, else the one from which the others had a NaN, else the first"""
 
     @property
     def verdict(self) -> Finding:
@@ -48,7 +48,7 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
     waited_for = collective_timeout.blamed(ranks) or hang.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)
-    principal = ranks.index(named or first or next(stuck, ranks[0]))
+    principal = ranks.index(named or first or next(stuck, nonfinite_origins.source(ranks) or ranks[0]))
     return RunDiagnosis(health(run_status(ranks)), together, [diagnose(report) for report in ranks], principal)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchobs import catalog
 from torchobs.diagnosis.health import ERROR, Finding
@@ -25,6 +25,15 @@ def origins(report: RankReport) -> Iterator[Finding]:
     """Yield where values that are not finite were born."""
     for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
         yield Finding(ERROR, "nonfinite_origin", _sentences(fact))
+
+
+def source(ranks: Sequence[RankReport]) -> RankReport | None:
+    """Return the rank from which others had a NaN or infinity in averaged gradients, and which knows where it was born."""
+    first = [(report, report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:1]) for report in ranks]
+    origins_of = {report.rank: fact.text("origin") for report, facts in first for fact in facts}
+    if "rank" not in origins_of.values():
+        return None
+    return next((report for report in ranks if origins_of.get(report.rank, "rank") != "rank"), None)
 
 
 def _sentences(fact: Fact) -> str:
