@@ -166,6 +166,14 @@ def test_the_rank_from_which_a_nan_came_is_shown() -> None:
     assert shown("rank", "") == shown("", "input") == shown("backward", "backward") == 0
 
 
+def test_ranks_that_were_all_told_to_end_have_not_failed() -> None:
+    """Promise: a scheduler, a launcher at a person's Ctrl-C or a timeout ends them together, and none is the cause."""
+    for reasons in (("terminated", "terminated"), ("interrupted", "terminated")):
+        pair = [rank(n, state="failed", reason=reason, last_s=START_S + 10 + n) for n, reason in enumerate(reasons)]
+        assert "first_failed" not in told(*pair)
+        assert first_failed(pair)[0] is pair[0]
+
+
 def test_nobody_failed_first_where_nobody_failed() -> None:
     """A run that is well has no such sentence."""
     assert first_failed([rank(0, state="alive", reason="", up=True), rank(1, state="finished", reason="finished")]) == (

@@ -99,7 +99,7 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
-    """Return the rank that likely failed first and a sentence about it; ``None`` if no rank failed.
+    """Return the rank that likely failed first, ``None`` if none failed, and a sentence, empty if none did so by itself.
 
     If ends are too close for the clocks to order, a rank that vanished while the others raised in a collective operation was
     likely first, for that is how they see a peer's end; one that raised in other code was likely first when the others
@@ -109,6 +109,8 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
     ended = sorted(((_end_s(report), report) for report in failed), key=lambda pair: pair[0])
     if not ended:
         return None, ""
+    if all(report.reason in {"terminated", "interrupted"} for report in failed):
+        return ended[0][1], ""  # somebody ended them
     (first_s, first), *others = ended
     if not others:
         return first, f"Only rank {first.rank} failed, at {text_format.moment(first_s, '%H:%M:%S')}."
