@@ -193,7 +193,7 @@ def test_the_rank_whose_averaged_gradient_differs_is_named() -> None:
     """Its norm and that of the others in the last step."""
     assert told(averaged(0), averaged(1), averaged(2, 1.5))["ranks_disagree"] == (
         "Ranks do not agree: DDP averages the gradient, and its norm in step 30 is not the same (rank 2: 46.5, and 31 on the "
-        "others). They do not train one model."
+        "others). They do not train one model: is the last backward of a step within no_sync(), or model.module called?"
     )
 
 

@@ -129,6 +129,11 @@ def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
             Severity.ERROR,
         ),
         (
+            [row(rank, "hung", age_s=300, per_s=None) for rank in (0, 1)],
+            "Hanging: 2 of 2 ranks alive, step 12,400, loss 2.313. Ranks 0 and 1 hang: no step for 5 min.",
+            Severity.ERROR,
+        ),
+        (
             but(row(6, "unresponsive", age_s=12)),
             training(7) + "Rank 6 does not respond: silent for 12 s.",
             Severity.ERROR,

@@ -133,6 +133,8 @@ def _steps_done(run: RunStatus) -> str:
 
 
 def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
+    if all(rank.state == "hung" for rank in alive):
+        return "Hanging"
     phase, _ = Counter(rank.phase for rank in alive).most_common(1)[0]
     return _AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
 
@@ -221,7 +223,8 @@ def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     values = text_format.joined([f"{name}: {text_format.number(norms[name][step])}" for name in odd], 2 * _MOST_NAMED)
     others = "" if usual is None else f", and {text_format.number(usual)} on the others"
     where = f"its norm in step {step:,} is not the same (rank {values}{others})"
-    text, end = "Ranks do not agree: DDP averages the gradient, and", "They do not train one model."
+    text = "Ranks do not agree: DDP averages the gradient, and"
+    end = "They do not train one model: is the last backward of a step within no_sync(), or model.module called?"
     gist = f"{text} its norm is not the same on {_ranks([rank for rank in ranks if rank.rank in odd]).lower()}. {end}"
     yield Finding(ERROR, "ranks_disagree", f"{text} {where}. {end}", gist)
 
