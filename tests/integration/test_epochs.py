@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import torchobs
 from tests import support
@@ -324,3 +324,19 @@ def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> N
     }
     assert values["evaluation"] >= 0.9 * begun
     assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
+
+
+@pytest.mark.parametrize("how", ["forgotten", "called", "in order", "one rank", "few steps"])
+def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how: str) -> None:
+    """Promise: where a ``DistributedSampler`` of several ranks shuffles each of some epochs alike, and nowhere else."""
+    loop, samples = Loop(), torch.ones(16 if how == "few steps" else 40, 8)
+    replicas = 1 if how == "one rank" else 2
+    sampler: Any = DistributedSampler(samples, replicas, 0, shuffle=how != "in order")  # type: ignore[arg-type]
+    batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    for epoch in range(4):
+        if how == "called":
+            sampler.set_epoch(epoch)
+        loop.train(batches)
+    assert epochs(run) == 4
+    told = [event["step"] for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
+    assert told == ([10] if how == "forgotten" else [])

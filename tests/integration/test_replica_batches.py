@@ -45,6 +45,8 @@ def step(x, y):
     optimizer.step()
 
 for epoch in range(2):
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(epoch)
     for x, y in loader:
         {step}
 dist.destroy_process_group()

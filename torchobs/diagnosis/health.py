@@ -60,6 +60,7 @@ _MISTAKES = {
     "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
     "softmax_over_batch": "The softmax in the loss is taken over the samples.",
     "losses_kept": "Losses are kept with their graphs.",
+    "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
 }
 """What ``loop_mistakes`` says at more length"""
 _NO_PROGRESS = {

@@ -5,6 +5,9 @@ trains. A loop that makes a new loader for every epoch is followed, too: if the 
 step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an epoch of
 any loader. (An evaluation during an epoch leaves that iterator alive until a step has ended; one between two epochs does not
 train.)
+
+An epoch whose sampler shuffles for several ranks in the order of the epoch before is a mistake of the loop: ``set_epoch()`` was
+not called.
 """
 
 from __future__ import annotations
@@ -24,6 +27,19 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 
+LEAST_STEPS = 8
+"""Steps of an epoch from which its order matters; fewer batches that come again are tests whether a model can learn them"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the order of a ``DistributedSampler`` that shuffles follows from."""
+
+    sampler: weakref.ref[Any]
+    seed: int
+    epoch: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Iteration:
     """One call of a loader's ``__iter__``."""
@@ -33,6 +49,7 @@ class _Iteration:
     begun_ns: int
     step: int
     """The last step that had ended by then"""
+    order: _Order | None
     gone: list[int]
     """The same when the iterator was deleted, or when the next one began after it was exhausted"""
 
@@ -60,6 +77,7 @@ class EpochProbe:
         self._enclosing: _Iteration | None = None
         """An iteration still in progress when the latest began, without a step yet: an evaluation may come first"""
         self._epoch: _Iteration | None = None
+        self._is_told = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -83,7 +101,7 @@ class EpochProbe:
                 self._enclosing = pending
             recorder, gone = self._context.recorder, list[int]()
             known = weakref.ref(iterator, lambda _: gone.append(recorder.ended))
-            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, gone)
+            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, _order(loader), gone)
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
         """Return True if its iterator still exists and was exhausted in the step in progress."""
@@ -110,11 +128,24 @@ class EpochProbe:
         known = epoch is not None and loader is not None and epoch.loader() is loader
         if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
             self._end(latest.begun_ns, latest.step)
+            self._compare(epoch, latest)
             self._epoch = latest
             self._epochs.begun += 1
             self._context.count(catalog.EPOCHS, 1)
             self._context.training.epoch = self._epochs.begun
             self._context.training.epochs.append(EpochStart(self._epochs.begun, latest.begun_ns, latest.step))
+
+    def _compare(self, before: _Iteration | None, epoch: _Iteration) -> None:
+        """Tell once of an epoch in the order of the one before."""
+        if self._is_told or before is None or epoch.order is None or epoch.step - before.step < LEAST_STEPS:
+            return
+        if epoch.order == before.order:  # references to one sampler that lives
+            self._is_told = True
+            told = {"kind": "same_order"}
+            self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, told, epoch.step)
+            self._context.warn_limited(
+                "same_order", "each epoch has the order of the one before: sampler.set_epoch() is not called"
+            )
 
     def _end(self, now_ns: int, step: int) -> None:
         epoch, self._epoch = self._epoch, None
@@ -123,3 +154,15 @@ class EpochProbe:
         if now_ns - epoch.begun_ns >= LONG_NS or self._budget.take(now_ns):
             attributes = {"epoch": self._epochs.begun, "steps": step - epoch.step}
             self._context.write_span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)
+
+
+def _order(loader: Any) -> _Order | None:
+    """Return what the order of a loader's samples follows from; ``None`` if no ``DistributedSampler`` shuffles them."""
+    from torch.utils.data import DistributedSampler
+
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):  # of a batch sampler of one's own
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or not sampler.shuffle or sampler.num_replicas < 2:  # noqa: PLR2004  # ranks
+        return None
+    return _Order(weakref.ref(sampler), sampler.seed, sampler.epoch)
