@@ -35,10 +35,12 @@ def test_a_file_without_the_regions() -> None:
 
 
 def test_history_there_and_back() -> None:
-    """Names that came later have no value in earlier rows; a value that is not finite is none."""
-    packed = encode_history(["a", "b{x}"], [(0.5, 1, (1.0,)), (1.0, 2, (nan, 3.0))])
+    """Names that came later have no value in earlier rows; a value that is not finite, or not in an f32, is none."""
+    packed = encode_history(["a", "b{x}"], [(0.5, 1, (1.0,)), (1.0, 2, (nan, 3.0)), (1.5, 3, (1e39, -1e39))])
     history = decode_history(packed)
-    assert [(row.time_s, row.step, row.values) for row in history.rows] == [(0.5, 1, (1.0, None)), (1.0, 2, (None, 3.0))]
+    assert [(row.time_s, row.step, row.values) for row in history.rows] == [
+        (0.5, 1, (1.0, None)), (1.0, 2, (None, 3.0)), (1.5, 3, (None, None)),
+    ]  # fmt: skip
     assert [(name, [(row.step, value) for row, value in points]) for name, points in history.of("b").items()] == [
         ("x", [(2, 3.0)])
     ]

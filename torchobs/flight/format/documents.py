@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from math import isfinite, nan
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -100,7 +101,11 @@ def encode_history(names: Sequence[str], rows: Sequence[tuple[float, int, Sequen
     head = json.dumps({"names": list(names)}, separators=(",", ":")).encode()
     packed = struct.Struct(f"<dd{len(names)}f")
     blank = [nan] * len(names)
-    body = b"".join(packed.pack(time_s, step, *values, *blank[len(values) :]) for time_s, step, values in rows)
+    body = b"".join(
+        # array: what is beyond an f32's range becomes infinite, where `pack` raises OverflowError
+        packed.pack(time_s, step, *array("f", values), *blank[len(values) :])
+        for time_s, step, values in rows
+    )
     return _HEAD.pack(len(head)) + head + body
 
 
