@@ -16,6 +16,7 @@ from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.zero_rates import ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
+from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, PAST
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -23,31 +24,6 @@ LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
 BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
 
 _MOST_NAMED = 4
-_AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
-_ENDINGS = {
-    "exception": "failed {ago} ago with an exception",
-    "exit_code": "failed {ago} ago with an exit status",
-    "interrupted": "was interrupted {ago} ago",
-    "terminated": "was told to end {ago} ago",
-    "crashed": "crashed {ago} ago",
-    "out_of_memory": "was lost {ago} ago, likely out of memory",
-}
-_ANOMALIES = {
-    "nonfinite_loss": "The loss is not finite",
-    "nonfinite_gradient": "Gradients are not finite",
-    "gradient_explosion": "Gradients explode",
-    "loss_spike": "The loss has jumped",
-    "gradient_vanishing": "Gradients vanish",
-    "diverged": "The loss has diverged: it left its start for good in the first steps",
-}
-_PAST = {
-    "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
-    "nonfinite_gradient": ("gradient that was not finite", "gradients that were not finite"),
-    "gradient_explosion": ("gradient explosion", "gradient explosions"),
-    "loss_spike": ("loss spike", "loss spikes"),
-    "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
-    "diverged": ("loss that diverged", "losses that diverged"),
-}
 _MISTAKES = {
     "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
     "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",
@@ -70,6 +46,8 @@ _NO_PROGRESS = {
     "small_rate": "the learning rate is too small to move a weight",
 }
 """What ``no_progress`` says with figures"""
+LEAST_SKIPPED = 16
+"""Steps in a row that a loss scaler skips before it is stuck: from 65,536, where torch's begins, so many halvings lead to 1."""
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
@@ -137,7 +115,7 @@ def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
     if all(rank.state == "hung" for rank in alive):
         return "Hanging"
     phase, _ = Counter(rank.phase for rank in alive).most_common(1)[0]
-    return _AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
+    return AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
 
 
 def _loss(run: RunStatus, word: str) -> str:
@@ -159,11 +137,14 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from _anomalies(ranks)
     yield from _lost(ranks)
     yield from _past(ranks)
+    yield from _skips(ranks)
     yield from _mistakes(ranks)
     yield from _stuck_loss(ranks)
     yield from [zero_learning_rate(rank.zero_rate) for rank in ranks if rank.zero_rate is not None][:1]
     yield from _unmoved(ranks)
     yield from failed_saves(ranks)
+    yield from _growing(ranks)
+    yield from broken(ranks)
     yield from _given_up(ranks)
     yield from waiting(ranks)
     yield from slowest(ranks)
@@ -177,7 +158,7 @@ def _deaths(ranks: Iterable[RankStatus]) -> Iterator[Finding]:
             by_reason.setdefault(rank.reason, []).append(rank)
     for reason, dead in by_reason.items():
         who, ago = _ranks(dead), text_format.span(min(rank.beat_age_s for rank in dead))
-        how = _ENDINGS.get(reason, "was lost {ago} ago")
+        how = ENDINGS.get(reason, "was lost {ago} ago")
         how = how if len(dead) == 1 else how.replace("was ", "were ")
         yield Finding(ERROR, "ended", f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}.")
 
@@ -270,7 +251,7 @@ def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         affected = [rank for rank in ranks if rank.up and kind in rank.anomalies]
         if affected:
             severity = ERROR if catalog.ANOMALY_SEVERITY[kind] is Severity.ERROR else WARNING
-            yield Finding(severity, kind, f"{_ANOMALIES[kind]}{_where(affected, ranks)}.")
+            yield Finding(severity, kind, f"{ANOMALIES[kind]}{_where(affected, ranks)}.")
 
 
 def _lost(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -284,18 +265,50 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield past anomalies; a run that continues may have recovered, so only its recent ones make a warning."""
     ended = not any(rank.up for rank in ranks)
     active = {kind for rank in ranks if rank.up for kind in rank.anomalies}
-    seen = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in _PAST}
+    seen = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in PAST}
     if any(rank.scaled for rank in ranks):
         del seen["nonfinite_gradient"]  # part of normal loss scaling
     seen = {kind: number for kind, number in seen.items() if number and kind not in active}
     if not seen:
         return
-    what = [f"{number:,} {_PAST[kind][number > 1]}" for kind, number in seen.items()]
+    what = [f"{number:,} {PAST[kind][number > 1]}" for kind, number in seen.items()]
     lately = {kind: max((rank.lately.get(kind, 0) for rank in ranks), default=0) for kind in seen}
     notable = any(number >= LEAST_NOTABLE.get(kind, 1) for kind, number in (seen if ended else lately).items())
     word = "There have been" if ended else "Lately:" if notable else "Earlier:"
     text = f"{word} {text_format.joined(what)}."
     yield Finding(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
+
+
+def _skips(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield that a loss scaler skips every step; also of an ended run, whose last steps changed nothing."""
+    stuck = [rank for rank in ranks if rank.skip_streak >= LEAST_SKIPPED]
+    if stuck:
+        gist = f"The loss scaler {'skips' if any(rank.up for rank in stuck) else 'skipped'} every step{_where(stuck, ranks)}"
+        text = f"{gist}: {max(rank.skip_streak for rank in stuck):,} in a row, in which nothing was learned."
+        collapsed = any(rank.scale is not None and rank.scale < 1 for rank in stuck)
+        yield Finding(ERROR if collapsed else WARNING, "amp_skips", text, f"{gist}.")
+
+
+def _growing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield that memory is soon full."""
+    for space in catalog.SPACE.values:
+        growing = [rank for rank in ranks if rank.up and space in rank.full_in_s]
+        if growing:
+            gist = f"{space.capitalize()} memory grows with the steps{_where(growing, ranks)}"
+            left = text_format.span(min(rank.full_in_s[space] for rank in growing))
+            yield Finding(WARNING, "memory_growth", f"{gist}, and is full in {left}.", f"{gist}.")
+
+
+def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield that GPUs have failed, and that workers of data loaders have died, even if the script goes on with new ones."""
+    if gpus := sorted({gpu for rank in ranks if rank.up for gpu in rank.failed_gpus}):
+        verb = "has" if len(gpus) == 1 else "have"
+        named = text_format.joined([text_format.clean(gpu) for gpu in gpus], _MOST_NAMED)
+        yield Finding(ERROR, "gpu_failed", f"{text_format.plural(len(gpus), 'GPU')} {verb} failed: {named}.")
+    died = [rank for rank in ranks if rank.workers_died]
+    if died:
+        workers = text_format.plural(sum(rank.workers_died for rank in died), "worker")
+        yield Finding(WARNING, "workers_died", f"{workers} of data loaders died{_where(died, ranks)}.")
 
 
 def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from torchobs import catalog
 from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.activations import activations
-from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, LEAST_SKIPPED, WARNING, Finding
 from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.no_progress import no_progress
@@ -28,7 +28,6 @@ _RATE_ROSE = 2.0
 """Least jump of the learning rate in one step, to a new maximum: schedules change it by a few per cent."""
 _GREW = 10.0
 """Growth of loss or norm within a run's first steps that counts as divergence: an order of magnitude."""
-_LATELY = 16
 _MANY_SKIPPED = 0.05
 """Share of all steps. A healthy scaler doubles its scale every 2,000 steps, and skips one if that was too much."""
 
@@ -338,7 +337,7 @@ def _scaler(report: RankReport) -> Iterator[Finding]:
         scale = text_format.number(min(report.by_attribute(catalog.AMP_SCALE).values(), default=None))
         text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
         yield Finding(ERROR, "amp_scale_collapsed", text)
-    elif streak >= _LATELY:
+    elif streak >= LEAST_SKIPPED:
         text = f"The loss scaler skipped the last {text_format.plural(int(streak), 'step')}: nothing was learned in them."
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:

@@ -196,8 +196,11 @@ def _changed(report: RankReport) -> Iterator[Finding]:
 
 
 def _unseen(report: RankReport) -> Iterator[Finding]:
-    """Yield gaps in the data: probes that are off, items that did not fit."""
-    yield from health.probes_off([reported(report)])
+    """Yield gaps in the data: probes that are off, GPUs and workers that are gone, items that did not fit."""
+    status = reported(report)
+    yield from health.probes_off([status])
+    if report.up or report.reason == "finished":  # else they are told as what led to the end
+        yield from health.broken([status])
     dropped = {what: int(count) for what, count in report.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())

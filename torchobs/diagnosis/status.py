@@ -15,6 +15,7 @@ from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
 from torchobs.detect.collectives import GroupProgress
+from torchobs.detect.growth import NEAR_S
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes
@@ -104,6 +105,14 @@ class RankStatus:
     """number of checkpoints whose saving raised"""
     saves_failed_last: float | None = None
     """number of those since the last checkpoint that was saved, if known"""
+    skip_streak: int = 0
+    """number of steps that a loss scaler has skipped in a row up to now"""
+    scale: float | None = None
+    """the smallest loss scale"""
+    full_in_s: Mapping[str, float] = field(default_factory=dict)
+    """seconds until memory that grows with the steps is full, by space, if that is near"""
+    workers_died: int = 0
+    failed_gpus: tuple[str, ...] = ()
     given_up: int = 0
     """number of functions that torch.compile no longer compiles"""
     waiting: float | None = None
@@ -223,6 +232,11 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
         saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),
         saves_failed_last=get(catalog.CHECKPOINT_FAILURE_STREAK),
+        skip_streak=int(get(catalog.AMP_SKIP_STREAK) or 0),
+        scale=min(of(catalog.AMP_SCALE).values(), default=None),
+        full_in_s={space: left_s for (space,), left_s in of(catalog.MEMORY_TIME_TO_LIMIT).items() if left_s <= NEAR_S},
+        workers_died=int(get(catalog.DATA_WORKERS_DIED) or 0),
+        failed_gpus=tuple(gpu for (gpu, _, state), is_so in of(catalog.HW_STATUS).items() if state == "failed" and is_so),
         given_up=int(get(catalog.COMPILE_FAILURES, "recompile_limit") or 0),
         waiting=waiting_share(get, up=status.up),
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),

@@ -60,6 +60,7 @@ METRICS = (
     catalog.CHECKPOINT_SIZE, catalog.CHECKPOINT_FAILURE_STREAK,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
     catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, catalog.PROGRESS_BLOCKED, *collectives.METRICS,
+    catalog.DATA_WORKERS_DIED, catalog.HW_STATUS,
     *(metric for metric, _ in LAYERS.values()),
 )  # fmt: skip
 """Metrics read from a rank."""

@@ -10,15 +10,12 @@ from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.growth import Growth, MemoryHistory, MemoryPoint, soonest
+from torchobs.detect.growth import NEAR_S, Growth, MemoryHistory, MemoryPoint, soonest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchobs.probes.core.context import ProbeContext
-
-EVENT_WITHIN_S = 86_400.0
-"""An event reports a limit that would be reached within a day."""
 
 
 class Floor:
@@ -74,7 +71,7 @@ class GrowthGauges:
         seconds = min((found for one in verdicts if (found := one.time_to_limit_s()) is not None), default=None)
         for metric, value in ((catalog.MEMORY_GROWTH_PER_STEP, per_step), (catalog.MEMORY_TIME_TO_LIMIT, seconds)):
             self._context.set_gauge(metric, nan if value is None else value, self._attributes)
-        near = seconds is not None and seconds <= EVENT_WITHIN_S
+        near = seconds is not None and seconds <= NEAR_S
         fresh, self._reported = near and not self._reported, near
         if fresh:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
