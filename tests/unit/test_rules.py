@@ -105,7 +105,7 @@ def test_alerts_say_what_is_wrong_and_where_to_read_on(rule: dict[str, Any]) -> 
     notes = rule["annotations"]
     assert rule["labels"]["severity"] == ("page" if rule["alert"] in PAGES else "ticket")
     assert "$value" in notes["summary"] + notes["description"] or rule["alert"] in {
-        "TorchobsExporterConfig", "TorchobsRanksDisagree",
+        "TorchobsExporterConfig", "TorchobsRanksDisagree", "TorchobsRecompileStorm",
     }  # fmt: skip
     assert notes["runbook_url"] == f"https://example.org/runbooks/{rule['alert']}.md"
     if "run_id" not in rule["expr"].split(")")[0]:

@@ -49,8 +49,8 @@ def _loss_not_finite() -> Alert:
         severity="page",
         summary="trains on with a loss that is NaN or infinite.",
         description=(
-            'In the last 10 minutes the loss of {{ printf "%.0f" $value }} steps, more than half, was not finite. The weights '
-            "are lost; what helps is the last checkpoint before it."
+            'In the last 10 minutes the loss of {{ printf "%.0f" $value }} steps, more than half, was not finite. Unless a '
+            "loss scaler skipped them, the weights are lost; what helps is the last checkpoint before it."
         ),
         culprits=Culprits(losses.replace("{", f"{{{THIS_RUN}, "), '{{ printf "%.0f" $v }} losses', "Most on"),
     )

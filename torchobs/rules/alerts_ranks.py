@@ -63,7 +63,7 @@ def _failed() -> Alert:
         summary="has lost a rank.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or vanished (killed, likely out '
-            "of memory). The others wait for them until their collectives time out."
+            "of memory). Any others wait for them until their collectives time out."
         ),
         culprits=_faults(SEEN),
     )
@@ -111,8 +111,8 @@ def _hung() -> Alert:
         expr=f"max {BY_RUN} ({STUCK}) > 0",
         summary="does not move.",
         description=(
-            '{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.'
-            f"{_usual_step()}"
+            f"{amount('of its ranks lives and has', 'of its ranks live and have')} finished no step for far longer than one "
+            f"takes.{_usual_step()}"
         ),
         culprits=_behind(),
         also=(_not_arrived(), _waited_for()),

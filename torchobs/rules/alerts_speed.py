@@ -125,8 +125,8 @@ def _recompiles(values: Values) -> Alert:
         """,
         summary="is compiled again and again.",
         description=(
-            'In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} recompilations, or functions that '
-            "torch.compile gave up because of them."
+            f"In the last 10 minutes one of its ranks had more than {values.thresholds.recompiles:g} recompilations, or "
+            "torch.compile gave a function up because of them."
         ),
         culprits=Culprits(
             f"max by ({ONE_RUN}, guard) ({select(name(catalog.COMPILE_RECOMPILES), THIS_RUN)})",
