@@ -316,6 +316,24 @@ def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
         file.release()
 
 
+def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
+    """The newest come first, each with a row; by moving down every run is seen."""
+    for number in range(12):
+        file = File(tmp_path, seed=number + 1, born_s=number // 3, rank=0, run_id=f"run-{number:02}")
+        file.beat(10.0)
+        file.save()
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
+    found: dict[str, None] = {}
+    for first in range(12):
+        lines = frame(seen, TerminalStyle(100), Screen(24, first), "12:00:00")
+        shown = [line.split()[1] for line in lines if line.startswith("gpt")]
+        assert len(lines) <= 24
+        assert sum(line.split()[:1] == ["0"] for line in lines) == len(shown) == 4
+        found |= dict.fromkeys(shown)
+    assert set(list(found)[:3]) == {"run-09", "run-10", "run-11"}
+    assert len(found) == 12
+
+
 def test_it_starts_fast() -> None:
     """Nothing heavy is imported: no torch, no web server, no click."""
     code = (

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
@@ -22,14 +23,15 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.scanner import Scanner
-from torchobs.ranks.snapshot import Rank, Snapshot
+from torchobs.ranks.snapshot import Rank, Snapshot, grouped
 from torchobs.ranks.state import FADED_AFTER_S
 
 _DESCRIPTION = """\
 Show the ranks (training processes) of this machine live: state, step, speed, loss, gradient norm, where the time of a step
 goes, memory, which rank slows the others down, anomalies. It only reads the flight files, in which the ranks record
 themselves: it needs no exporter and never delays a training. Keys: up and down scroll if not all ranks fit (those in trouble
-come first), q quits. If the output is no terminal, the ranks are printed once, as with --once."""
+come first), or not all runs (those that live come first), q quits. If the output is no terminal, the ranks are printed once, as
+with --once."""
 
 _EXAMPLES = """\
 examples:
@@ -76,14 +78,14 @@ def main(given: Sequence[str]) -> int:
 
 
 def views(scanner: Scanner) -> tuple[list[RankView], str]:
-    """Return every rank with its last steps, and a note if there is none."""
+    """Return every rank with its last steps, those of living and of new runs first, and a note if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
     shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
     few = len(snapshot.ranks) <= _MANY
     ranks = [
         _view_of(scanner, rank, limit, events=few or rank.incarnation in shown, logged=rank.incarnation in shown)
-        for rank in snapshot.ranks
+        for rank in chain.from_iterable(grouped(snapshot.ranks))
     ]
     return ranks, _note(snapshot)
 

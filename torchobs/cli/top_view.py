@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from torchobs import catalog
@@ -36,8 +36,10 @@ from torchobs.ranks.state import PATIENT_PHASES
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
-_LEAST_FOR_WORDS = 6
+_LEAST_FOR_WORDS = 4
 """Fewest lines per run for showing its findings; with fewer the table of ranks has priority."""
+_LINES_OF_RUN = 5
+"""Lines of a run with one rank: a blank one, its heading, its findings, the table's heading and a row"""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2),
@@ -83,7 +85,7 @@ class RankView:
 
 
 class Screen(NamedTuple):
-    """Height of the screen, and the first rank of the table."""
+    """Height of the screen, and the first rank of the table, or the first run where not all fit."""
 
     height: int
     first: int = 0
@@ -94,9 +96,15 @@ def frame(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: s
     runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
     if not runs:
         return [text_format.cut(line, style.width) for line in (f"torchobs top  {now}", note)][: screen.height]
+    most = max(1, (screen.height - 1) // _LINES_OF_RUN)
+    if len(runs) > most and len(runs) * _LINES_OF_RUN > screen.height + 1:
+        begin = min(screen.first, len(runs) - most)
+        lines = frame(list(chain.from_iterable(runs[begin : begin + most])), style, Screen(screen.height - 1), now)
+        more = f"… {len(runs) - most:,} more runs: up, down; those that live come first"
+        return [*lines, style("dim", text_format.cut(more, style.width))]
     used = len(runs) * 2 + (len(runs) - 1)
-    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + sum(map(_curve_rows, runs)) + 3 * len(runs)
-    lines: list[str] = []
+    curves = screen.height >= used + sum(map(_curve_rows, runs)) + min(len(seen), 3 * len(runs))
+    lines = []
     for number, run in enumerate(runs):
         rest = len(runs) - number - 1
         slow = slownesses(run)
@@ -144,7 +152,7 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termina
     ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
     fits = len(ordered) <= room
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
-    shown = ordered[begin : begin + (room if fits else room - 1)]
+    shown = ordered[begin : begin + (room if fits else max(1, room - 1))]
     rows = [_row(one, slow) for one in shown]
     kept = [at for at, one in enumerate(_COLUMNS) if one.heading not in _WHERE_KNOWN or any(row[at] for row in rows)]
     heading, *lines = table([_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows], style.width)
@@ -154,7 +162,7 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termina
         if one.rank.state == "alive":
             colour = "yellow" if one.anomalous else ""
         yield style(colour, line)
-    if not fits:
+    if not fits and room > 1:
         more = f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first"
         yield style("dim", text_format.cut(more, style.width))
 

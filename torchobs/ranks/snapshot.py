@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,3 +124,20 @@ EMPTY = Snapshot(
     duration_s=0.0,
 )
 """The snapshot before the first scan."""
+
+
+def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
+    """Return the ranks grouped by run, ordered within each run.
+
+    Runs with a living rank come first, then the most recently started, then by name. This order changes only when a run begins
+    or ends, so that nothing moves under the mouse or the eye.
+    """
+    runs: dict[tuple[str, str], list[Rank]] = {}
+    for rank in ranks:
+        runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
+    return sorted(runs.values(), key=_order)
+
+
+def _order(ranks: Sequence[Rank]) -> tuple[bool, int, str]:
+    up = any(rank.up for rank in ranks)
+    return not up, -max(rank.view.header.wall_ns for rank in ranks), f"{ranks[0].job_name}/{ranks[0].run_id}"

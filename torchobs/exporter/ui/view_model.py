@@ -17,6 +17,7 @@ from torchobs.exporter.ui.events import log_of
 from torchobs.ranks import collectives, labels
 from torchobs.ranks.incarnations import DIGITS
 from torchobs.ranks.metric_values import Reader
+from torchobs.ranks.snapshot import grouped
 from torchobs.report.charts import curve
 
 if TYPE_CHECKING:
@@ -277,18 +278,6 @@ def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Cho
     )
 
 
-def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
-    """Return the ranks grouped by run, ordered within each run.
-
-    Runs with a living rank come first, then the most recently started, then by name. This order changes only when a run begins
-    or ends, so that nothing moves under the mouse.
-    """
-    runs: dict[tuple[str, str], list[Rank]] = {}
-    for rank in ranks:
-        runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
-    return sorted(runs.values(), key=_order)
-
-
 def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
     """Return the incarnation of the chosen rank, which is shown with curves and details."""
     members = _chosen({_key(run): run for run in grouped(ranks)}, choice) or []
@@ -323,11 +312,6 @@ def _ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
 def _descending(value: float | None) -> float:
     """Return a sort key for descending order: NaN first, missing values last."""
     return inf if value is None else -inf if isnan(value) else -value
-
-
-def _order(ranks: Sequence[Rank]) -> tuple[bool, int, str]:
-    up = any(rank.up for rank in ranks)
-    return not up, -max(rank.view.header.wall_ns for rank in ranks), _key(ranks)
 
 
 def _key(ranks: Sequence[Rank]) -> str:
