@@ -188,8 +188,8 @@ def _behind() -> Culprits:
     return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
 
 
-def _lived(values: Values) -> str:
-    """Return the condition that a run lived for some minutes of its last hour: a page is for what can be lost.
+def lived(values: Values) -> str:
+    """Return the condition that a run lived for some minutes of its last hour: what lived for less has no time to lose.
 
     Whoever tries a script out sees it crash, and a Job with a mistake is tried seven times by default. The window is so much
     longer than the one for failures that an alert ends with that.
@@ -206,7 +206,7 @@ def _run_down(values: Values) -> Alert:
             max {BY_RUN} (
                 last_over_time({FAILED}[{GONE}]) > 0
                 and on ({ONE_RUN})
-                {_lived(values)}
+                {lived(values)}
                 unless on ({ONE_RUN})
                 max_over_time({ALIVE}[{ABSENT}]) > 0
             )
@@ -246,7 +246,7 @@ def _crash_loop(values: Values) -> Alert:
                     ) >= {restarts:g}
                 )
                 and on ({ONE_RUN})
-                {_lived(values)}
+                {lived(values)}
             )
         """,
         severity="page",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.detect.stragglers import LEAST_EXCESS_S, SLOW
 from torchobs.rules.alert_texts import AT, SHARE, THIS_RUN, TIMES, Culprits, first
+from torchobs.rules.alerts_ranks import lived
 from torchobs.rules.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, by_run, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.recordings import (
@@ -158,7 +159,8 @@ def _throttled(values: Values) -> Alert:
 def _goodput(values: Values) -> Alert:
     """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window.
 
-    Who never trains (serves a model, or only evaluates one) has no such objective.
+    Who never trains (serves a model, or only evaluates one) has no such objective, and a script that failed at once, and was
+    given up, holds no machine.
     """
     allowed = 1 - values.thresholds.goodput
     used, states = (
@@ -173,7 +175,7 @@ def _goodput(values: Values) -> Alert:
         for long, short, burn in BURNS
     ]
     either = "\n          or".join(lost)
-    trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[1d]) > 0"
+    trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[1d]) > 0\n          and on ({ONE_RUN}) {lived(values)}"
     return Alert(
         alert="TorchobsGoodputLow",
         expr=f"max {BY_RUN} (\n          ({either})\n          {trains}\n)",
