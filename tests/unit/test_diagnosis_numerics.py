@@ -209,7 +209,8 @@ def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
         "The loss turned NaN in step 112 without a warning in the gradient norm; the learning rate was 0.001."
     )
     assert found["model_changes"] == (
-        "It trained 2 models one after the other, the last one from step 101 on: each is judged by its own past."
+        "It began to train parameters that it had not trained before in step 101 (the next model, fold or trial, or a "
+        "part that begins late): each is judged by its own past."
     )
 
 

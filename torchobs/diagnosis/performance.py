@@ -186,13 +186,18 @@ def _broken(report: RankReport) -> Iterator[Finding]:
 
 
 def _changed(report: RankReport) -> Iterator[Finding]:
-    """Yield that several models were trained in turn: their losses and step times are not comparable."""
+    """Yield that baselines were begun anew: losses and step times before and after are not comparable.
+
+    Whether the former parameters are trained on beside the new ones (a late actor) is not known when these begin.
+    """
     changes = int(report.value(catalog.MODEL_CHANGES) or 0)
     if changes:
         last = report.events_named(catalog.EVENT_MODEL_CHANGE)[-1:]
-        began = f", the last one from step {last[0].step:,} on" if last and last[0].step is not None else ""
-        text = f"It trained {changes + 1:,} models one after the other{began}: each is judged by its own past."
-        yield Finding(INFO, "model_changes", text)
+        again = "" if changes == 1 else f", {changes:,} times"
+        when = f"{', the last time' if again else ''} in step {last[0].step:,}" if last and last[0].step is not None else ""
+        what = "the next model, fold or trial, or a part that begins late"
+        text = f"It began to train parameters that it had not trained before{again}{when} ({what})"
+        yield Finding(INFO, "model_changes", f"{text}: each is judged by its own past.")
 
 
 def _unseen(report: RankReport) -> Iterator[Finding]:
