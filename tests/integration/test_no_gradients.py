@@ -25,7 +25,7 @@ STEPS = 3 * APART
 
 
 def told(
-    run: Recording, kinds: tuple[str, ...] = ("no_gradients", "gradients_stopped")
+    run: Recording, kinds: tuple[str, ...] = ("no_gradients", "gradients_stopped", "gradients_cleared")
 ) -> list[tuple[str, int | None, list[str]]]:
     """Optimizers without any gradient: class, step, parameters."""
     run.look()
@@ -125,6 +125,20 @@ def test_a_loss_that_is_cut_off_in_the_middle_of_a_training(run: Recording, comp
             compute(model)
         optimizer.step()
     assert told(run, ("gradients_stopped",)) == told(run) == [("Adam", APART + 1, ALL)]
+
+
+@pytest.mark.parametrize("healthy", [0, APART])
+def test_gradients_that_are_gone_before_the_step(run: Recording, healthy: int) -> None:
+    """zero_grad() stands between backward() and step(), from the first step on or later."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        backward(model(torch.randn(4, 8)).square().mean())
+        if number >= healthy:
+            optimizer.zero_grad()
+        optimizer.step()
+    assert told(run, ("gradients_cleared",)) == told(run) == [("Adam", APART + 1, ALL)]
 
 
 def batches(count: int) -> DataLoader[Any]:

@@ -220,7 +220,7 @@ def test_left_out_parameters_are_taken_back() -> None:
     assert "left_out" not in told(facts(steps(900), events=events))
 
 
-@pytest.mark.parametrize("kind", ["no_gradients", "gradients_stopped"])
+@pytest.mark.parametrize("kind", ["no_gradients", "gradients_stopped", "gradients_cleared"])
 def test_an_optimizer_that_gets_gradients_after_all(kind: str) -> None:
     """A later event of the same kind about no parameter takes it back."""
     before = fact(catalog.EVENT_LOOP_MISTAKE, 4.0, 40, kind=kind, parameters=["weight"], parameters_affected=1, optimizer="SGD")

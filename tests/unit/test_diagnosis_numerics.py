@@ -231,3 +231,11 @@ def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: s
     """How many, which, and why."""
     told_of = fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, **given)
     assert told(facts(steps(300), events=[told_of]))["unmoved_layers"] == said
+
+
+@pytest.mark.parametrize("zero", [0.5, 1.0])
+def test_gradients_that_are_all_zero_may_have_been_set_to_zero(zero: float) -> None:
+    """Where a half of them is, something else is the cause."""
+    values = {(catalog.ANOMALIES, "gradient_vanishing"): 4, catalog.GRAD_ZERO: zero}
+    said = told(facts(steps(100), values=values))["gradient_vanishing"]
+    assert said.endswith("Is zero_grad(set_to_none=False) called after backward()?") == (zero == 1.0)

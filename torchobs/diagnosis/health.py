@@ -31,6 +31,7 @@ _MISTAKES = {
     "optimizer_remade": "The optimizer is made anew for each step.",
     "no_gradients": "No gradient comes to the parameters of an optimizer.",
     "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
+    "gradients_cleared": "Gradients are gone before the optimizer's step: zero_grad() comes after backward().",
     "never_stepped": "The optimizer never steps.",
     "softmax_twice": "The loss takes the softmax of probabilities.",
     "sigmoid_twice": "The loss takes the sigmoid of probabilities.",

@@ -27,6 +27,9 @@ _HOW = {
     "gradients_stopped": "Since step {step} no gradient comes to the parameters of the optimizer ({optimizer}; {parameters}), "
     "to which some came before: nothing is learned any more. Either the loss is cut off from the model since then (detach, "
     "item, no_grad, a new tensor of its value), or backward() is not called any more, or the model was replaced.",
+    "gradients_cleared": "Since step {step} or earlier gradients came to the parameters of the optimizer ({optimizer}; "
+    "{parameters}) and were gone before its step, so that nothing was learned: zero_grad() comes after backward(). It has to "
+    "come before backward(), or after step().",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "same_order": "After step {step} an epoch had the samples in the order of the one before, and each rank the same part of "

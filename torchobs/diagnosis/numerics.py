@@ -298,6 +298,7 @@ def _vanished(report: RankReport) -> Iterator[Finding]:
     zero = report.value(catalog.GRAD_ZERO) or 0.0
     if count:
         zeros = f" At the end {text_format.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
+        zeros += " Is zero_grad(set_to_none=False) called after backward()?" if zero >= 1.0 else ""
         steps = text_format.plural(count, "step")
         of = f"the {report.norms:,} measured" if report.norms >= count else "those measured"
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of {of}.{zeros}"

@@ -71,7 +71,7 @@ class GradientProbe:
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
-        self._no_gradients = NoGradients(context)
+        self._no_gradients = NoGradients(context, breaker)
         self._without = self._no_gradients, UnreachedParameters(context)
         self._without_last = -_WITHOUT_EVERY
         hooks.first_step.register(breaker, self._first_step)
@@ -89,6 +89,7 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
         self._mistakes.remove()
+        self._no_gradients.remove()
         self._publisher.layers.names.built_modules.remove()
 
     def sample(self) -> None:

@@ -21,6 +21,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.probes.nonfinite.graph import accumulator_of
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
@@ -198,9 +199,7 @@ class LoopMistakes:
             if not same and not (gradient.is_cpu and bool(gradient.reshape(-1)[:_LOOKED_AT].any())):
                 known.refuted += 1
                 return
-        with torch.enable_grad():
-            function = sample.expand_as(sample).grad_fn
-        known.node = function.next_functions[0][0] if function is not None else None
+        known.node = accumulator_of(sample)
         known.first = known.last = gradient._version
         known.weights = sample._version
         known.accumulated = 0

@@ -1,7 +1,9 @@
 """Detect an optimizer that steps, and of whose parameters none gets a gradient, ever or any more: nothing is learned.
 
 The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward`` is not called,
-or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Left alone
+or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Or gradients
+come and are gone before the step (``zero_grad`` between ``backward`` and ``step``), which is seen by hooks on the nodes that
+accumulate those of a few parameters, in the backward pass after a look. Left alone
 are an optimizer that changes its parameters without gradients, one that begins to step while its parameters are frozen and
 others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One that has had gradients is
 told only where no other one has any meanwhile, and only if it could have some: players that train in turn, and parts that are
@@ -16,11 +18,13 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.probes.nonfinite.graph import accumulator_of
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.parameter_names import ParameterNames
+    from torchobs.support.error_guard import CircuitBreaker
 
 APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps without a gradient; as many as between two looks for parameters that are in no optimizer"""
@@ -36,7 +40,7 @@ _CHOSEN, _LOOKED_AT = 3, 16
 class _Optimizer:
     """An optimizer, and since when it has no gradient."""
 
-    __slots__ = ("again", "before", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since")
+    __slots__ = ("again", "before", "cleared", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since", "watched")
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = ref(optimizer)
@@ -50,11 +54,22 @@ class _Optimizer:
         """Looks with a gradient one after the other, and steps of the longest pause between two"""
         self.looks = self.since = 0
         self.before: list[tuple[int, Any]] = []
+        self.cleared = False
+        """Whether gradients came in a backward pass since there are none before a step"""
+        self.watched: list[tuple[Any, Any]] = []
+        """Nodes that accumulate gradients, which live as long as they are held, and the hooks on them"""
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        while self.watched:
+            self.watched.pop()[1].remove()
 
     def resume(self, step: int) -> None:
         """Note that a pause without gradients is over."""
         self.pause = max(self.pause, step - self.since)
         self.in_a_row = self.looks = 0
+        self.cleared = False
+        self.release()
 
     @property
     def patience(self) -> int:
@@ -73,14 +88,19 @@ class _Found(NamedTuple):
     stopped: bool
     """Whether there were gradients before"""
 
+    @property
+    def mistake(self) -> str:
+        """Its kind, of ``catalog.LOOP_MISTAKES``."""
+        return "gradients_cleared" if self.known.cleared else "gradients_stopped" if self.stopped else "no_gradients"
+
 
 class NoGradients:
     """A part of the gradient probe; the training thread looks, the sampler thread names and tells. Told once."""
 
-    def __init__(self, context: ProbeContext) -> None:
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         import torch  # torch is optional until training begins
 
-        self._context, self._torch = context, torch
+        self._context, self._torch, self._guard = context, torch, breaker.guard
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._optimizers: dict[int, _Optimizer] = {}
         self._others_train = self._told = False
@@ -89,6 +109,11 @@ class NoGradients:
         self._found: list[_Found] = []
         self._told_of: tuple[_Found, str] | None = None
         """Until its gradients come after all; what it was called"""
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for known in self._optimizers.values():
+            known.release()
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -112,8 +137,25 @@ class NoGradients:
         known.in_a_row += 1
         known.had = self._others_train = True
 
+    def _watch(self, known: _Optimizer) -> None:
+        """Note whether the backward pass that begins brings gradients."""
+        optimizer, capturing = known.optimizer(), self._context.device.cuda.capturing()
+        if optimizer is None or known.watched or capturing or self._torch.compiler.is_compiling():
+            return
+
+        def note(*_: object) -> None:
+            known.cleared = True
+
+        for parameter in _chosen_of([one for one in parameters_of(optimizer) if one.requires_grad]):
+            node = accumulator_of(parameter)
+            if node is not None:
+                known.watched.append((node, node.register_hook(self._guard(note))))
+
     def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
+        known.release()
         known.looks += 1
+        if not known.cleared:
+            self._context.at_backward(self._guard(partial(self._watch, known)))
         if known.looks == 1:
             known.since, known.before = step, self._chosen(optimizer)
         if known.had and self.trained >= known.since:
@@ -150,10 +192,8 @@ class NoGradients:
 
     def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
         """Return versions of some parameters, and copies of some of their elements."""
-        owned = parameters_of(optimizer)
-        chosen = [owned[len(owned) * index // _CHOSEN] for index in range(_CHOSEN)] if owned else []
         with self._torch.no_grad():
-            return [(one._version, self._elements(one)) for one in chosen]
+            return [(one._version, self._elements(one)) for one in _chosen_of(parameters_of(optimizer))]
 
     def _elements(self, one: Any) -> Any:
         plain = type(one) in self._plain and one.layout is self._torch.strided and not one.is_meta
@@ -179,12 +219,16 @@ class NoGradients:
         count = len(found.parameters)  # of which none may be left when the rank ends
         if not named and count == 1:
             return
-        mistake = "gradients_stopped" if found.stopped else "no_gradients"
+        mistake = found.mistake
         self._told, self._told_of = True, (found, mistake)
         told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
         self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": mistake, **told}, found.step)
         more = f" any more since step {found.step:,}" if found.stopped else ""
         text = f"no gradient comes to the parameters of the optimizer ({found.kind}){more}: nothing is learned"
+        if mistake == "gradients_cleared":
+            text = (
+                f"gradients are gone before the optimizer's step ({found.kind}){more}: is zero_grad() between backward and it?"
+            )
         self._context.warn_limited(f"loop {mistake}", text)
 
     def _take_back(self) -> None:
@@ -193,6 +237,10 @@ class NoGradients:
             (found, mistake), self._told_of = self._told_of, None
             told = {"kind": mistake, "parameters": [], "parameters_affected": 0, "optimizer": found.kind}
             self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, told, found.known.again)
+
+
+def _chosen_of(parameters: list[Any]) -> list[Any]:
+    return [parameters[len(parameters) * index // _CHOSEN] for index in range(_CHOSEN)] if parameters else []
 
 
 def parameters_of(optimizer: Any) -> list[Any]:

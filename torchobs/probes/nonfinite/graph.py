@@ -78,6 +78,15 @@ def size_of(node: Any, index: int = 0) -> list[int]:
     return list(results[index].shape) if index < len(results) else []
 
 
+def accumulator_of(parameter: Any) -> Any:
+    """Return the node that adds to a leaf's gradient; ``None`` if it gets none. It lives as long as it or a graph is held."""
+    import torch  # torch is optional until training begins
+
+    with torch.enable_grad():
+        function = parameter.expand_as(parameter).grad_fn
+    return function.next_functions[0][0] if function is not None else None
+
+
 def read_graph(roots: Iterable[Any]) -> list[GraphNode]:
     """Return the nodes below these ``grad_fn``, leaves first, then in the order of the forward pass; at most 100,000."""
     nodes: dict[Any, GraphNode] = {}
