@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,9 +62,26 @@ def test_a_learning_rate_of_zero_is_told(history: list[Step], since: str) -> Non
     assert found == {"zero_learning_rate": f"The learning rate was 0 {since} changed nothing."}
 
 
+@pytest.mark.parametrize("others", [1e-20, 1e-3])
+def test_a_learning_rate_next_to_zero_is_told(others: float) -> None:
+    """Halved in each step; its 24th half is the first that float32 rounds away. Not told while another group trains."""
+    history = [step(number, learning_rate=1e-3 * 0.5**number) for number in range(301)]
+    found = told(history, values={(catalog.LEARNING_RATE, "1"): others})
+    text = "The learning rate was below 5.96e-11 from step 24 on, after 0.001: 277 steps changed next to nothing."
+    hint = "Is a scheduler that counts epochs stepped in each batch?"
+    assert found == ({"zero_learning_rate": f"{text} {hint}"} if others < 1e-10 else {})
+
+
+def annealed(steps: int, power: int = 1) -> list[Step]:
+    """A cosine to zero, or a power of it."""
+    return [step(n, learning_rate=1e-3 * (0.5 + 0.5 * math.cos(math.pi * n / steps)) ** power) for n in range(1, steps + 1)]
+
+
 @pytest.mark.parametrize(
     ("history", "others"),
     [
+        (annealed(100), {}),
+        (annealed(4_000, 2), {}),
         (rates((1e-3, 900), (0.0, 40)), {}),
         (rates((1e-3, 100), (0.0, 10)), {}),
         (rates((0.0, 30), (1e-3, 100)), {}),
@@ -72,7 +90,17 @@ def test_a_learning_rate_of_zero_is_told(history: list[Step], since: str) -> Non
         (rates((0.0, 300)), {str(group): 0.0 for group in range(1, 8)}),
         ([], {}),
     ],
-    ids=["at its end", "few", "warm-up", "none", "of one group", "more groups than are recorded", "no steps"],
+    ids=[
+        "a cosine",
+        "its square",
+        "at its end",
+        "few",
+        "warm-up",
+        "none",
+        "of one group",
+        "more groups than are recorded",
+        "no steps",
+    ],
 )
 def test_other_rates_are_not_called_zero(history: list[Step], others: dict[str, float]) -> None:
     """What schedules and frozen groups do as well."""

@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.detect.zero_rates import ZeroRate
+from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, PAST
 from torchobs.diagnosis.status import RankStatus, RunStatus
@@ -239,11 +239,17 @@ def batches_alike(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def zero_learning_rate(found: ZeroRate) -> Finding:
-    """Return that the learning rate of all parameter groups is zero since some step."""
+    """Return that the learning rate of all parameter groups is zero, or next to it, since some step."""
     or_before = " or before" if found.is_begun_before else ""
     since = "in all steps" if found.first == 1 else f"from step {found.first:,}{or_before} on"
-    gist = f"The learning rate was 0 {since}"
-    text = f"{gist}: {text_format.plural(found.steps, 'step')} changed nothing."
+    steps = text_format.plural(found.steps, "step")
+    if not found.highest:
+        gist, then = f"The learning rate was 0 {since}", f"{steps} changed nothing."
+    else:
+        rate = text_format.number(NEGLIGIBLE * found.highest)
+        gist = f"The learning rate was below {rate} {since}, after {text_format.number(found.highest)}"
+        then = f"{steps} changed next to nothing. Is a scheduler that counts epochs stepped in each batch?"
+    text = f"{gist}: {then}"
     return Finding(WARNING, "zero_learning_rate", text, f"{gist}.")
 
 

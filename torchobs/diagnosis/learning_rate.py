@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchobs import catalog
 from torchobs.detect.divergence import LEFT
 from torchobs.detect.spikes import WARM_UP
-from torchobs.detect.zero_rates import OTHER_GROUPS, zero_rate
+from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import WARNING, Finding, zero_learning_rate
 from torchobs.diagnosis.rank_report import RankReport, model_begins
@@ -36,8 +36,8 @@ def _too_high(report: RankReport) -> Iterator[Finding]:
 
 
 def _zero(report: RankReport) -> Iterator[Finding]:
-    """Yield that the learning rate of all parameter groups is zero since some step."""
+    """Yield that the learning rate of all parameter groups is zero, or next to it, since some step."""
     found = zero_rate([(step.step, step.learning_rate) for step in report.steps])
     others = {group: rate for group, rate in report.by_attribute(catalog.LEARNING_RATE).items() if group != "0"}
-    if found is not None and len(others) < OTHER_GROUPS and not any(rate > 0 for rate in others.values()):
+    if found is not None and len(others) < OTHER_GROUPS and all(rate <= NEGLIGIBLE * found.highest for rate in others.values()):
         yield zero_learning_rate(found)

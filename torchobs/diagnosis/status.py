@@ -17,7 +17,7 @@ from torchobs.detect import starvation, stragglers
 from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.stragglers import Slowness
-from torchobs.detect.zero_rates import OTHER_GROUPS, ZeroRate, zero_rate
+from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
@@ -128,7 +128,7 @@ class RankStatus:
     """gradient norms of the last steps, if they have to be the same on all ranks"""
     replicas: Replicas = NO_REPLICAS
     zero_rate: ZeroRate | None = None
-    """since when all learning rates are zero"""
+    """since when all learning rates are zero, or next to it"""
     unwritten: bool = False
     """its last steps may be missing (``RankReport.unwritten``)"""
 
@@ -241,7 +241,7 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         waiting=waiting_share(get, up=status.up),
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
         alike_norms=alike_norms(status.alike_norms, of(catalog.DISTRIBUTED_INFO), get(catalog.GRAD_NORM_RANKS)),
-        zero_rate=None if _others_are_above_zero(get) else status.zero_rate,
+        zero_rate=_of_all_groups(status.zero_rate, get),
         collectives=group_progress(of),
     )
 
@@ -274,10 +274,12 @@ def status_of(
     return completed(status, readings.get, readings.of)
 
 
-def _others_are_above_zero(get: Get) -> bool:
-    """Return True if the learning rate of another parameter group may be."""
+def _of_all_groups(found: ZeroRate | None, get: Get) -> ZeroRate | None:
+    """Return it unless the learning rate of another parameter group is, or may be, above that."""
     others = [get(catalog.LEARNING_RATE, str(group)) for group in range(1, OTHER_GROUPS + 1)]
-    return others[-1] is not None or any(others)
+    if found is None or others[-1] is not None or any((rate or 0.0) > NEGLIGIBLE * found.highest for rate in others):
+        return None
+    return found
 
 
 def left_s(get: Get, found: Throughput | None) -> float | None:
