@@ -465,3 +465,24 @@ def test_what_a_skipped_step_clipped_is_no_mistake_of_the_next(run: Recording) -
         scaler.update()
     run.look()
     assert run.frames(catalog.EVENT_AMP_CLIPPED_SCALED.name) == []
+
+
+@pytest.mark.parametrize("by", ["optimizer", "scaler", "hand"])
+def test_gradients_that_nobody_unscales_are_told(run: Recording, by: str) -> None:
+    """Not so where the scaler steps, or the script asks for the scale."""
+    model, scaler = mlp(), GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
+        if by == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+            continue
+        if by == "hand":
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad / scaler.get_scale()  # type: ignore[operator, assignment]
+        optimizer.step()
+    run.look()
+    told = [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
+    assert told == ([{"kind": "never_unscaled", "optimizer": "Adam"}] if by == "optimizer" else [])

@@ -33,6 +33,7 @@ _MISTAKES = {
     "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
     "gradients_cleared": "Gradients are gone before the optimizer's step: zero_grad() comes after backward().",
     "never_stepped": "The optimizer never steps.",
+    "never_unscaled": "The optimizer steps with scaled gradients: scaler.step(optimizer) is missing.",
     "softmax_twice": "The loss takes the softmax of probabilities.",
     "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
     "softmax_over_batch": "The softmax in the loss is taken over the samples.",

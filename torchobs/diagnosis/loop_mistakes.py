@@ -30,6 +30,8 @@ _HOW = {
     "gradients_cleared": "Since step {step} or earlier gradients came to the parameters of the optimizer ({optimizer}; "
     "{parameters}) and were gone before its step, so that nothing was learned: zero_grad() comes after backward(). It has to "
     "come before backward(), or after step().",
+    "never_unscaled": "Losses were scaled (scaler.scale(loss)), and gradients never divided by the scale: optimizer.step() "
+    "({optimizer}) was called in place of scaler.step(optimizer), which does both, and skips what is not finite.",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "same_order": "After step {step} an epoch had the samples in the order of the one before, and each rank the same part of "
