@@ -17,6 +17,8 @@ _WITHIN_STEP = "an optimizer had stepped in this step already"
 """Note on a parameter that this optimizer may have spoiled (``probes.nonfinite.origin.WITHIN_STEP``)"""
 _REFUSED = "refused by torch, in a forward pass without a graph"
 """Note on a variable (``probes.nonfinite.origin.REFUSED``)"""
+_UNNAMED = "unnamed"
+"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``)"""
 _REGIONS = {"compiled_function": "a compiled region", "checkpoint_function": "a checkpointed region"}
 """Nodes of the graph that stand for many operators (``probes.nonfinite.operators.OPAQUE``)"""
 
@@ -64,9 +66,10 @@ def _born(fact: Fact, step: str, operator: str, name: str) -> str:
         why = fact.text("note", 120)
         return f"Where the NaN or infinity{step} began was not found: it passed {where}{at}{f'; {why}' if why else ''}."
     sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
+    parameter = "a parameter of no module" if name == _UNNAMED else f"the parameter {name}"
     told = {
         "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
-        "parameter": f"in the parameter {name}, before {'this loss' if fact.text('note') == _WITHIN_STEP else 'the step'}",
+        "parameter": f"in {parameter}, before {'this loss' if fact.text('note') == _WITHIN_STEP else 'the step'}",
         "backward": f"in the derivative of {where}",
     }.get(origin, f"in {where}")
     text = f"The NaN or infinity{step} was born {told}{at}."

@@ -22,7 +22,7 @@ from torchobs.probes.nonfinite.captured_graph import ModulePaths
 from torchobs.probes.nonfinite.compiled_calls import GoneError
 from torchobs.probes.nonfinite.graph_run import SHARE_OF_MEMORY, GivenUp, GraphRun, free_bytes, memory, tensors
 from torchobs.probes.nonfinite.operators import COMPILED
-from torchobs.probes.nonfinite.origin import GraphTracer
+from torchobs.probes.nonfinite.origin import UNNAMED, GraphTracer
 from torchobs.probes.nonfinite.replay import SitesOfNodes, placed
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support import signal_handlers
@@ -164,7 +164,7 @@ def _origin(
     """Return the origin in the graph of a run's outputs. ``whole``: of the loss."""
     again = GraphTracer(outputs, frames, step, names=whole.names)
     origin = again.forward()
-    if origin is None or again.node is None or (origin.kind, origin.parameter) == ("parameter", "unnamed"):
+    if origin is None or again.node is None or (origin.kind, origin.parameter) == ("parameter", UNNAMED):
         return None  # the last: what came out of another part of the graph held it
     origin = placed(origin, again.node, sites)
     return replace(origin, note="; ".join(filter(None, (origin.note, NOTE))))

@@ -37,6 +37,8 @@ FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Of a function written in Python; a sentence that follows"""
 WITHIN_STEP = "an optimizer had stepped in this step already"
+UNNAMED = "unnamed"
+"""A parameter that neither a module nor a variable holds"""
 REFUSED = "refused by torch, in a forward pass without a graph"
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
@@ -161,7 +163,7 @@ def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> Nonfi
 def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
     """Return the origin for parameters that are not finite, of which no graph is left."""
     names = ModuleNames(bad, models)
-    name = names.of(bad[0]) or "unnamed"
+    name = names.of(bad[0]) or UNNAMED
     module = names.owner(name)
     kind = type(names.modules[module]).__name__ if module in names.modules else ""
     several = len(bad) > 1  # an optimizer made them of gradients that are gone
@@ -315,9 +317,10 @@ class GraphTracer:
         if name or is_leaf:
             module = self.names.owner(name)
             kind = type(self.names.modules[module]).__name__ if module in self.names.modules else ""
+            # one that belongs to no module, as of a stacked ensemble (``torch.func``), may be a variable
+            name = name or next((path for path, item in self._variables_held() if item is tensor), UNNAMED)
             return NonfiniteOrigin(
-                "parameter", operator, module, kind, place.line, name or "unnamed", inputs, bad_elements(tensor), None,
-                self._step, "",
+                "parameter", operator, module, kind, place.line, name, inputs, bad_elements(tensor), None, self._step, "",
             )  # fmt: skip
         name, whole = _variable(tensor, self._variables_held())
         if not name and not whole.dim():
