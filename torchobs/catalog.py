@@ -1131,7 +1131,7 @@ EVENT_SCHEDULER_MISUSED = _warning(
 LOOP_MISTAKES = (
     "gradients_kept", "evaluation_mode", "loss_broadcast", "optimizer_remade", "no_gradients", "gradients_stopped",
     "gradients_cleared", "never_stepped", "never_unscaled", "softmax_twice", "sigmoid_twice", "softmax_over_batch",
-    "losses_kept", "same_order",
+    "losses_kept", "same_order", "no_batches",
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
@@ -1139,13 +1139,16 @@ EVENT_LOOP_MISTAKE = _warning(
     "was trained in training mode; or its loss compares every prediction of a batch with every target; or its optimizer is "
     "made anew for each step, never steps, or gets no gradients, at all or any more, or they are set to zero before it "
     "steps; or its loss takes softmax or sigmoid twice, or softmax over the batch, or is scaled for gradients that nobody "
-    "divides by the scale; or losses are kept with their graphs; "
+    "divides by the scale; or losses are kept with their graphs; or a data loader "
+    "has no batch; "
     "or its DistributedSampler gives each epoch one order.",
     Attribute("kind", "which", LOOP_MISTAKES),
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients, or scaled ones"),
     Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
     Attribute("parameters_affected", "how many; 0 in a later event, when some have come after all"),
+    Attribute("samples", "of a data loader that has no batch"),
+    Attribute("batch_size", "of that loader"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
 )
 EVENT_NO_GRADIENT = _info(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
+from torchobs import catalog
 from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
 from torchobs.probes.data.batch_watch import BatchWatch
@@ -272,3 +273,13 @@ def test_backward_passes_without_end_after_training_take_no_memory(run: Recordin
     model(inputs).sum().backward()
     assert len(recorder.trace) <= LONG_TRACE
     assert len(run.steps()) == 1
+
+
+@pytest.mark.parametrize(("size", "drops"), [(13, True), (12, True), (13, False)])
+def test_a_loader_without_a_batch_is_told(run: Recording, size: int, drops: bool) -> None:  # noqa: FBT001  # a parameter
+    """Once, where ``drop_last`` leaves its only batch out."""
+    loader = DataLoader(Slow(), batch_size=size, shuffle=True, drop_last=drops)
+    passes = [len(list(loader)) for _ in range(3)]
+    run.look()
+    told = [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
+    assert told == ([] if any(passes) else [{"kind": "no_batches", "samples": SAMPLES, "batch_size": size}])

@@ -39,6 +39,7 @@ _MISTAKES = {
     "softmax_over_batch": "The softmax in the loss is taken over the samples.",
     "losses_kept": "Losses are kept with their graphs.",
     "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
+    "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
 }
 """What ``loop_mistakes`` says at more length"""
 _NO_PROGRESS = {

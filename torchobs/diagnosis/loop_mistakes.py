@@ -32,6 +32,8 @@ _HOW = {
     "come before backward(), or after step().",
     "never_unscaled": "Losses were scaled (scaler.scale(loss)), and gradients never divided by the scale: optimizer.step() "
     "({optimizer}) was called in place of scaler.step(optimizer), which does both, and skips what is not finite.",
+    "no_batches": "A data loader had no batch: its samples ({samples}) were fewer than the batch size, {batch_size}, and "
+    "drop_last leaves an incomplete batch out.",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "same_order": "After step {step} an epoch had the samples in the order of the one before, and each rank the same part of "
@@ -57,6 +59,8 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
                 parameters=_parameters(fact),
                 passes=f"{fact.count('backward_passes'):,}",
                 shape=_shape(fact),
+                samples=f"{fact.count('samples'):,}",
+                batch_size=f"{fact.count('batch_size'):,}",
             )
             yield Finding(WARNING, fact.text("kind"), said)
     for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:

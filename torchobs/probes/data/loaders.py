@@ -23,6 +23,7 @@ from torchobs.probes.core.boundaries import LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.batch_sizes import batch_sizes
 from torchobs.probes.data.batch_watch import BatchWatch
+from torchobs.probes.data.no_batches import NoBatches
 from torchobs.probes.data.pinned_memory_hint import PinningHint
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.gradients.replica_weights import Replicas
@@ -71,6 +72,7 @@ class LoaderProbe:
         self._context, self._breaker = context, context.breaker(self.name)
         for metric in (catalog.DATA_WORKER_START_TIME, catalog.DATA_WORKERS_DIED):
             context.count(metric, 0)
+        self._no_batches = NoBatches(context)
         self._pinning, self._infers = PinningHint(context), context.settings.infer_throughput
         self._batches, self._replica_batches = BatchWatch(self._breaker, self._look), ReplicaBatches(context, self._replicas)
         self._watch(DataLoader)
@@ -114,6 +116,7 @@ class LoaderProbe:
         if self._batches is not None:
             infers = self._infers and not self._context.recorder.given.all
             self._batches.begun(iterator, now=infers or self._replica_batches.wants())
+        self._no_batches.look(loader)
         workers = getattr(iterator, "_workers", None)
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
