@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tests.debug.models import MODELS, step
 from tests.training import Recording, batch, loss_of, mlp
-from torchobs import debug
+from torchobs import debug, guard
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 
@@ -152,6 +153,32 @@ def test_inference_leaves_every_mode_as_it_was() -> None:
 class Keywords(torch.nn.Module):
     def forward(self, *, tokens: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
         return {"logits": tokens * scale, "hidden": [tokens, tokens + 1], "loss": None}
+
+
+class Table(nn.Module):
+    """Keeps what its first pass makes, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        out: torch.Tensor = self.layer(x) * self.table
+        return out
+
+
+@pytest.mark.parametrize("look", [debug.inference, guard.safe_inference])
+def test_a_model_that_fills_a_table_in_its_first_pass_can_be_trained_afterwards(look: Callable[..., Any]) -> None:
+    """Promise: nothing that a look at it leaves in a model is a tensor that autograd refuses; TorchScript is taken, too."""
+    model, x = Table(), torch.randn(2, 4)
+    look(model, x)
+    model(x).sum().backward()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    scripted(x).sum().backward()
+    assert getattr(look(scripted, x), "success", True)
 
 
 def test_batches_and_outputs_of_any_nesting() -> None:

@@ -286,9 +286,8 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     require_module(model, "inference")
     import torch
 
-    # TorchScript may have compiled the model for gradients, and then refuses tensors of inference mode
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
-    with evaluating(model), torch.no_grad() if scripted else torch.inference_mode():
+    # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those
+    with evaluating(model), torch.no_grad():
         return _forward(model, batch, "inference", wanted=activations)
 
 

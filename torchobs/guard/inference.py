@@ -63,7 +63,7 @@ def safe_inference(model: Callable[..., Any], x: Any, max_retries: int = 3, *, b
     while True:
         attempt += 1
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # tables that a first pass makes, in inference mode, would break a training that comes after
                 data = model(**x) if isinstance(x, Mapping) else model(x)
             sanitize_outputs(data)
         except NonFiniteOutputError as error:
