@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+from collections import UserDict
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -112,6 +113,53 @@ def test_statistics_within_a_context_are_no_finding() -> None:
         debug.forward_pass(Model(), empty)
         debug.analyze_tensor(empty["x"])
     assert info.anomalies == ()
+
+
+class _Inputs(UserDict[str, Any]):
+    """As a tokenizer's batch: a mapping that is no dictionary."""
+
+
+class _OfStructures(nn.Module):
+    """Takes a dataclass, a tuple in a mapping, and gives back a mapping of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 64)
+
+    def forward(self, given: _Output, more: _Inputs) -> dict[str, Any]:
+        assert isinstance(given, _Output)
+        assert isinstance(more["pair"], tuple)
+        return {"out": [self.layer(given.logits).tanh(), _Output(self.layer(more["pair"][0]).tanh())], "name": more["name"]}
+
+
+def test_batches_of_other_sizes_have_the_same_structure() -> None:
+    """Promise: `memory_usage` and `compile` cut what is in dataclasses, tuples and mappings, and `count_flops` takes them."""
+    model = _OfStructures()
+    batch = (_Output(torch.randn(6, 4)), _Inputs(pair=(torch.randn(6, 4), 3), name="x"))
+    usage = debug.memory_usage(model, batch)
+    assert (usage.batch_size, usage.activations) == (6, 2 * 6 * 64 * 4)
+    assert usage.per_sample >= 2 * 64 * 4
+    assert debug.count_flops(model, batch).forward == 2 * 2 * 6 * 4 * 64
+
+
+def test_what_cannot_be_cut_is_refused_in_words() -> None:
+    """Promise: no other number of samples is taken for one that needs no more memory."""
+
+    class Graph:
+        def __init__(self) -> None:
+            self.x = torch.randn(6, 4)
+
+        def items(self) -> list[tuple[str, torch.Tensor]]:
+            return [("x", self.x)]
+
+    class OfGraphs(nn.Linear):
+        def forward(self, graph: Graph) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(graph.x)
+
+    with pytest.raises(TypeError, match="runs a batch of another size, too, and cannot cut this one: Graph"):
+        debug.memory_usage(OfGraphs(4, 2), (Graph(),))
+    with pytest.raises(TypeError, match="takes a batch with a tensor of at least one sample, not dict"):
+        debug.memory_usage(nn.Linear(4, 2), {"texts": ["a", "b"]})
 
 
 class _Derivative(nn.Module):

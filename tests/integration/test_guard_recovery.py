@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
+from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +211,38 @@ def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
     for _ in range(2):
         assert recovery.step({"x": batches(1)[0]["x"], "y": torch.full((8, 1), 1e4)}, compute).action == "restore"
         assert counted.state == {"history": [], "best": {"loss": 9.0}}
+
+
+@dataclass
+class _Batch:
+    x: torch.Tensor
+    y: list[torch.Tensor]
+
+
+class _OfTokenizer(UserDict[str, Any]):
+    """A mapping that is no dictionary, as tokenizers and their collators return."""
+
+
+@pytest.mark.parametrize("made", [_Batch, lambda x, y: _OfTokenizer(x=x, y=y)])
+def test_batches_of_any_structure_are_split(made: Any) -> None:
+    """Promise: what does not fit is halved within its class, and a bad one is kept apart from the tensors of the loader."""
+    trained, whole = Trained(model()), Trained(model())
+    trained.largest = 4
+
+    def compute(part: Any) -> torch.Tensor:
+        assert type(part) is type(made(None, None))
+        x, y = (part.x, part.y) if isinstance(part, _Batch) else (part["x"], part["y"])
+        return trained.loss({"x": x, "y": y[0]})
+
+    for batch in batches(3):
+        outcome = trained.recovery.step(made(batch["x"], [batch["y"]]), compute)
+        assert (outcome.action, outcome.parts) == ("split", 2)
+        assert outcome.loss == pytest.approx(whole.step(batch).loss, rel=1e-5)
+    bad = torch.full((4, 8), nan)
+    trained.recovery.step(made(bad, [torch.zeros(4, 1)]), compute)
+    kept = trained.recovery.evidence[0].batch
+    bad.zero_()
+    assert (kept.x if isinstance(kept, _Batch) else kept["x"]).isnan().all()
 
 
 def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:

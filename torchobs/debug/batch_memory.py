@@ -12,7 +12,7 @@ from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import state_kept
-from torchobs.support.model_calls import call, is_sequence, walk
+from torchobs.support.model_calls import call, is_sequence, rebuilt, walk
 from torchobs.support.result import Result
 from torchobs.support.storages import storages
 
@@ -103,7 +103,8 @@ def memory_usage(
             parameters (with what torch's allocator holds in reserve), or of the cgroup and the machine for the CPU.
 
     Raises:
-        TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
+        TypeError: ``model`` is no module, the batch has no tensor, or it cannot be cut (a graph, a nested tensor). What the
+            model raises goes on.
     """
     import torch
 
@@ -113,9 +114,14 @@ def memory_usage(
     if optimizer is not None:
         require_optimizer(optimizer, "memory_usage")
     size = batch_size(batch)
+    if not size:
+        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {type(batch).__name__}")
     other = size // 2 if size >= _LEAST_HALVED else 2 * size
     with torch.inference_mode(mode=False):
         others = resized(batch, size, other)
+    if batch_size(others) != other:
+        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in (batch if is_sequence(batch) else (batch,))))
+        raise TypeError(f"memory_usage() runs a batch of another size, too, and cannot cut this one: {kinds}")
     first, second = _measured(model, batch, loss_fn), _measured(model, others, loss_fn)
     # where gradients are larger than activations, a small batch's peak does not show what a sample takes
     pairs = (first.peak, second.peak), (first.forward_peak, second.forward_peak)
@@ -220,35 +226,29 @@ def _tensors(values: Any) -> list[Any]:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the first dimension of the batch's tensors; raise ``TypeError`` if it has none."""
+    """Return the first dimension of the batch's tensors; 0 if it has none."""
     from torch.nn.utils.rnn import PackedSequence
 
     first = batch[0] if is_sequence(batch) and len(batch) else batch
     if isinstance(first, PackedSequence):
         return int(first.batch_sizes[0])
-    sizes = [int(x.shape[0]) for x in _tensors(batch) if x.dim()]
-    if not sizes or not sizes[0]:
-        found = f"a {type(batch).__name__} of none" if sizes else type(batch).__name__
-        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {found}")
-    return sizes[0]
+    return next((int(x.shape[0]) for x in _tensors(batch) if x.dim()), 0)
 
 
 def resized(values: Any, size: int, other: int) -> Any:
-    """Return the batch with another number of samples, the first ones or all of them again."""
+    """Return the batch with another number of samples, the first ones or all of them again; what cannot be cut, as it is."""
     import torch
     from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
     if isinstance(values, torch.Tensor):
-        is_batched = values.dim() > 0 and values.shape[0] == size
+        is_batched = values.dim() > 0 and values.shape[0] == size and not values.is_nested
         return values[torch.arange(other, device=values.device) % size] if is_batched else values
     if isinstance(values, PackedSequence):
         padded, lengths = pad_packed_sequence(values, batch_first=True)
         chosen = torch.arange(other, device="cpu") % len(lengths)
         taken = padded[chosen.to(padded.device)]
         return pack_padded_sequence(taken, lengths[chosen], batch_first=True, enforce_sorted=False)
-    if isinstance(values, dict) or hasattr(values, "items"):
-        return {name: resized(value, size, other) for name, value in values.items()}
-    return [resized(value, size, other) for value in values] if isinstance(values, (tuple, list)) else values
+    return rebuilt(values, lambda part: resized(part, size, other))
 
 
 def _unique(tensors: Iterable[Any]) -> int:

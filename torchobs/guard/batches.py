@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from torchobs.support.model_calls import rebuilt, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ def size_of(batch: Any) -> int:
     Raises:
         ValueError: there is no tensor, or their first dimensions differ.
     """
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    sizes = {tensor.shape[0] for _, tensor in walk(batch) if tensor.dim()}
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "no tensor"
         raise ValueError(f"a batch that can be split has tensors of one first dimension; here there is {found}")
@@ -115,7 +116,7 @@ class PartSize:
 
 def on_cpu(value: Any) -> Any:
     """Return the same structure with its tensors copied to the CPU."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else rebuilt(value, on_cpu)
 
 
 def free_memory() -> None:
@@ -126,8 +127,6 @@ def free_memory() -> None:
 
 
 def _slice(batch: Any, start: int, end: int) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:end] if tensor.dim() else tensor, batch)
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    if isinstance(batch, torch.Tensor):
+        return batch[start:end] if batch.dim() else batch
+    return rebuilt(batch, lambda part: _slice(part, start, end))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from math import inf, isfinite, isnan, log
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -16,6 +14,7 @@ from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
 from torchobs.guard.tensor_values import dense_values, rounded
 from torchobs.support.arguments import is_number, is_whole
+from torchobs.support.model_calls import parts_of, with_parts
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -227,37 +226,11 @@ def _event(name: str, problem: str, policy: str, severity: Severity) -> None:
 def _mapped(value: Any, name: str, function: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value, name)
-    if (parts := _parts(value)) is None:
+    if (parts := parts_of(value)) is None:
         return value
     place = "{}[{}]" if isinstance(value, (list, tuple)) else "{}.{}"
     changed = {key: _mapped(item, place.format(name, key), function) for key, item in parts.items()}
-    return value if all(item is parts[key] for key, item in changed.items()) else _with(value, changed)
-
-
-def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a structure by their place, or None of what is none."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
-    return None
-
-
-def _with(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a structure of the same class with other parts."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return parts
-    made = copy(value)  # whatever its constructor takes
-    for place, part in parts.items():
-        if isinstance(value, MutableMapping):
-            made[place] = part  # ModelOutput has no update()
-        else:
-            object.__setattr__(made, place, part)  # it may be frozen
-    return made
+    return value if all(item is parts[key] for key, item in changed.items()) else with_parts(value, changed)
 
 
 def _entropy(values: torch.Tensor, classes: int | None) -> float | None:

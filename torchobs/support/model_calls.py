@@ -1,12 +1,14 @@
-"""How a model is called with a batch, and the tensors in what goes in and comes out."""
+"""How a model is called with a batch, and the tensors in what goes in and comes out, whatever structure they are in."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -38,3 +40,37 @@ def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif is_dataclass(values) and not isinstance(values, type):
         for each in fields(values):
             yield from walk(getattr(values, each.name, None), f"{name}.{each.name}")
+
+
+def rebuilt(values: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a structure of the same class whose parts are what a function makes of them; itself where that changes none."""
+    if (parts := parts_of(values)) is None:
+        return values
+    changed = {place: function(part) for place, part in parts.items()}
+    return values if all(part is parts[place] for place, part in changed.items()) else with_parts(values, changed)
+
+
+def parts_of(values: Any) -> dict[Any, Any] | None:
+    """Return the parts of a tuple, list, mapping or dataclass by their place, or None of anything else."""
+    if isinstance(values, Mapping):
+        return dict(values)
+    if isinstance(values, (list, tuple)):
+        return dict(enumerate(values))
+    if is_dataclass(values) and not isinstance(values, type):
+        return {each.name: getattr(values, each.name) for each in fields(values) if hasattr(values, each.name)}
+    return None
+
+
+def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
+    """Return a structure of the same class with other parts."""
+    if isinstance(values, (list, tuple)):
+        return type(values)(*parts.values()) if hasattr(values, "_fields") else type(values)(parts.values())
+    if isinstance(values, Mapping) and not isinstance(values, MutableMapping):
+        return parts
+    made = copy(values)  # whatever its constructor takes
+    for place, part in parts.items():
+        if isinstance(values, MutableMapping):
+            made[place] = part  # ModelOutput has no update()
+        else:
+            object.__setattr__(made, place, part)  # it may be frozen
+    return made

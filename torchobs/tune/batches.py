@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from torchobs.support.model_calls import rebuilt
 from torchobs.support.samplers import samplers
 
 
@@ -27,15 +27,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, in whatever lists, tuples and mappings they are."""
+    """Return a batch with its tensors on the device, in whatever lists, tuples, mappings and dataclasses they are."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):
         packed: Any = value
         return packed.to(device)  # the sizes of its batches stay on the host
-    if isinstance(value, Mapping):
-        return {name: moved(item, device) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [moved(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return rebuilt(value, lambda part: moved(part, device))
