@@ -86,10 +86,33 @@ def test_what_was_compiled_stays_compiled() -> None:
     assert len(runs) == before
 
 
+def test_what_is_tried_beside_the_training_is_no_mistake_of_it() -> None:
+    """Promise: no anomaly are evaluation's own graph, sizes that the model refuses by itself, and a batch without tensors."""
+
+    class OfFour(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.view(4, 4))
+
+    found = debug.compile(OfFour(4, 2), torch.randn(4, 4))
+    assert (found.error, found.anomalies) == (None, ())
+    assert [row.call for row in found.recompiles] == ["no gradients (evaluation)"]
+    assert debug.compile(OfWords(), {"words": ["a", "b"]}).error is None
+
+
+class OfWords(nn.Embedding):
+    """Makes its tensors itself."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, words: list[str]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.tensor([len(word) for word in words]))
+
+
 def test_what_the_model_raises_is_told() -> None:
     """As ``error``, with its message."""
     found = debug.compile(nn.Linear(4, 4), torch.ones(6, 5))
     assert found.error is not None
-    assert found.anomalies[-1].startswith("the compiler raised")
+    assert found.anomalies[-1].startswith("the model raised")
     with pytest.raises(TypeError, match="compile"):
         debug.compile(torch.relu, torch.ones(2))

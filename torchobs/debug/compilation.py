@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import told
 from torchobs.debug.module_values import raised_by
@@ -17,6 +17,8 @@ from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+_EVALUATION = "no gradients (evaluation)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,17 @@ class Recompile(Result):
     """Kind of the guard that failed: shape, tensor, global_state, type, value or other"""
     expression: str
     remedy: str
+
+    @property
+    def is_of_evaluation(self) -> bool:
+        """It has graphs of its own, since it needs none for a backward pass: no anomaly."""
+        return self.call == _EVALUATION and self.guard == "global_state"
+
+
+class _Failure(NamedTuple):
+    text: str
+    by: str
+    """``compiler``, or ``model`` if that raises without a compiler, too"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +94,28 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     require_module(model, "compile")
     model = getattr(model, "_orig_mod", model)
     graphs, tracer = list[Any](), _Tracer(model)
-    error, recompiles = None, list[Recompile]()
+    failure, recompiles = None, list[Recompile]()
     with state_kept(model), _forgetting_breaks():
         try:
-            _, graphs, error = tracer.run(batch)
+            _, graphs, failure = tracer.run(batch)
             first = list(graphs)
-            for what, other, grad in () if error else _variants(batch, more_batches):
+            for what, other, grad, ours in () if failure else _variants(batch, more_batches):
                 records, _, failed = tracer.run(other, grad=grad)
+                if failed and ours and failed.by == "model":
+                    continue  # which takes no other size, or differentiates in its forward pass: nobody will call it so
                 recompiles += _recompiles(what, type(model).__name__, records)
-                error = error or failed
+                failure = failure or failed
         finally:
             tracer.close()
     breaks, guards = _breaks(first), dict(tracer.guards)
     texts = [("graph_break", row.location, f"graph break at {row.location}: {row.reason}") for row in breaks]
-    texts += [("recompile", row.function, _recompile_text(row)) for row in recompiles]
-    texts += [("compile_error", type(model).__name__, f"the compiler raised {error}")] if error else []
+    texts += [("recompile", row.function, _recompile_text(row)) for row in recompiles if not row.is_of_evaluation]
+    texts += [("compile_error", type(model).__name__, f"the {failure.by} raised {failure.text}")] if failure else []
     operators = sum(_operators(graph) for graph in first)
     return CompileCheck(
         model=type(model).__name__, graphs=len(first), operators=operators, full_graph=len(first) == 1 and not breaks,
-        breaks=breaks, recompiles=tuple(recompiles), guards=guards, error=error, anomalies=told("compile", texts),
+        breaks=breaks, recompiles=tuple(recompiles), guards=guards, error=failure.text if failure else None,
+        anomalies=told("compile", texts),
     )  # fmt: skip
 
 
@@ -113,6 +129,7 @@ class _Tracer:
     def __init__(self, model: Any) -> None:
         import torch
 
+        self._model = model
         self._graphs: list[Any] = []
         self.guards: Counter[str] = Counter()
         apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
@@ -133,8 +150,8 @@ class _Tracer:
             self.guards[guard.create_fn_name().lower()] += 1
         return graph.forward
 
-    def run(self, batch: Any, *, grad: bool = True) -> tuple[list[Any], list[Any], str | None]:
-        """Call it; return the compilations that it took, their graphs, and what it raised."""
+    def run(self, batch: Any, *, grad: bool = True) -> tuple[list[Any], list[Any], _Failure | None]:
+        """Call it; return the compilations that it took, their graphs, and what was raised."""
         import torch
         from torch._dynamo.utils import get_compilation_metrics
 
@@ -142,11 +159,14 @@ class _Tracer:
         self._graphs = []
         with torch.set_grad_enabled(grad):
             error = raised_by(self._compiled, batch)
-        return [one for one in get_compilation_metrics() if id(one) not in before], self._graphs, error
+            own = raised_by(self._model, batch) if error else None
+        records = [one for one in get_compilation_metrics() if id(one) not in before]
+        failure = _Failure(own or error, "model" if own else "compiler") if error else None
+        return records, self._graphs, failure
 
     def close(self) -> None:
         """Let go of the graphs."""
-        self._compiled = None
+        self._compiled = self._model = None
 
 
 @contextmanager
@@ -161,17 +181,18 @@ def _forgetting_breaks() -> Iterator[None]:
         del graph_break_reasons[length:]
 
 
-def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool]]:
+def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
+    """Yield calls in words, each with its batch, whether it has gradients, and whether it is an idea of ours."""
     from torchobs.debug.batch_memory import batch_size, resized
 
-    yield "the same batch again", batch, True
+    yield "the same batch again", batch, True, False
     size = batch_size(batch)
     if size > 2:  # noqa: PLR2004  # of 1 torch always makes a graph of its own
-        yield "another batch size", resized(batch, size, size - 1), True
-        yield "a third batch size", resized(batch, size, size + 1), True
+        yield "another batch size", resized(batch, size, size - 1), True, True
+        yield "a third batch size", resized(batch, size, size + 1), True, True
     for index, one in enumerate(more):
-        yield f"more_batches[{index}]", one, True
-    yield "no gradients (evaluation)", batch, False
+        yield f"more_batches[{index}]", one, True, False
+    yield _EVALUATION, batch, False, True
 
 
 def _recompiles(what: str, model: str, records: list[Any]) -> Iterator[Recompile]:
