@@ -162,6 +162,12 @@ def test_what_cannot_be_cut_is_refused_in_words() -> None:
         debug.memory_usage(nn.Linear(4, 2), {"texts": ["a", "b"]})
 
 
+def test_of_the_device_meta_no_nan_is_traced() -> None:
+    """Promise: where nothing is computed, no operator is blamed."""
+    with pytest.raises(ValueError, match="is on the device meta, where nothing is computed"):
+        debug.trace_nan(nn.Linear(4, 4, device="meta"), torch.randn(2, 4, device="meta"))
+
+
 class _Derivative(nn.Module):
     """A physics-informed network: differentiates in its forward pass, which it cannot without gradients."""
 

@@ -51,7 +51,7 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: nothing in the model or the batch takes a gradient, or the loss is not one number.
+        ValueError: nothing in the model or the batch takes a gradient, the loss is not one number, or it is on the device meta.
     """
     import torch
 
@@ -85,6 +85,8 @@ def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | N
     if loss.numel() != 1 or loss.grad_fn is None:
         what = "has no gradient" if loss.grad_fn is None else f"has {loss.numel()} elements"
         raise ValueError(f"the loss {what}: trace_nan() needs one number that parameters have been used for; give loss_fn")
+    if loss.is_meta:
+        raise ValueError("the loss is on the device meta, where nothing is computed: move model and batch to a real one first")
     return loss
 
 
