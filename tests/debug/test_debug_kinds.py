@@ -188,6 +188,7 @@ def test_a_model_that_differentiates_in_its_forward_pass() -> None:
     # twice 2 x 8 and 8 x 1, and the gradient of each of both by its input
     assert counted.forward == 2 * 4 * 2 * (2 * 8 + 8)
     assert counted.backward > 0
+    assert debug.devices(model, x).error is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

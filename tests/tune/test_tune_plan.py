@@ -159,6 +159,32 @@ def test_check_measures_and_refuses() -> None:
     assert (exact.relative, exact.largest, exact.finite) == (0.0, 0.0, True)
 
 
+class Slope(nn.Module):
+    """Differentiates in its forward pass, as networks for forces or for differential equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope
+
+
+def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them() -> None:
+    """Promise: a plan is checked and timed; no parameter has a gradient of it."""
+    model, x = Slope(), torch.randn(8, 2)
+    difference = tune.optimize(model, mode="amp", example=x, amp_dtype=torch.bfloat16).measure()
+    assert 0 < difference.relative < difference.tolerance
+    result = tune.benchmark(
+        model, (x, torch.zeros(8, 2)), None, nn.functional.mse_loss, modes=("none", "amp"), rounds=6, warmup=0,
+        amp_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert result["amp"].difference == difference.relative
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_outputs_that_overflow_are_refused() -> None:
     """Promise: float16's infinity is no small difference."""
     model = nn.Linear(4, 4)

@@ -78,8 +78,8 @@ class DeviceCheck(Result):
 def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCheck:
     """Find tensors on the wrong device, and transfers between devices that the forward pass makes.
 
-    With a batch the model is called once, without gradients; buffers and the random state are put back. Transfers are seen by
-    a dispatch mode, for operators of this thread; a compiled function runs eagerly in it.
+    With a batch the model is called once, without gradients, and again with them if it raises; buffers and the random state
+    are put back. Transfers are seen by a dispatch mode, for operators of this thread; a compiled function runs eagerly in it.
 
     Args:
         model: the module.
@@ -169,8 +169,12 @@ def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None
     from torchobs.debug.module_values import raised_by
     from torchobs.debug.transfer_watch import TransferWatch
 
-    watch = TransferWatch()
-    with state_kept(model), torch.no_grad(), watch:
-        error = raised_by(model, batch)
+    watch, error = TransferWatch(), None
+    for needs_grad in (False, True):  # a forward pass may take derivatives: of a physics-informed network, of an energy
+        watch.seen.clear()
+        with state_kept(model), torch.set_grad_enabled(needs_grad), watch:
+            error = raised_by(model, batch)
+        if error is None:
+            break
     rows = [SilentCopy(*key[:3], count, size, *key[3:]) for key, (count, size) in watch.seen.items()]
     return tuple(sorted(rows, key=lambda row: -row.size)), error

@@ -82,10 +82,10 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     )
 
 
-@torch.no_grad()
 def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the floating tensors of the model's output for a batch, in evaluation mode and without gradients.
 
+    With them where the forward pass needs them, for derivatives of its own (physics-informed networks, forces of an energy).
     Each call draws the same random numbers, as of models that sample in evaluation mode; the caller's generators and the
     model's buffers are as before.
 
@@ -94,8 +94,16 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
-    with evaluating(model), undisturbed(model):
-        found = [tensor.detach().double() for _, tensor in walk(call(model, batch)) if tensor.is_floating_point()]
+    with evaluating(model):
+        try:
+            with undisturbed(model), torch.no_grad():
+                result = call(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # again, with gradients: another error is raised by that, too
+            with undisturbed(model), torch.enable_grad():
+                result = call(model, batch)
+    found = [tensor.detach().double() for _, tensor in walk(result) if tensor.is_floating_point()]
     if not found:
         raise ValueError("the model's output has no floating tensor to compare; pass a batch for which it has one")
     return found
