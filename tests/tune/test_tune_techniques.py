@@ -140,6 +140,10 @@ def test_quantisation_is_skipped_where_it_cannot_be() -> None:
     assert "not part of mode 'amp'" in str(tune.optimize(blocks(), mode="amp", quantize="dynamic"))
     plan = tune.optimize(nn.Sequential(nn.ReLU()), mode="inference", quantize="dynamic")
     assert "- quantization    the model has no nn.Linear" in str(plan)
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 2)))  # whose weight is computed before each call
+    plan = tune.optimize(model, mode="inference", quantize="dynamic", example=torch.randn(3, 4))
+    assert "1 × Linear in 8-bit integers" in str(plan)
+    assert plan.measure().accepted
     if importlib.util.find_spec("torchao") is None:
         plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
         assert "torchao is not installed: pip install 'torchobs[torchao]'" in str(plan)

@@ -67,7 +67,8 @@ def _torchao(request: Request, layers: int) -> Choice:
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.dtype is torch.float32:
+        # a weight that is computed before each call (weight_norm), or of a class of its own, would not be what is quantised
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype is torch.float32:
             yield module
 
 
