@@ -139,3 +139,22 @@ def test_what_multiplies_without_a_formula_is_named(
 ) -> None:
     """Promise: Fourier transforms, decompositions, and another library's operators; nothing that is counted."""
     assert debug.count_flops(_Of(function), torch.randn(BATCH, WIDTH)).unknown == names
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_the_products_of_experts_are_those_of_their_rows() -> None:
+    """Promise: each row is multiplied by its own expert's matrix alone; forward, and twice backward."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 16, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ends = torch.tensor([8, 16, 24], dtype=torch.int32)
+            return torch._grouped_mm(x, self.weight, offs=ends)
+
+    x = torch.randn(24, 8, dtype=torch.bfloat16, requires_grad=True)
+    counted = debug.count_flops(Experts(), x, loss_fn=lambda y: y.square().sum())
+    assert (counted.forward, counted.unknown) == (2 * 24 * 8 * 16, ())
+    assert counted.backward % counted.forward == 0 < counted.backward

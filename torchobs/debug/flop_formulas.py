@@ -94,6 +94,11 @@ def _added_vector_product(_: Any, a: Any, *__: Any, **___: Any) -> int:
     return _vector_product(a)
 
 
+def _grouped_product(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of the experts of a mixture: each row of ``a``, or column of ``b``, is multiplied by one of the matrices."""
+    return _each(a) * int(prod(a.shape[-2:] if b.dim() == 2 else a.shape) * b.shape[-1])  # noqa: PLR2004  # one matrix, in groups
+
+
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
     """As many as forward for the gradient of the input, and for that of the weight, in whatever number of groups."""
     is_transposed, mask = rest[4], rest[7]
@@ -141,6 +146,7 @@ def _lengths(x: Any) -> Sequence[int]:
 _FORMULAS: dict[Callable[..., int], tuple[str, ...]] = {
     _product: ("mm", "bmm"),
     _added_product: ("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation", "_sparse_addmm"),
+    _grouped_product: ("_grouped_mm",),
     _vector_product: ("mv", "dot", "vdot"),
     _added_vector_product: ("addmv", "addmv_"),
     _convolution_backward: ("convolution_backward",),
