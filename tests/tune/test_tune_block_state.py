@@ -121,3 +121,33 @@ def test_what_cannot_be_tried_is_said() -> None:
     found = decision(tune.optimize(lazy, mode="memory_efficient", example=torch.randn(2, 16)))
     assert "not initialised yet" in found.reason
     assert isinstance(next(lazy.children())[0], nn.LazyLinear)  # type: ignore[index]
+
+
+def test_a_buffer_of_nan_that_nothing_writes_to_has_not_changed() -> None:
+    """Promise: such a one, or a sparse one, is no reason not to recompute a block; one that changes beside its NaN is."""
+
+    class Constant(nn.Module):
+        kept: Tensor
+
+        def __init__(self, buffer: Tensor) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("kept", buffer)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y
+
+    class Counted(Constant):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept[1] += 1
+            return super().forward(x)
+
+    x = torch.randn(2, 4)
+    for buffer in (torch.tensor([float("nan"), 1.0]), torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        model = nn.Sequential(*(nn.Sequential(Constant(buffer), nn.Tanh()) for _ in range(2)))
+        found = decision(tune.optimize(model, mode="memory_efficient", example=x))
+        assert found.used
+        assert "not known" not in found.reason
+    model = nn.Sequential(*(nn.Sequential(Counted(torch.tensor([float("nan"), 1.0])), nn.Tanh()) for _ in range(2)))
+    assert not decision(tune.optimize(model, mode="memory_efficient", example=x)).used

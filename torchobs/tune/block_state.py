@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torchobs.support.import_hooks import imported
 from torchobs.support.model_calls import call
 from torchobs.support.module_modes import training
+from torchobs.support.storages import stored
 from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:
@@ -53,6 +54,20 @@ def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> 
         call(model, example)
         for block, values in zip(blocks, before, strict=True):
             for name, buffer in block.named_buffers():
-                if name not in values or not torch.equal(values[name], buffer):
+                if name not in values or not _equal(values[name], buffer):
                     return f"{type(block).__name__}'s buffer {name!r}, which a second forward pass would change again"
     return None
+
+
+def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return True if two buffers hold the same, NaN in the same places: nothing has been written to such a one yet."""
+    mine, theirs = (x.unbind() if x.is_nested else stored(x) for x in (before, after))
+    return len(mine) == len(theirs) and all(map(_parts_equal, mine, theirs))
+
+
+def _parts_equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    if torch.equal(before, after):
+        return True
+    if before.shape != after.shape or not (before.is_floating_point() or before.is_complex()):
+        return False
+    return bool(((before == after) | (before.isnan() & after.isnan())).all())
