@@ -1,7 +1,7 @@
 """What takes memory when it runs out: parameters, gradients, optimizer state and buffers, in all and by module.
 
 Counted from the optimizers that have stepped and the modules that are alive, on one device; shapes are read and nothing is
-computed. A tensor that several share counts once, a sharded one by its own part.
+computed. A tensor that several share counts once, a sharded one by its own part, a sparse one by what it stores.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.gradients.parameter_names import all_modules, clean, layer_of, roots
+from torchobs.support.storages import stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,7 +46,7 @@ def components(context: ProbeContext, device: str) -> Components:
         if not hasattr(local, "untyped_storage") or str(local.device) != device or id(local) in seen:
             return
         seen.add(id(local))
-        size = int(local.numel()) * int(local.element_size())
+        size = sum(int(part.numel()) * int(part.element_size()) for part in stored(local))
         sizes[component] += size
         layers[layer] += size
 
