@@ -314,6 +314,18 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     assert run.epoch == 1
 
 
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    """Promise: whoever catches the error and begins anew does so with the model's own weights."""
+    path = tmp_path / "run.pt"
+    tune.pipeline(blocks(), amp=False).fit([PAIR], 1, loss_fn, checkpoint=path)
+    longer = nn.Sequential(*blocks(), nn.Linear(16, 16))
+    run, before = tune.pipeline(longer, amp=False), weights(longer)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        run.resume(path)
+    assert all(map(torch.equal, before, weights(longer)))
+    assert (run.step, run.optimizer.state) == (0, {})
+
+
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the checkpoints of two ranks, which have looked at themselves."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from torchobs.support.collectives import let_backend_finish
 from torchobs.support.import_hooks import imported
@@ -103,7 +104,11 @@ def state_of(part: Any) -> dict[str, Any]:
 
 
 def load_state(part: Any, state: dict[str, Any]) -> None:
-    """Give a part its state; of a whole state each rank takes its shards: of a tensor as large as its parameter the same."""
+    """Give a part its state; of a whole state each rank takes its shards: of a tensor as large as its parameter the same.
+
+    Raises:
+        RuntimeError: it is of another module, which is as it was.
+    """
     if isinstance(part, nn.Module) and is_sharded(part):
         shards = part.state_dict()
         state = {name: _shard_of(value, shards.get(name)) for name, value in state.items()}
@@ -113,7 +118,20 @@ def load_state(part: Any, state: dict[str, Any]) -> None:
             for number, values in state["state"].items()
         }
         state = {**state, "state": shards}
-    part.load_state_dict(state)
+    kept = _before_other(part, state) if isinstance(part, nn.Module) else []
+    try:
+        part.load_state_dict(state)
+    except RuntimeError:  # by then torch has loaded all that fits
+        for tensor, before in kept:
+            tensor.copy_(before)
+        raise
+
+
+def _before_other(module: nn.Module, state: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a module's tensors, each with a copy, where a state looks like another module's; else nothing."""
+    own = {name: x for name, x in module.state_dict().items() if isinstance(x, torch.Tensor) and not is_lazy(x)}
+    others = {name: x.shape for name, x in state.items() if isinstance(x, torch.Tensor)}
+    return [] if {name: x.shape for name, x in own.items()} == others else [(x, x.clone()) for x in own.values()]
 
 
 def of_all_ranks(value: Any) -> list[Any]:
