@@ -307,6 +307,10 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             tune.pipeline(fresh, **options).resume(path)
     assert all(map(torch.equal, before, weights(fresh)))
+    lacking = torch.load(path, weights_only=True)
+    torch.save({name: lacking[name] for name in lacking if name != "random"}, tmp_path / "lacking")
+    with pytest.raises(ValueError, match="it lacks random"):
+        run.resume(tmp_path / "lacking")
     with pytest.raises(FileNotFoundError, match="no folder"):
         run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
     with pytest.raises(IsADirectoryError):

@@ -31,6 +31,7 @@ _DAMAGE = (
     zlib.error,
 )
 """What torch.load and zipfile raise for a damaged file"""
+_COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps"})
 
 
 def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -147,6 +148,9 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     """
     if not isinstance(state, Mapping) or "counts" not in state:
         raise ValueError(f"{path} is no checkpoint of tune.pipeline(): of weights alone, load_state_dict() takes them")
+    missing = [name for name in (*parts, "random", "loss_sum") if name not in state and name != "ema"]
+    if missing or not state["counts"].keys() >= _COUNTS:
+        raise ValueError(f"{path} is no whole checkpoint of tune.pipeline(): it lacks {', '.join(missing) or 'counts'}")
     if ("ema" in state) != ("ema" in parts):
         raise ValueError(f"{path} was saved with{'' if 'ema' in state else 'out'} ema_decay: resume it likewise")
     own_scheduler = parts["scheduler"]
