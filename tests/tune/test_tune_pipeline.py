@@ -179,6 +179,21 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.pt"]  # noqa: PTH208  # hidden ones, too
 
 
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    """Promise: the system's own error, here of a file that may not be so long, and no complaint of torch's archive."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "run.pt"
+    checkpoint_file.save({"step": 1}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint_file.save({"weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint_file.load(path, torch.device("cpu")) == {"step": 1}
+
+
 def test_progress_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     """Promise: a line on request, none without."""
     loader = DataLoader(TensorDataset(torch.randn(8, 16), torch.randn(8, 4)), batch_size=4)

@@ -47,7 +47,7 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     _remove_left(path)
     with _locked(path) as (file, temporary):
         try:
-            with _checksums():
+            with _checksums(), _own_errors():
                 torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -71,6 +71,17 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(before)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise what writing raised: torch covers that up by a complaint of its archive, which it cannot end then."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 @contextmanager
