@@ -63,6 +63,10 @@ def test_what_rises_what_is_reached_and_what_is_not_finite() -> None:
     other = debug.early_stopping("accuracy", patience=3)
     other.load_state_dict(stopper.state_dict())
     assert other(0.45).patience_left == 1
+    wrong: Any
+    for wrong, words in (({}, "a stopper's state"), (None, "not None"), (stopper.state_dict(), "by 'accuracy', not by 'loss'")):
+        with pytest.raises(ValueError, match=words):
+            debug.early_stopping("loss").load_state_dict(wrong)
     assert stopper(0.995)
     assert bool(debug.early_stopping("loss")(nan))
     with pytest.raises(KeyError, match="accuracy"):

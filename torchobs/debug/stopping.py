@@ -113,12 +113,20 @@ class EarlyStopper:
             if self._on_stop is not None:
                 self._on_stop(decision)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on."""
-        return {"best": self._best, "best_check": self._best_check, "checks": self._checks}
+        return {"monitor": self.monitor, "best": self._best, "best_check": self._best_check, "checks": self._checks}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it is of something else, or of a stopper that goes by another value.
+        """
+        if not isinstance(state, dict) or not {"best", "best_check", "checks"} <= state.keys():
+            raise ValueError(f"a stopper's state_dict() is needed, not {state!r:.100}")
+        if (other := state.get("monitor", self.monitor)) != self.monitor:
+            raise ValueError(f"the state is of a stopper that goes by {other!r}, not by {self.monitor!r}")
         self._best, self._best_check, self._checks = state["best"], int(state["best_check"]), int(state["checks"])
 
 
