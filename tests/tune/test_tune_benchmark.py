@@ -208,6 +208,8 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> 
     """Promise: a wrong argument is an error before anything is timed."""
     with pytest.raises(ValueError, match=words):
         tune.benchmark(nn.Linear(2, 2), torch.ones(1, 2), **options)
+    with pytest.raises(TypeError, match=r"benchmark\(\) takes a torch.nn.Module, not str"):
+        tune.benchmark("model", torch.zeros(2, 16))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the loader has no batch"):
         tune.auto(nn.Linear(2, 2), DataLoader(TensorDataset(torch.empty(0, 2))))
     with pytest.raises(ValueError, match="a tuple of names"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import told
 from torchobs.debug.statistics import UNKNOWN, Moments, wide
-from torchobs.debug.tensors import parameters_of, start_moments, total_norm
+from torchobs.debug.tensors import parameters_of, require_scaler, start_moments, total_norm
 from torchobs.debug.transfer import Numbers
 from torchobs.debug.values import elements_of, values_of
 from torchobs.runtime.session import current
@@ -109,7 +109,7 @@ def check_gradients(
         vanishing: norm of a weight's gradient below which it vanishes.
 
     Raises:
-        TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
+        TypeError: ``model`` is not a ``torch.nn.Module``, ``loss`` not one number, or ``scaler`` no loss scaler.
         ValueError: a threshold is not above 0.
     """
     numbers, build = start_gradients(model, loss, scaler, "check_gradients", exploding, vanishing)
@@ -124,6 +124,7 @@ def start_gradients(
 
     require_positive(exploding)
     require_positive(vanishing)
+    require_scaler(scaler, function)
     named, numbers = parameters_of(model, function), Numbers()
     with torch.no_grad():
         rows = [(name, x, start_moments(x.grad, numbers)) for name, x in named if x.grad is not None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import told
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import walk
@@ -87,9 +87,11 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
         optimizer: its state is checked against its parameters.
 
     Raises:
-        TypeError: ``model`` is no module. What the forward pass raises is in ``error``.
+        TypeError: ``model`` is no module, or ``optimizer`` none. What the forward pass raises is in ``error``.
     """
     require_module(model, "devices")
+    if optimizer is not None:
+        require_optimizer(optimizer, "devices")
     from torchobs.debug.module_values import MOST_TENSORS
 
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())

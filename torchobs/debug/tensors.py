@@ -190,6 +190,12 @@ def require_optimizer(optimizer: Any, function: str) -> None:
         raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
+def require_scaler(scaler: Any, function: str) -> None:
+    """Raise ``TypeError`` with advice if ``scaler`` is neither a loss scaler nor None."""
+    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "scale")):
+        raise TypeError(f"{function}() takes a torch.amp.GradScaler as scaler, not {type(scaler).__name__}")
+
+
 def read_moments(tensors: Iterable[Any]) -> list[Moments]:
     """Return the moments of each tensor, after one transfer from each device; unknown ones for one without numbers."""
     import torch

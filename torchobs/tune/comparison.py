@@ -70,12 +70,15 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         options: what else :func:`optimize` takes.
 
     Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` none.
         ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function, or of
             another model; with a loss function, a batch that is no pair.
     """
     if isinstance(modes, str):
         raise ValueError(f"modes are a tuple of names, such as ('none', {modes!r})")  # noqa: TRY004  # as of every other
     _check_arguments(modes, rounds, warmup, budget_s)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tune.benchmark() takes a torch.nn.Module, not {type(model).__name__}")
     _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
     batch = first_batch(batch)
     with random_states_kept(), originals_kept(model, loss_fn):
@@ -277,13 +280,13 @@ def _check_arguments(modes: Sequence[str], rounds: int, warmup: int, budget_s: f
         raise ValueError(f"budget_s is a number of seconds above 0, not {budget_s!r}")
 
 
-def _check_optimizer(model: Any, optimizer: Any, *, has_loss: bool) -> None:
+def _check_optimizer(model: nn.Module, optimizer: Any, *, has_loss: bool) -> None:
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
     if not has_loss:
         raise ValueError("an optimizer needs gradients: pass loss_fn, and as batch a pair of input and target")
-    own = set(map(id, model.parameters())) if isinstance(model, nn.Module) else set()
+    own = set(map(id, model.parameters()))
     if own and not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
         raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
