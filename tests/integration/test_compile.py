@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
-from torchobs import catalog
+from torchobs import catalog, debug
 from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.flight.reader import reader
 
@@ -119,6 +119,26 @@ def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
     line = broken.__code__.co_firstlineno
     assert [attributes["location"] for attributes in told] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
     assert "secret" not in str(told)
+
+
+def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording) -> None:
+    """Promise: `debug.compile` tells of graph breaks and recompilations, and the run neither counts nor reports them."""
+
+    class Branching(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + 1 if x.sum() > 0 else x)
+
+    torch.compile(scaled, backend="eager")(torch.ones(2))
+    torch.compile(Branching(4, 2), backend="eager")(torch.ones(4, 4))  # the training's own break, which counts once
+    before, told = series(run), run.frames(catalog.EVENT_GRAPH_BREAK.name)
+    assert len(told) == 1
+    found = debug.compile(Branching(4, 2), torch.ones(4, 4))
+    assert (len(found.breaks), len(found.recompiles) > 0) == (1, True)
+    assert series(run) == before
+    assert counted(before, catalog.COMPILE_COMPILATIONS)
+    assert (run.frames(catalog.EVENT_GRAPH_BREAK.name), run.frames(catalog.EVENT_RECOMPILE.name)) == (told, [])
+    torch.compile(scaled, backend="eager")(torch.ones(2, dtype=torch.float64))
+    assert counted(series(run), catalog.COMPILE_COMPILATIONS) != counted(before, catalog.COMPILE_COMPILATIONS)
 
 
 def test_breaks_are_not_lost_by_a_reset(run: Recording) -> None:

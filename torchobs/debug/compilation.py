@@ -12,6 +12,7 @@ from torchobs.debug.findings import told
 from torchobs.debug.module_values import raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.reasons import REMEDIES, read_break, read_failure, read_guard
+from torchobs.runtime.session import current
 from torchobs.support.kept_state import state_kept
 from torchobs.support.result import Result
 
@@ -95,7 +96,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     model = getattr(model, "_orig_mod", model)
     graphs, tracer = list[Any](), _Tracer(model)
     failure, recompiles = None, list[Recompile]()
-    with state_kept(model), _forgetting_breaks():
+    with state_kept(model), _on_trial():
         try:
             _, graphs, failure = tracer.run(batch)
             first = list(graphs)
@@ -170,15 +171,21 @@ class _Tracer:
 
 
 @contextmanager
-def _forgetting_breaks() -> Iterator[None]:
-    """Take our graph breaks out of torch's list of all, which tells about the training."""
+def _on_trial() -> Iterator[None]:
+    """Keep our compilations out of what a session tells of the training, and our graph breaks out of torch's list of all."""
     from torch._dynamo.utils import graph_break_reasons
 
+    session = current()
+    context = session.context if session is not None else None
     length = len(graph_break_reasons)
+    if context is not None:
+        context.hooks.compiles_on_trial.notify(True)  # noqa: FBT003  # hooks have no keywords
     try:
         yield
     finally:
         del graph_break_reasons[length:]
+        if context is not None:
+            context.hooks.compiles_on_trial.notify(False)  # noqa: FBT003
 
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
