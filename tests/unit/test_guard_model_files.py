@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
 import io
 import os
 import pickle
@@ -363,6 +364,22 @@ def test_what_hides_from_a_scanner_is_not_clean(tmp_path: Path, name: str, suffi
         archive.writestr("a/data.pkl", CROOKED[name])
         archive.writestr("a/version", "3")
     assert guard.scan_file(torch_file).verdict in expected
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("modelscan") is None or importlib.util.find_spec("tensorflow") is not None,
+    reason="of modelscan without TensorFlow",
+)
+def test_what_is_not_read_is_not_clean_and_says_what_reads_it(tmp_path: Path) -> None:
+    """Promise: Keras' format names what is to be installed; GGUF is of no kind that is known."""
+    keras, gguf = tmp_path / "model.keras", tmp_path / "model.gguf"
+    with zipfile.ZipFile(keras, "w") as archive:
+        archive.writestr("config.json", '{"class_name": "Sequential", "config": {"layers": []}}')
+        archive.writestr("metadata.json", '{"keras_version": "3.0.0"}')
+    scan = guard.scan_file(keras)
+    assert (scan.verdict, any("tensorflow extras" in reason for reason in scan.reasons)) == ("unreadable", True)
+    gguf.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(64))
+    assert guard.scan_file(gguf).verdict == "unreadable"
 
 
 def test_without_modelscan_what_it_alone_reads_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

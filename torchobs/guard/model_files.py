@@ -63,7 +63,8 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
 
     Pickles (alone, in torch's files of both formats, in ``.npy`` and ``.npz``) are read by fickling; the file as a whole, Keras
     and TensorFlow formats included, by modelscan; archives are looked at for bombs and for paths that lead out of them.
-    modelscan has no release for Python 3.13 and newer: there those formats are ``unreadable``.
+    Those formats are ``unreadable`` without what ``modelscan[tensorflow,h5py]`` brings, and on Python 3.13 and newer, for which
+    modelscan has no release.
 
     Returns:
         ``dangerous``: it runs commands, or is an archive that does harm. ``suspicious``: it asks for code that torch's
