@@ -178,3 +178,23 @@ def test_reentrant_checkpointing_is_looked_into() -> None:
         assert (origin.kind, origin.operator) == (kind, operator)
     with pytest.raises(RuntimeError, match="use_reentrant=True"):
         torch.autograd.grad(healthy(batch()).sum(), list(healthy.parameters()))
+
+
+def test_a_nan_that_attention_covers_up_is_found_by_the_gradients() -> None:
+    """Promise: torch's fused attention gives zeros for a query of NaN on the CPU; told is the weight, not the attention."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    model = Attention()
+    with torch.no_grad():
+        model.query.weight[0, 0] = float("nan")
+    origin = debug.trace_nan(model, torch.randn(2, 5, 8))
+    assert origin is not None
+    assert (origin.kind, origin.parameter) == ("parameter", "query.weight")

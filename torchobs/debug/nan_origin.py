@@ -123,7 +123,20 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueF
         torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
         watch.remove()
-    return placed(found[0][1], found[0][0], sites) if found else None
+    if not found:
+        return None
+    covered = _covered_up(found[0][0], flow)
+    return placed(found[0][1], found[0][0], sites) if covered is None else _by_values(covered, tracer, sites)
+
+
+def _covered_up(node: GraphNode, flow: ValueFlow) -> Source | None:
+    """Return where an input that is not finite came from, though the forward pass went on with finite numbers.
+
+    Fused attention of torch on the CPU gives zeros for a query of NaN.
+    """
+    inputs = (value for name, value in node.kept.items() if not name.startswith(("result", "output")))
+    sources = (flow.source_of(value) for value in inputs if value is not None and condition(value) is Condition.BAD)
+    return next(filter(None, sources), None)
 
 
 def _by_graph(tracer: GraphTracer, sites: CallSites) -> NonfiniteOrigin | None:
