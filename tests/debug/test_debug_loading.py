@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -204,3 +205,21 @@ def test_arguments() -> None:
         debug.dataloader(3)
     with pytest.raises(ValueError, match="at least one"):
         debug.dataloader([], batches=0)
+
+
+@dataclass
+class _Batch:
+    labels: torch.Tensor
+    x: torch.Tensor
+
+
+class _Named(NamedTuple):
+    y: torch.Tensor
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [_Batch, _Named])
+def test_labels_are_found_by_their_names_in_batches_of_other_kinds(kind: Any) -> None:
+    """Promise: in a dataclass and in a named tuple as in a mapping, wherever they stand."""
+    found = debug.dataloader([kind(torch.tensor([0, 1, 1]), torch.randint(9, (3, 2)))] * 2)
+    assert found.classes == {"0": 2, "1": 4}

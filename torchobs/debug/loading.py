@@ -234,8 +234,9 @@ def _labels(batch: Any) -> Any:
 
     if hasattr(batch, "keys"):
         values = [batch[name] for name in _LABELS if name in batch]
-    else:
-        values = [batch[-1]] if isinstance(batch, (tuple, list)) and len(batch) > 1 else []
+    else:  # a dataclass, or a tuple with names or without
+        values = [getattr(batch, name) for name in _LABELS if hasattr(batch, name)]
+        values = values or ([batch[-1]] if isinstance(batch, (tuple, list)) and len(batch) > 1 else [])
     return values[0] if values and isinstance(values[0], torch.Tensor) else None
 
 
