@@ -16,7 +16,7 @@ from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
-from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, PAST
+from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -24,24 +24,6 @@ LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
 BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
 
 _MOST_NAMED = 4
-_MISTAKES = {
-    "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
-    "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",
-    "loss_broadcast": "The loss compares every prediction with every target.",
-    "optimizer_remade": "The optimizer is made anew for each step.",
-    "no_gradients": "No gradient comes to the parameters of an optimizer.",
-    "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
-    "gradients_cleared": "Gradients are gone before the optimizer's step: zero_grad() comes after backward().",
-    "never_stepped": "The optimizer never steps.",
-    "never_unscaled": "The optimizer steps with scaled gradients: scaler.step(optimizer) is missing.",
-    "softmax_twice": "The loss takes the softmax of probabilities.",
-    "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
-    "softmax_over_batch": "The softmax in the loss is taken over the samples.",
-    "losses_kept": "Losses are kept with their graphs.",
-    "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
-    "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
-}
-"""What ``loop_mistakes`` says at more length"""
 _NO_PROGRESS = {
     "weight_decay": "weight decay takes too much of the weights",
     "short_steps": "the steps are too short for it, by the learning rate",
@@ -325,7 +307,7 @@ def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     stepped = any(rank.steps for rank in ranks)
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.mistakes):
         if not (kind == "never_stepped" and stepped):
-            yield Finding(WARNING, kind, _MISTAKES[kind])
+            yield Finding(WARNING, kind, MISTAKES[kind])
 
 
 def _stuck_loss(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

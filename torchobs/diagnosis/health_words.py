@@ -1,4 +1,4 @@
-"""What :mod:`torchobs.diagnosis.health` calls phases, ends of ranks, and kinds of anomalies."""
+"""What :mod:`torchobs.diagnosis.health` calls phases, ends of ranks, kinds of anomalies, and mistakes of training loops."""
 
 AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
 ENDINGS = {
@@ -25,3 +25,21 @@ PAST = {
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
     "diverged": ("loss that diverged", "losses that diverged"),
 }
+MISTAKES = {
+    "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
+    "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",
+    "loss_broadcast": "The loss compares every prediction with every target.",
+    "optimizer_remade": "The optimizer is made anew for each step.",
+    "no_gradients": "No gradient comes to the parameters of an optimizer.",
+    "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
+    "gradients_cleared": "Gradients are gone before the optimizer's step: zero_grad() comes after backward().",
+    "never_stepped": "The optimizer never steps.",
+    "never_unscaled": "The optimizer steps with scaled gradients: scaler.step(optimizer) is missing.",
+    "softmax_twice": "The loss takes the softmax of probabilities.",
+    "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
+    "softmax_over_batch": "The softmax in the loss is taken over the samples.",
+    "losses_kept": "Losses are kept with their graphs.",
+    "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
+    "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
+}
+"""What ``loop_mistakes`` says at more length"""
