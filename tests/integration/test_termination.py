@@ -94,7 +94,7 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script:
             signal.SIGUSR1,
             -signal.SIGUSR1,
             "failed",
-            "terminated",
+            "crashed",
             marks=COMPILED,
         ),
         pytest.param(WAITS, signal.SIGXCPU, -signal.SIGXCPU, "failed", "crashed", marks=COMPILED),

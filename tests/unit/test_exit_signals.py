@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 from pathlib import Path
 
@@ -84,3 +85,17 @@ def test_what_is_no_signal_is_refused(number: int) -> None:
     assert native is not None
     with pytest.raises(ValueError, match="no such signal"):
         native.mark_signals(a_map(), 8, {number: 1})
+
+
+def test_a_child_of_fork_has_the_defaults() -> None:
+    """What ends it is nobody's exit but its own."""
+    before = caught()
+    exit_signals.mark(native, a_map(), 8)
+    try:
+        child = os.fork()
+        if not child:
+            os._exit(int(caught() != before))
+        assert os.waitpid(child, 0)[1] == 0
+        assert caught() != before
+    finally:
+        exit_signals.unmark(native)

@@ -21,19 +21,17 @@ _FATAL: dict[int, tuple[str, str]] = {
     signal.SIGILL: ("SIGILL", "an instruction that this processor lacks"),
     signal.SIGABRT: ("SIGABRT", "abort() or an error of C++ that nobody caught; the standard error has its message"),
 }
-_TIMERS: dict[int, tuple[str, str]] = {
+_NOBODYS = "by a scheduler, as `sbatch --signal` asks for, or a person; the program has no handler for it"
+_UNHANDLED: dict[int, tuple[str, str]] = {
     signal.SIGXCPU: ("SIGXCPU", "its limit of processor time, as of `ulimit -t`"),
     signal.SIGALRM: ("SIGALRM", "a timer of its own, which it has no handler for"),
-    signal.SIGVTALRM: ("SIGVTALRM", "a timer of its own, which it has no handler for"),
-    signal.SIGPROF: ("SIGPROF", "a profiler's timer, which it has no handler for"),
+    signal.SIGUSR1: ("SIGUSR1", _NOBODYS),
+    signal.SIGUSR2: ("SIGUSR2", _NOBODYS),
 }
-_NOBODYS = "by a scheduler, as `sbatch --signal` asks for, or a person; the program has no handler for it"
 _TOLD: dict[int, tuple[str, str]] = {
     signal.SIGTERM: ("SIGTERM", "by the scheduler, the launcher or a person"),
     signal.SIGHUP: ("SIGHUP", "its terminal was closed, or the connection to it; under nohup or tmux it goes on"),
     signal.SIGQUIT: ("SIGQUIT", "Ctrl-\\, or a person"),
-    signal.SIGUSR1: ("SIGUSR1", _NOBODYS),
-    signal.SIGUSR2: ("SIGUSR2", _NOBODYS),
 }
 _SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
@@ -168,8 +166,8 @@ def _left_by(report: RankReport) -> str:
 
 
 def _crashed(report: RankReport) -> Finding:
-    if timer := _TIMERS.get(report.exit_code - 128):
-        text = f"Rank {report.rank} was ended by {timer[0]} ({timer[1]}), {_where(report)}{_phase(report)}."
+    if found := _UNHANDLED.get(report.exit_code - 128):
+        text = f"Rank {report.rank} was ended by {found[0]} ({found[1]}), {_where(report)}{_phase(report)}."
         return Finding(ERROR, "crashed", text)
     name, meaning = _FATAL.get(report.exit_code - 128, (f"signal {report.exit_code - 128}", "a fatal one"))
     own = stack_text.without_launcher(report.crash)

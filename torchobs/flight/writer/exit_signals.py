@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 from torchobs.flight.format.layout import EXIT_SET, Exit
@@ -16,17 +17,18 @@ from torchobs.flight.format.layout import EXIT_SET, Exit
 if TYPE_CHECKING:
     from types import ModuleType
 
-TOLD = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Sent by a person, a terminal that was closed, or a scheduler before it ends a job: told to end"""
-OWN = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU)
-"""Of the process's own timers and limits: a failure"""
+TOLD = (signal.SIGHUP, signal.SIGQUIT)
+"""Sent by a person, or a terminal that was closed: told to end"""
+UNHANDLED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
+"""Of a scheduler that wanted something else, a timer or a limit: a failure. Not SIGPROF: profilers in C leave a process alone
+that has an action for it already"""
 
 
 def mark(native: ModuleType | None, memory_map: object, offset: int) -> None:
     """Have these signals store their exit word at the map's offset, in bytes; again, it replaces the first."""
     if native is None or memory_map is None or os.getpid() == 1:
         return
-    reasons = dict.fromkeys(TOLD, Exit.TERMINATED) | dict.fromkeys(OWN, Exit.CRASHED)
+    reasons = dict.fromkeys(TOLD, Exit.TERMINATED) | dict.fromkeys(UNHANDLED, Exit.CRASHED)
     words = {int(number): EXIT_SET | reason << 32 | 128 + number for number, reason in reasons.items()}
     native.mark_signals(memory_map, offset, words)
 
@@ -35,3 +37,6 @@ def unmark(native: ModuleType | None) -> None:
     """Give the signals their defaults back, unless somebody else has installed a handler."""
     if native is not None:
         native.unmark_signals()
+
+
+os.register_at_fork(after_in_child=lambda: unmark(sys.modules.get("torchobs._native")))
