@@ -21,6 +21,7 @@ from tests.training import Recording, loss_of, mlp, recording
 from torchobs.flight.files import artifacts, control
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName
 from torchobs.flight.files.location import open_directory
+from torchobs.flight.writer import exit_signals
 from torchobs.runtime import profiler as torch_profiler
 from torchobs.runtime import watchdog
 
@@ -224,11 +225,12 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
 def caught() -> int:
     """The signals for which this process has a handler, as a mask.
 
-    But for SIGTERM, which is test_termination's subject, and those below SIGRTMIN, which glibc takes for its threads.
+    But for SIGTERM and other ends, which are test_termination's subject, and those below SIGRTMIN, which glibc takes for its
+    threads.
     """
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
-    for number in (signal.SIGTERM, *range(32, signal.SIGRTMIN)):
+    for number in (signal.SIGTERM, *exit_signals.TOLD, *exit_signals.UNHANDLED, *range(32, signal.SIGRTMIN)):
         mask &= ~(1 << (number - 1))
     return mask
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 COMPILED = pytest.mark.skipif(compiled() is None, reason=NEEDS_COMPILER)
+FROM_A_TERMINAL = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+"""Where the tests themselves run under nohup"""
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
 ENDS_CHILDREN = """
 import os, signal
@@ -131,7 +133,7 @@ def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of th
     reason: str,
 ) -> None:
     """The exit status is the one without torchobs, and a rank is terminated only by a signal of its own."""
-    child = begin(start, flight_dir, f"import torchobs\ntorchobs.init()\n{script}")
+    child = begin(start, flight_dir, f"{FROM_A_TERMINAL}import torchobs\ntorchobs.init()\n{script}")
     child.send_signal(number)
     assert child.wait(timeout=30) == status
     rank = seen()
