@@ -1146,7 +1146,7 @@ EVENT_LOOP_MISTAKE = _warning(
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients, or scaled ones"),
     Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
-    Attribute("parameters_affected", "how many; 0 in a later event, when some have come after all"),
+    Attribute("parameters_affected", "how many; 0 in a later event that takes the kind back"),
     Attribute("samples", "of a data loader that has no batch"),
     Attribute("batch_size", "of that loader"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),

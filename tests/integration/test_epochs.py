@@ -326,6 +326,12 @@ def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> N
     assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
 
 
+def mistaken_orders(run: Recording) -> list[tuple[int, bool]]:
+    """Step of each word on it, and whether it takes it back."""
+    told = [event for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
+    return [(event["step"], "parameters_affected" in event["attrs"]) for event in told]
+
+
 @pytest.mark.parametrize("how", ["forgotten", "called", "in order", "one rank", "few steps"])
 def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how: str) -> None:
     """Promise: where a ``DistributedSampler`` of several ranks shuffles each of some epochs alike, and nowhere else."""
@@ -338,5 +344,21 @@ def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how:
             sampler.set_epoch(epoch)
         loop.train(batches)
     assert epochs(run) == 4
-    told = [event["step"] for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
-    assert told == ([10] if how == "forgotten" else [])
+    assert mistaken_orders(run) == ([(20, False)] if how == "forgotten" else [])
+
+
+@pytest.mark.parametrize("how", ["trial before", "set after iter", "two passes", "four passes"])
+def test_a_sampler_that_is_given_the_epoch_in_its_own_way_is_none(run: Recording, how: str) -> None:
+    """Neither a trial before the first epoch, nor an epoch set late, nor passes of one epoch; at worst it is taken back."""
+    loop, samples = Loop(), torch.ones(40, 8)
+    sampler: Any = DistributedSampler(samples, 2, 0)  # type: ignore[arg-type]
+    batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    if how == "trial before":
+        loop.train(batches)
+    for epoch in range(4):
+        iterator = iter(batches) if how == "set after iter" else batches
+        sampler.set_epoch(epoch)
+        for _ in range({"two passes": 2, "four passes": 4}.get(how, 1)):
+            loop.train(iterator)
+    epochs(run)
+    assert mistaken_orders(run) == ([(20, False), (40, True)] if how == "four passes" else [])

@@ -36,7 +36,7 @@ _HOW = {
     "drop_last leaves an incomplete batch out.",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
-    "same_order": "After step {step} an epoch had the samples in the order of the one before, and each rank the same part of "
+    "same_order": "After step {step} an epoch had the samples in the order of those before it, and each rank the same part of "
     "them: the DistributedSampler is to shuffle, and its set_epoch(epoch) was not called before the epoch.",
     "softmax_twice": "The loss was given probabilities of shape {shape}, and takes their softmax again: cross_entropy expects "
     "logits. Leave the softmax out, or take nll_loss of its logarithm (log_softmax).",

@@ -5,9 +5,6 @@ trains. A loop that makes a new loader for every epoch is followed, too: if the 
 step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an epoch of
 any loader. (An evaluation during an epoch leaves that iterator alive until a step has ended; one between two epochs does not
 train.)
-
-An epoch whose sampler shuffles for several ranks in the order of the epoch before is a mistake of the loop: ``set_epoch()`` was
-not called.
 """
 
 from __future__ import annotations
@@ -21,23 +18,12 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.training_state import EpochStart
+from torchobs.probes.data.same_order import SameOrder
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
-
-
-LEAST_STEPS = 8
-"""Steps of an epoch from which its order matters; fewer batches that come again are tests whether a model can learn them"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What the order of a ``DistributedSampler`` that shuffles follows from."""
-
-    sampler: weakref.ref[Any]
-    seed: int
-    epoch: int
+    from torchobs.probes.data.same_order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +35,7 @@ class _Iteration:
     begun_ns: int
     step: int
     """The last step that had ended by then"""
-    order: _Order | None
+    order: Order | None
     gone: list[int]
     """The same when the iterator was deleted, or when the next one began after it was exhausted"""
 
@@ -77,11 +63,10 @@ class EpochProbe:
         self._enclosing: _Iteration | None = None
         """An iteration still in progress when the latest began, without a step yet: an evaluation may come first"""
         self._epoch: _Iteration | None = None
-        self._is_told = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._context = context
+        self._context, self._order = context, SameOrder(context)
         context.count(catalog.EPOCHS, 0)
         context.set_gauge(catalog.STEPS_PLANNED, context.settings.total_steps)
         context.hooks.iterated.register(context.breaker(self.name), self._begun)
@@ -100,8 +85,8 @@ class EpochProbe:
             if self._enclosing is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
                 self._enclosing = pending
             recorder, gone = self._context.recorder, list[int]()
-            known = weakref.ref(iterator, lambda _: gone.append(recorder.ended))
-            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, _order(loader), gone)
+            known, order = weakref.ref(iterator, lambda _: gone.append(recorder.ended)), self._order.begun(loader)
+            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, order, gone)
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
         """Return True if its iterator still exists and was exhausted in the step in progress."""
@@ -128,24 +113,12 @@ class EpochProbe:
         known = epoch is not None and loader is not None and epoch.loader() is loader
         if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
             self._end(latest.begun_ns, latest.step)
-            self._compare(epoch, latest)
+            self._order.epoch(latest.order, latest.step - epoch.step if epoch is not None else 0, latest.step)
             self._epoch = latest
             self._epochs.begun += 1
             self._context.count(catalog.EPOCHS, 1)
             self._context.training.epoch = self._epochs.begun
             self._context.training.epochs.append(EpochStart(self._epochs.begun, latest.begun_ns, latest.step))
-
-    def _compare(self, before: _Iteration | None, epoch: _Iteration) -> None:
-        """Tell once of an epoch in the order of the one before."""
-        if self._is_told or before is None or epoch.order is None or epoch.step - before.step < LEAST_STEPS:
-            return
-        if epoch.order == before.order:  # references to one sampler that lives
-            self._is_told = True
-            told = {"kind": "same_order"}
-            self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, told, epoch.step)
-            self._context.warn_limited(
-                "same_order", "each epoch has the order of the one before: sampler.set_epoch() is not called"
-            )
 
     def _end(self, now_ns: int, step: int) -> None:
         epoch, self._epoch = self._epoch, None
@@ -154,15 +127,3 @@ class EpochProbe:
         if now_ns - epoch.begun_ns >= LONG_NS or self._budget.take(now_ns):
             attributes = {"epoch": self._epochs.begun, "steps": step - epoch.step}
             self._context.write_span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)
-
-
-def _order(loader: Any) -> _Order | None:
-    """Return what the order of a loader's samples follows from; ``None`` if no ``DistributedSampler`` shuffles them."""
-    from torch.utils.data import DistributedSampler
-
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):  # of a batch sampler of one's own
-        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or not sampler.shuffle or sampler.num_replicas < 2:  # noqa: PLR2004  # ranks
-        return None
-    return _Order(weakref.ref(sampler), sampler.seed, sampler.epoch)
