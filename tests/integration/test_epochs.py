@@ -326,23 +326,39 @@ def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> N
     assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
 
 
+class OwnOrder(DistributedSampler[Any]):
+    """Draws in its own way."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(len(self.dataset)).tolist()[self.rank :: self.num_replicas])  # type: ignore[arg-type]
+
+
+class Grouped(OwnOrder):
+    """Nor has it what its parent makes."""
+
+    def __init__(self, samples: Any) -> None:
+        self.dataset, self.num_replicas, self.rank, self.num_samples = samples, 2, 0, len(samples) // 2
+
+
 def mistaken_orders(run: Recording) -> list[tuple[int, bool]]:
     """Step of each word on it, and whether it takes it back."""
     told = [event for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
     return [(event["step"], "parameters_affected" in event["attrs"]) for event in told]
 
 
-@pytest.mark.parametrize("how", ["forgotten", "called", "in order", "one rank", "few steps"])
+@pytest.mark.parametrize("how", ["forgotten", "called", "in order", "one rank", "few steps", "own order", "grouped"])
 def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how: str) -> None:
     """Promise: where a ``DistributedSampler`` of several ranks shuffles each of some epochs alike, and nowhere else."""
     loop, samples = Loop(), torch.ones(16 if how == "few steps" else 40, 8)
     replicas = 1 if how == "one rank" else 2
-    sampler: Any = DistributedSampler(samples, replicas, 0, shuffle=how != "in order")  # type: ignore[arg-type]
+    kind: Any = {"own order": OwnOrder, "grouped": Grouped}.get(how, DistributedSampler)
+    sampler = kind(samples) if how == "grouped" else kind(samples, replicas, 0, shuffle=how != "in order")
     batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     for epoch in range(4):
         if how == "called":
             sampler.set_epoch(epoch)
         loop.train(batches)
+    assert run.errors() == []
     assert epochs(run) == 4
     assert mistaken_orders(run) == ([(20, False)] if how == "forgotten" else [])
 

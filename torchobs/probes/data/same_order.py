@@ -76,10 +76,13 @@ def _order(loader: Any) -> Order | None:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):  # of a batch sampler of one's own
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or not sampler.shuffle or sampler.num_replicas < 2:  # noqa: PLR2004  # ranks
+    # a subclass may draw in its own way, and have nothing of what its parent has
+    if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is not DistributedSampler.__iter__:
+        return None
+    if not getattr(sampler, "shuffle", False) or getattr(sampler, "num_replicas", 1) < 2:  # noqa: PLR2004  # ranks
         return None
     return Order(weakref.ref(sampler), _follows(sampler))
 
 
 def _follows(sampler: Any) -> tuple[object, object]:
-    return sampler.seed, sampler.epoch
+    return getattr(sampler, "seed", None), getattr(sampler, "epoch", None)
