@@ -283,3 +283,14 @@ def test_a_loader_without_a_batch_is_told(run: Recording, size: int, drops: bool
     run.look()
     told = [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
     assert told == ([] if any(passes) else [{"kind": "no_batches", "samples": SAMPLES, "batch_size": size}])
+
+
+def test_a_loader_without_a_batch_is_none_where_training_goes_on(run: Recording) -> None:
+    """One that fills up, or of a class of few samples, is so on purpose."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    assert list(DataLoader(Slow(), batch_size=13, drop_last=True)) == []
+    assert run.frames(catalog.EVENT_LOOP_MISTAKE.name) == []

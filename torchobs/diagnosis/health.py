@@ -16,7 +16,7 @@ from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
-from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST
+from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST, UNTIL_A_STEP
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -303,10 +303,10 @@ def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield mistakes of the training loop, also of an ended run. A first step may come after hundreds of micro-batches."""
+    """Yield mistakes of the training loop, also of an ended run."""
     stepped = any(rank.steps for rank in ranks)
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.mistakes):
-        if not (kind == "never_stepped" and stepped):
+        if not (kind in UNTIL_A_STEP and stepped):
             yield Finding(WARNING, kind, MISTAKES[kind])
 
 

@@ -43,3 +43,5 @@ MISTAKES = {
     "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
 }
 """What ``loop_mistakes`` says at more length"""
+UNTIL_A_STEP = frozenset({"never_stepped", "no_batches"})
+"""Those of a run without a step: a first one may come after hundreds of micro-batches, and a loader may be empty on purpose"""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
+from torchobs.diagnosis.health_words import UNTIL_A_STEP
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import mistakes_of
 
@@ -49,7 +50,7 @@ _HOW = {
 
 def loop_mistakes(report: RankReport) -> Iterator[Finding]:
     """Yield what is wrong with the loop."""
-    known = {*mistakes_of(report.events)} - ({"never_stepped"} if report.last_step else set())
+    known = {*mistakes_of(report.events)} - (UNTIL_A_STEP if report.last_step else set())
     for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
         text = _HOW.get(fact.text("kind"))
         if text is not None and fact.text("kind") in known:

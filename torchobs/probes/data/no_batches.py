@@ -1,4 +1,8 @@
-"""Detect a loader without a batch: fewer samples than the batch size, of which ``drop_last`` leaves the only batch out."""
+"""Detect a loader without a batch: fewer samples than the batch size, of which ``drop_last`` leaves the only batch out.
+
+A run that trains has its batches, and one more loader without any is on purpose (a replay buffer that fills, a class of few
+samples): only before the first step is it looked for, and a step that comes after all is known when the event is read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class NoBatches:
     def look(self, loader: Any) -> None:
         """Look at a loader that has begun an iteration."""
         batches: Any = getattr(loader, "batch_sampler", None)
-        if self._told or type(batches).__name__ != "BatchSampler" or not batches.drop_last:
+        if self._told or self._context.recorder.ended or type(batches).__name__ != "BatchSampler" or not batches.drop_last:
             return
         samples, size = batches.sampler, batches.batch_size
         if type(samples).__name__ not in _SAMPLERS or not 0 < (count := len(samples)) < size:
