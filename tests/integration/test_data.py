@@ -294,3 +294,32 @@ def test_a_loader_without_a_batch_is_none_where_training_goes_on(run: Recording)
         optimizer.step()
     assert list(DataLoader(Slow(), batch_size=13, drop_last=True)) == []
     assert run.frames(catalog.EVENT_LOOP_MISTAKE.name) == []
+
+
+@pytest.mark.parametrize("own", ["batches", "samples"])
+def test_a_sampler_of_the_script_s_own_may_have_the_name_of_torch_s(run: Recording, own: str) -> None:
+    """And nothing else of it."""
+    forms = {"__iter__": lambda _: iter([[0], [1]] if own == "batches" else [0, 1])}
+    sampler: Any = type("BatchSampler" if own == "batches" else "RandomSampler", (), forms)()
+    how: Any = {"batch_sampler": sampler} if own == "batches" else {"sampler": sampler, "batch_size": 2, "drop_last": True}
+    assert list(DataLoader(Slow(), **how))
+    assert run.errors() == []
+
+
+def test_a_loader_s_data_set_is_asked_for_its_length_no_more_often_than_without(run: Recording) -> None:
+    """But once for the first iteration of it: it is the script's own."""
+    asked = []
+
+    class Counted(Slow):
+        def __len__(self) -> int:
+            asked.append(1)
+            return SAMPLES
+
+    loader = DataLoader(Counted(), batch_size=6, drop_last=True)
+    list(loader)
+    with_first = len(asked)
+    for _ in range(3):
+        list(loader)
+    first, others = with_first, len(asked) - with_first
+    assert run.errors() == []
+    assert others == 3 * (first - 1)
