@@ -486,3 +486,30 @@ def test_gradients_that_nobody_unscales_are_told(run: Recording, by: str) -> Non
     run.look()
     told = [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
     assert told == ([{"kind": "never_unscaled", "optimizer": "Adam"}] if by == "optimizer" else [])
+
+
+class Generous(GradScaler):
+    """Its methods take more than their parents' do."""
+
+    def scale(self, outputs: Any, weight: float = 1.0) -> Any:
+        return super().scale(weight * outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:  # noqa: FBT001, FBT002
+        assert again
+        super().unscale_(optimizer)
+
+    def get_scale(self, default: float = 1.0) -> float:
+        return super().get_scale() or default
+
+
+def test_a_scaler_s_methods_take_what_they_take_without(run: Recording) -> None:
+    """By place and by name."""
+    model, scaler = mlp(), Generous("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(loss_of(model), 2.0).backward()
+    scaler.scale(loss_of(model), weight=2.0).backward()
+    scaler.unscale_(optimizer, again=True)
+    assert scaler.get_scale(2.0) == scaler.get_scale(default=2.0) == 8.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert run.errors() == []

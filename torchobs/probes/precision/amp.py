@@ -127,8 +127,8 @@ class AmpProbe:
 
     def _watched_scale(self, original: Any) -> Any:
         @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
+        def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            scaled = original(scaler, outputs, *args, **kwargs)
             if not self._graph_being_made():
                 self._after_scale_safely(scaler, outputs, scaled)
             return scaled
@@ -139,9 +139,9 @@ class AmpProbe:
         note = self._breaker.guard(self._before_unscale)
 
         @functools.wraps(original)
-        def unscale_(scaler: Any, optimizer: Any) -> Any:
+        def unscale_(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             note(scaler, optimizer)
-            return original(scaler, optimizer)
+            return original(scaler, optimizer, *args, **kwargs)
 
         return unscale_
 
@@ -157,9 +157,9 @@ class AmpProbe:
 
     def _watched_get_scale(self, original: Any) -> Any:
         @functools.wraps(original)
-        def get_scale(scaler: Any) -> Any:
+        def get_scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             self._never.divides()
-            return original(scaler)
+            return original(scaler, *args, **kwargs)
 
         return get_scale
 
