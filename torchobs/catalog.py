@@ -1135,13 +1135,12 @@ LOOP_MISTAKES = (
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
-    "The training loop lacks a call: gradients are never set to zero, or the model is trained in evaluation mode after it "
+    "The training loop has a mistake: gradients are never set to zero, or the model is trained in evaluation mode after it "
     "was trained in training mode; or its loss compares every prediction of a batch with every target; or its optimizer is "
     "made anew for each step, never steps, or gets no gradients, at all or any more, or they are set to zero before it "
     "steps; or its loss takes softmax or sigmoid twice, or softmax over the batch, or is scaled for gradients that nobody "
-    "divides by the scale; or losses are kept with their graphs; or a data loader "
-    "has no batch; "
-    "or its DistributedSampler gives each epoch one order.",
+    "divides by the scale; or losses are kept with their graphs; or a data loader has no batch, or its DistributedSampler "
+    "gives each epoch one order.",
     Attribute("kind", "which", LOOP_MISTAKES),
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients, or scaled ones"),

@@ -1,4 +1,4 @@
-"""Findings on the training loop: calls that it lacks, parameters that it leaves out. Pure functions of a rank's report."""
+"""Findings on the training loop: its mistakes, parameters that it leaves out. Pure functions of a rank's report."""
 
 from __future__ import annotations
 
