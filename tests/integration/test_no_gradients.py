@@ -141,6 +141,32 @@ def test_gradients_that_are_gone_before_the_step(run: Recording, healthy: int) -
     assert told(run, ("gradients_cleared",)) == told(run) == [("Adam", APART + 1, ALL)]
 
 
+class WithoutGradients(torch.autograd.Function):
+    """Gives no gradient to what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        del ctx
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        """Return none."""
+        del ctx
+        return None, None
+
+
+def test_gradients_that_no_function_gives_are_not_called_cleared(run: Recording) -> None:
+    """The hooks of a parameter's node run even where a backward function returns None for it."""
+    layer = nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    train([optimizer], lambda _: WithoutGradients.apply(torch.randn(4, 8), layer.weight).square().mean())  # type: ignore[no-untyped-call]
+    run.look()
+    kinds = [frame["attrs"]["kind"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
+    assert kinds == ["no_gradients"]
+
+
 def batches(count: int) -> DataLoader[Any]:
     """Of one sample each; each is fetched for a step."""
     loader: DataLoader[Any] = DataLoader(list(torch.randn(count, 8)))  # type: ignore[arg-type]

@@ -143,8 +143,9 @@ class NoGradients:
         if optimizer is None or known.watched or capturing or self._torch.compiler.is_compiling():
             return
 
-        def note(*_: object) -> None:
-            known.cleared = True
+        def note(_: object, given: tuple[Any, ...]) -> None:
+            if any(one is not None for one in given):  # it also runs where a function of the user's gives none
+                known.cleared = True
 
         for parameter in _chosen_of([one for one in parameters_of(optimizer) if one.requires_grad]):
             node = accumulator_of(parameter)
