@@ -128,7 +128,7 @@ def test_a_loss_that_is_cut_off_in_the_middle_of_a_training(run: Recording, comp
 
 
 @pytest.mark.parametrize("healthy", [0, APART])
-def test_gradients_that_are_gone_before_the_step(run: Recording, healthy: int) -> None:
+def test_gradients_that_are_gone_before_the_step(run: Recording, caplog: pytest.LogCaptureFixture, healthy: int) -> None:
     """zero_grad() stands between backward() and step(), from the first step on or later."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -139,6 +139,9 @@ def test_gradients_that_are_gone_before_the_step(run: Recording, healthy: int) -
             optimizer.zero_grad()
         optimizer.step()
     assert told(run, ("gradients_cleared",)) == told(run) == [("Adam", APART + 1, ALL)]
+    since = f" since step {APART + 1}" if healthy else ""
+    verb = "have been" if since else "are"
+    assert f"gradients {verb} gone before each step of the optimizer (Adam){since}: is" in caplog.text
 
 
 class WithoutGradients(torch.autograd.Function):

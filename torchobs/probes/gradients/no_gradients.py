@@ -224,12 +224,13 @@ class NoGradients:
         self._told, self._told_of = True, (found, mistake)
         told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
         self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": mistake, **told}, found.step)
-        more = f" any more since step {found.step:,}" if found.stopped else ""
+        since = f" since step {found.step:,}" if found.stopped else ""
+        more = f" any more{since}" if since else ""
         text = f"no gradient comes to the parameters of the optimizer ({found.kind}){more}: nothing is learned"
         if mistake == "gradients_cleared":
-            text = (
-                f"gradients are gone before the optimizer's step ({found.kind}){more}: is zero_grad() between backward and it?"
-            )
+            have_been = "have been" if since else "are"
+            text = f"gradients {have_been} gone before each step of the optimizer ({found.kind}){since}"
+            text += ": is zero_grad() between backward and it?"
         self._context.warn_limited(f"loop {mistake}", text)
 
     def _take_back(self) -> None:
