@@ -32,7 +32,7 @@ MISTAKES = {
     "optimizer_remade": "The optimizer is made anew for each step.",
     "no_gradients": "No gradient comes to the parameters of an optimizer.",
     "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
-    "gradients_cleared": "Gradients are gone before the optimizer's step: zero_grad() comes after backward().",
+    "gradients_cleared": "Gradients are gone before the optimizer's step: does zero_grad() come after backward()?",
     "never_stepped": "The optimizer never steps.",
     "never_unscaled": "The optimizer steps with scaled gradients: scaler.step(optimizer) is missing.",
     "softmax_twice": "The loss takes the softmax of probabilities.",

@@ -29,8 +29,9 @@ _HOW = {
     "to which some came before: nothing is learned any more. Either the loss is cut off from the model since then (detach, "
     "item, no_grad, a new tensor of its value), or backward() is not called any more, or the model was replaced.",
     "gradients_cleared": "Since step {step} or earlier gradients came to the parameters of the optimizer ({optimizer}; "
-    "{parameters}) and were gone before its step, so that nothing was learned: zero_grad() comes after backward(). It has to "
-    "come before backward(), or after step().",
+    "{parameters}) and were gone before its step, so that nothing was learned. Does zero_grad() come after backward()? It has "
+    "to come before backward(), or after step(). Or does the backward pass of another loss bring them (of a discriminator, "
+    "through the generator), and is this optimizer's own loss cut off from the model (detach, item, no_grad)?",
     "never_unscaled": "Losses were scaled (scaler.scale(loss)), and gradients never divided by the scale: optimizer.step() "
     "({optimizer}) was called in place of scaler.step(optimizer), which does both, and skips what is not finite.",
     "no_batches": "A data loader had no batch: its samples ({samples}) were fewer than the batch size, {batch_size}, and "

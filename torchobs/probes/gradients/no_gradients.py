@@ -2,8 +2,9 @@
 
 The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward`` is not called,
 or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Or gradients
-come and are gone before the step (``zero_grad`` between ``backward`` and ``step``), which is seen by hooks on the nodes that
-accumulate those of a few parameters, in the backward pass after a look. Left alone
+come and are gone before the step (``zero_grad`` between ``backward`` and ``step``; or the loss is cut off, and they are those
+of another one, which are rightly cleared), which is seen by hooks on the nodes that accumulate those of a few parameters, in
+the backward pass after a look. Left alone
 are an optimizer that changes its parameters without gradients, one that begins to step while its parameters are frozen and
 others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One that has had gradients is
 told only where no other one has any meanwhile, and only if it could have some: players that train in turn, and parts that are
@@ -230,7 +231,7 @@ class NoGradients:
         if mistake == "gradients_cleared":
             have_been = "have been" if since else "are"
             text = f"gradients {have_been} gone before each step of the optimizer ({found.kind}){since}"
-            text += ": is zero_grad() between backward and it?"
+            text += ": is zero_grad() between backward and it, or its own loss cut off, and they are another's?"
         self._context.warn_limited(f"loop {mistake}", text)
 
     def _take_back(self) -> None:
