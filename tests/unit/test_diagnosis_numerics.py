@@ -210,8 +210,11 @@ def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
     )
     assert found["model_changes"] == (
         "It began to train parameters that it had not trained before in step 101 (the next model, fold or trial, or a "
-        "part that begins late): each is judged by its own past."
+        "part that begins late): losses and step times before and after it are judged apart."
     )
+    again = told(facts([*first, *later], events=[event], values={catalog.MODEL_CHANGES: 3}))["model_changes"]
+    assert "3 times, the last time in step 101 (" in again
+    assert again.endswith("): losses and step times from one to the next are judged apart.")
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,8 @@ def _changed(report: RankReport) -> Iterator[Finding]:
         when = f"{', the last time' if again else ''} in step {last[0].step:,}" if last and last[0].step is not None else ""
         what = "the next model, fold or trial, or a part that begins late"
         text = f"It began to train parameters that it had not trained before{again}{when} ({what})"
-        yield Finding(INFO, "model_changes", f"{text}: each is judged by its own past.")
+        judged = "before and after it" if changes == 1 else "from one to the next"
+        yield Finding(INFO, "model_changes", f"{text}: losses and step times {judged} are judged apart.")
 
 
 def _unseen(report: RankReport) -> Iterator[Finding]:
