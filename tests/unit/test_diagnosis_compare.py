@@ -174,6 +174,13 @@ def test_ranks_that_were_all_told_to_end_have_not_failed() -> None:
         assert first_failed(pair)[0] is pair[0]
 
 
+def test_one_rank_that_was_told_to_end_while_others_go_on_is_named() -> None:
+    """Whoever ended it did not end the run: the others wait for it."""
+    alone, alive = rank(3, state="failed", reason="terminated"), rank(0, state="alive", reason="", up=True)
+    assert told(alive, alone)["first_failed"].startswith("Only rank 3 failed, at ")
+    assert first_failed([alone]) == (alone, "")
+
+
 def test_nobody_failed_first_where_nobody_failed() -> None:
     """A run that is well has no such sentence."""
     assert first_failed([rank(0, state="alive", reason="", up=True), rank(1, state="finished", reason="finished")]) == (

@@ -109,9 +109,9 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
     ended = sorted(((_end_s(report), report) for report in failed), key=lambda pair: pair[0])
     if not ended:
         return None, ""
-    if all(report.reason in {"terminated", "interrupted"} for report in failed):
-        return ended[0][1], ""  # somebody ended them
     (first_s, first), *others = ended
+    if all(report.reason in {"terminated", "interrupted"} for report in failed) and (others or len(ranks) == 1):
+        return first, ""  # somebody ended them, and not one among others that go on
     if not others:
         return first, f"Only rank {first.rank} failed, at {text_format.moment(first_s, '%H:%M:%S')}."
     doubt_s = max(_doubt_s(report) for _, report in ended[:2])
