@@ -67,9 +67,17 @@ def test_a_learning_rate_next_to_zero_is_told(others: float) -> None:
     """Halved in each step; its 24th half is the first that float32 rounds away. Not told while another group trains."""
     history = [step(number, learning_rate=1e-3 * 0.5**number) for number in range(301)]
     found = told(history, values={(catalog.LEARNING_RATE, "1"): others})
-    text = "The learning rate was below 5.96e-11 from step 24 on, after 0.001: 277 steps changed next to nothing."
+    text = "The learning rate was below 5.96e-11 from step 24 on, after 0.001: 277 steps may have changed next to nothing."
     hint = "Is a scheduler that counts epochs stepped in each batch?"
     assert found == ({"zero_learning_rate": f"{text} {hint}"} if others < 1e-10 else {})
+
+
+def test_a_rate_is_next_to_zero_by_the_same_models_rates() -> None:
+    """A linear probe at 30, and then fine-tuning at 1e-6; of the same model that would be next to zero."""
+    probe, tuned = rates((30.0, 100)), rates((1e-6, 300), first=101)
+    assert "zero_learning_rate" in told([*probe, *tuned])
+    tuned[0] = tuned[0]._replace(new_model=True)
+    assert told([*probe, *tuned]) == {}
 
 
 def annealed(steps: int, power: int = 1) -> list[Step]:

@@ -1,7 +1,8 @@
 """Detect a learning rate that is zero since some step, or next to it: the training goes on, and changes nothing.
 
-Next to zero is a rate below float32's rounding of the highest one: a step that doubled a weight at that does not change its
-last bit any more. A scheduler that counts epochs and is stepped in each batch gets there within some hundred steps.
+Next to zero is a rate below float32's rounding of the highest one of the same model: a step that doubled a weight at that does
+not change its last bit any more. It may change others (small ones, or in float64), which is not known here.
+A scheduler that counts epochs and is stepped in each batch gets there within some hundred steps.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class ZeroRate(NamedTuple):
     """The highest rate that is known, if that of the steps is negligible beside it and not zero"""
 
 
-def zero_rate(rates: Sequence[tuple[int, float | None]]) -> ZeroRate | None:
+def zero_rate(rates: Sequence[tuple[int, float | None]], began: int = 0) -> ZeroRate | None:
     """Return since when the rate is zero, or negligible; ``None`` if the last one's is not, or for too short a time.
 
-    ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is not known.
+    ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is not known. ``began``: the
+    step in which the training of the last model began, or 0: what is negligible for it has no measure in another one's rates.
     """
-    highest = max((rate for _, rate in rates if rate is not None and isfinite(rate)), default=0.0)
+    highest = max((rate for step, rate in rates if step >= began and rate is not None and isfinite(rate)), default=0.0)
     return _at_most(0.0, rates, 0.0) or _at_most(NEGLIGIBLE * highest, rates, highest)
 
 

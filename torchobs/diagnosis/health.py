@@ -232,7 +232,7 @@ def zero_learning_rate(found: ZeroRate) -> Finding:
     else:
         rate = text_format.number(NEGLIGIBLE * found.highest)
         gist = f"The learning rate was below {rate} {since}, after {text_format.number(found.highest)}"
-        then = f"{steps} changed next to nothing. Is a scheduler that counts epochs stepped in each batch?"
+        then = f"{steps} may have changed next to nothing. Is a scheduler that counts epochs stepped in each batch?"
     text = f"{gist}: {then}"
     return Finding(WARNING, "zero_learning_rate", text, f"{gist}.")
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from torchobs import catalog
 from torchobs.detect.divergence import LEFT
 from torchobs.detect.spikes import WARM_UP
-from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, zero_rate
+from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import WARNING, Finding, zero_learning_rate
 from torchobs.diagnosis.rank_report import RankReport, model_begins
+from torchobs.diagnosis.status import zero_rate_of
 
 
 def learning_rate(report: RankReport) -> Iterator[Finding]:
@@ -37,7 +38,7 @@ def _too_high(report: RankReport) -> Iterator[Finding]:
 
 def _zero(report: RankReport) -> Iterator[Finding]:
     """Yield that the learning rate of all parameter groups is zero, or next to it, since some step."""
-    found = zero_rate([(step.step, step.learning_rate) for step in report.steps])
+    found = zero_rate_of(report)
     others = {group: rate for group, rate in report.by_attribute(catalog.LEARNING_RATE).items() if group != "0"}
     if found is not None and len(others) < OTHER_GROUPS and all(rate <= NEGLIGIBLE * found.highest for rate in others.values()):
         yield zero_learning_rate(found)

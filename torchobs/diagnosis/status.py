@@ -152,8 +152,9 @@ def newest(records: Iterable[StepRecord]) -> Newest:
     """Return the values of the latest steps; devices may deliver them out of order."""
     loss = norm = (0, -1, 0.0)
     norms, losses = dict[int, float](), dict[int, float]()
-    rates: list[tuple[int, float | None]] = []
+    rates, began = list[tuple[int, float | None]](), 0
     for record in records:
+        began = record.step if record.flags & StepFlag.NEW_MODEL else began
         if record.kind == RecordKind.STEP:
             rates.append((record.step, record.learning_rate if record.flags & StepFlag.LEARNING_RATE else None))
         if record.flags & StepFlag.LOSS:
@@ -163,7 +164,7 @@ def newest(records: Iterable[StepRecord]) -> Newest:
             norm = max(norm, (record.step, record.seq, record.grad_norm), key=lambda found: found[:2])
             norms[record.step] = record.grad_norm
     found_loss, found_norm = (found[2] if found[1] >= 0 else None for found in (loss, norm))
-    return Newest(found_loss, found_norm, norms, last_losses(losses), zero_rate(rates))
+    return Newest(found_loss, found_norm, norms, last_losses(losses), zero_rate(rates, began))
 
 
 def last_losses(losses: Mapping[int, float]) -> dict[int, float]:
@@ -381,10 +382,16 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         mistakes=mistakes_of(report.events),
         alike_norms={one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
         replicas=replicas_of(report.events, {step.step: step.loss for step in report.steps if step.loss is not None}),
-        zero_rate=zero_rate([(step.step, step.learning_rate) for step in report.steps]),
+        zero_rate=zero_rate_of(report),
         unwritten=report.unwritten,
     )
     return completed(status, report.value, partial(by_attributes, report.values))
+
+
+def zero_rate_of(report: RankReport) -> ZeroRate | None:
+    """Return since when the learning rate of the first parameter group is zero, or next to it."""
+    began = next((step.step for step in reversed(report.steps) if step.new_model), 0)
+    return zero_rate([(step.step, step.learning_rate) for step in report.steps], began)
 
 
 def last_known(values: Sequence[float | None]) -> float | None:
