@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +170,20 @@ def test_gradients_that_no_function_gives_are_not_called_cleared(run: Recording)
     run.look()
     kinds = [frame["attrs"]["kind"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
     assert kinds == ["no_gradients"]
+
+
+def test_parameters_are_let_go_of_with_their_optimizer(run: Recording) -> None:
+    """Also if it had no gradient at the last look, and got some later: the next fold needs the memory."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        optimizer.step()
+    backward(model(torch.randn(4, 8)).square().mean())
+    parameters = [weakref.ref(one) for one in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    run.look()
+    assert [one() for one in parameters] == [None] * len(parameters)
 
 
 def batches(count: int) -> DataLoader[Any]:

@@ -23,6 +23,8 @@ from torchobs.probes.nonfinite.graph import accumulator_of
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.parameter_names import ParameterNames
     from torchobs.support.error_guard import CircuitBreaker
@@ -43,8 +45,8 @@ class _Optimizer:
 
     __slots__ = ("again", "before", "cleared", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since", "watched")
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = ref(optimizer)
+    def __init__(self, optimizer: Any, gone: Callable[[Any], None]) -> None:
+        self.optimizer = ref(optimizer, gone)
         self.done = False
         """Whether that it has none is known"""
         self.had = False
@@ -116,6 +118,12 @@ class NoGradients:
         for known in self._optimizers.values():
             known.release()
 
+    def _gone(self, dead: Any) -> None:
+        """Let go of the parameters of an optimizer that nobody has any more: their nodes own them. In any thread."""
+        for known in list(self._optimizers.values()):
+            if known.optimizer is dead:
+                known.release()
+
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, sample: Any) -> None:
@@ -124,7 +132,7 @@ class NoGradients:
         if known is None or known.optimizer() is not optimizer:
             if known is None and len(self._optimizers) >= _MOST_OPTIMIZERS:
                 return
-            known = self._optimizers[id(optimizer)] = _Optimizer(optimizer)
+            known = self._optimizers[id(optimizer)] = _Optimizer(optimizer, self._guard(self._gone))
         if sample is not None:
             self._note_gradient(known, self._context.recorder.step)
         elif not known.done:
