@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog, debug
 from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.flight.reader import reader
+from torchobs.probes.compile.compile import CompileProbe, ListReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,6 +141,36 @@ def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording)
     assert (run.frames(catalog.EVENT_GRAPH_BREAK.name), run.frames(catalog.EVENT_RECOMPILE.name)) == (told, [])
     torch.compile(scaled, backend="eager")(torch.ones(2, dtype=torch.float64))
     assert counted(series(run), catalog.COMPILE_COMPILATIONS) != counted(before, catalog.COMPILE_COMPILATIONS)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_trial_waits_for_a_collection_in_progress(begins: bool) -> None:  # noqa: FBT001  # a parameter of the test
+    """What the sampler thread is just reading is of before: the training's as a trial begins, the trial's as it ends."""
+    probe, reading, goes_on = CompileProbe(), threading.Event(), threading.Event()
+    probe._context = SimpleNamespace(recorder=SimpleNamespace(step=3))  # type: ignore[assignment]
+    probe._on_trial = not begins
+    made: list[str] = []
+
+    def read() -> list[str]:
+        found = list(made)
+        if threading.current_thread() is not threading.main_thread():
+            reading.set()
+            goes_on.wait(10.0)
+        return found
+
+    probe._records, probe._breaks = ListReader(read), ListReader(list)
+    made.append("first")
+    sampler = threading.Thread(target=probe._gather)
+    sampler.start()
+    assert reading.wait(10.0)
+    made.append("second")  # while the first is being read
+    threading.Timer(0.05, goes_on.set).start()
+    probe._try(begins)
+    sampler.join()
+    assert [item for item, _ in probe._waiting] == (["first", "second"] if begins else [])
+    made.append("third")
+    probe._gather()
+    assert [item for item, _ in probe._waiting] == (["first", "second"] if begins else ["third"])
 
 
 def test_breaks_are_not_lost_by_a_reset(run: Recording) -> None:

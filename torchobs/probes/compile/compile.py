@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 _MAX_WAITING = 4096
+_TRIAL_WAITS_S = 1.0
+"""How long a trial waits for a collection that another thread is at: what that collects is of before"""
 
 
 class ListReader:
@@ -184,21 +186,28 @@ class CompileProbe:
 
     def _try(self, begins: bool) -> None:  # noqa: FBT001  # a hook's only argument
         """Collect what the training has compiled before a trial, and let go of what was compiled on trial."""
-        self._gather()
-        self._on_trial = begins
+        self._gather(_TRIAL_WAITS_S, begins=begins)
 
-    def _gather(self) -> None:
-        """Collect new records and breaks; does nothing while another thread collects."""
-        if self._records is None or self._breaks is None or not self._gather_lock.acquire(blocking=False):
-            return
+    def _gather(self, timeout_s: float = 0.0, *, begins: bool | None = None) -> None:
+        """Collect new records and breaks; does nothing while another thread collects, for longer than that.
+
+        ``begins``: a trial begins or ends then, before another thread can collect what comes after.
+        """
+        held = self._gather_lock.acquire(timeout=timeout_s)
         try:
-            step = self._context.recorder.step
-            breaks, records = self._breaks.fresh(), self._records.fresh()
-            if not self._on_trial:
-                self._waiting.extend((reason, None) for reason in breaks)
-                self._waiting.extend((record, step) for record in records)
+            if held and self._records is not None and self._breaks is not None:
+                self._collect(self._records, self._breaks)
+            self._on_trial = self._on_trial if begins is None else begins
         finally:
-            self._gather_lock.release()
+            if held:
+                self._gather_lock.release()
+
+    def _collect(self, all_records: ListReader, all_breaks: ListReader) -> None:
+        step = self._context.recorder.step
+        breaks, records = all_breaks.fresh(), all_records.fresh()
+        if not self._on_trial:
+            self._waiting.extend((reason, None) for reason in breaks)
+            self._waiting.extend((record, step) for record in records)
 
 
 def _modules() -> tuple[Any, Any]:
