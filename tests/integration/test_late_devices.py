@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,7 @@ from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.gradients.measurement import Clipping
 from torchobs.probes.gradients.norms import is_l2
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import AmpProbe
@@ -331,6 +333,24 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
         assert len(seen.names) == its_own
     late.device.is_capturing = False
     assert vars(late.gradients._updates)["_copied"] is None  # replays have changed the weights since
+    assert late.run.errors() == []
+
+
+def test_the_norm_of_shards_is_not_completed_within_a_capture(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """The division by the coefficient would be a part of the graph, and the norm's memory that of the graph's pool."""
+    clip, number = late.gradients._clip, parameters[0].new_empty(())
+    seen: Any = SimpleNamespace(given=[number], results=[number])
+    for capturing in (True, False):
+        clip.forget()
+        late.device.is_capturing = capturing
+        clip._keep(Clipping(1))
+        with Calls() as calls:
+            clip._note_clip(1.0, number, seen)
+        assert bool(calls.names) == (clip._seen[-1].total is not None) == (not capturing)
+        clip.forget()
+        clip._after_fsdp(Clipping(1), 1.0, number)
+        assert bool(clip._seen) == (not capturing)
+    late.device.is_capturing = False
     assert late.run.errors() == []
 
 

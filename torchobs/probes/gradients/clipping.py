@@ -287,7 +287,8 @@ class ClipWatch:
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
         limit: float | None = max_norm if type(max_norm) is float else self._take_limit(max_norm)
         self.limit = self.limit if limit is None else limit
-        if seen is not None and (total := completed_total(seen.given, limit)) is None:
+        capturing = seen is not None and self._devices.cuda.capturing()  # the division would become part of the graph
+        if seen is not None and (capturing or (total := completed_total(seen.given, limit)) is None):
             for coefficient in seen.results:
                 self.decide(getattr(coefficient, "_local_tensor", coefficient), lambda value: value < 1.0)
             return
@@ -357,8 +358,8 @@ class ClipWatch:
     def _watch_fsdp(self) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
-        watched = self._watched_fsdp
-        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", watched, probe=self._breaker.probe))
+        probe = self._breaker.probe
+        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", self._watched_fsdp, probe=probe))
 
     def _watched_fsdp(self, original: Any) -> Any:
         before, after = self._breaker.guard(self._before_fsdp), self._breaker.guard(self._after_fsdp)
@@ -382,7 +383,7 @@ class ClipWatch:
 
     def _after_fsdp(self, made: Clipping | None, max_norm: Any, norm: Any) -> None:
         limit = self._take_limit(max_norm)
-        if made is not None:
+        if made is not None and not self._devices.cuda.capturing():  # it would keep the graph's memory
             made.make_whole(norm)
             self._keep(made)
         if limit is None:
