@@ -1,24 +1,27 @@
 """Detect an optimizer that steps, and of whose parameters none gets a gradient, ever or any more: nothing is learned.
 
 The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward`` is not called,
-or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Or gradients
-come and are gone before the step (``zero_grad`` between ``backward`` and ``step``; or the loss is cut off, and they are those
-of another one, which are rightly cleared), which is seen by hooks on the nodes that accumulate those of a few parameters, in
-the backward pass after a look. Left alone
-are an optimizer that changes its parameters without gradients, one that begins to step while its parameters are frozen and
-others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One that has had gradients is
-told only where no other one has any meanwhile, and only if it could have some: players that train in turn, and parts that are
-frozen, are no mistake. Gradients that came in few of its steps are waited for longer, and if they come again that is told, too.
+or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Or
+gradients come in the last backward pass and are gone before the step (``zero_grad`` in between), which is seen by hooks on the
+nodes that accumulate those of a few parameters; what an earlier pass brought, as of a loss whose path leads through them, is
+rightly cleared. Left alone are an optimizer that changes its parameters without gradients, one that begins to step while its
+parameters are frozen and others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One
+that has had gradients is told only where no other one has any meanwhile, and only if it could have some: players that train in
+turn, and parts that are frozen, are no mistake. Gradients that came in few of its steps are waited for longer, and if they
+come again that is told, too.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from math import inf
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS
 from torchobs.probes.nonfinite.graph import accumulator_of
 from torchobs.support.tensor_reference import TensorReference
 
@@ -43,7 +46,9 @@ _CHOSEN, _LOOKED_AT = 3, 16
 class _Optimizer:
     """An optimizer, and since when it has no gradient."""
 
-    __slots__ = ("again", "before", "cleared", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since", "watched")
+    __slots__ = (
+        "again", "before", "came_ns", "cleared", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since", "watched",
+    )  # fmt: skip
 
     def __init__(self, optimizer: Any, gone: Callable[[Any], None]) -> None:
         self.optimizer = ref(optimizer, gone)
@@ -58,7 +63,9 @@ class _Optimizer:
         self.looks = self.since = 0
         self.before: list[tuple[int, Any]] = []
         self.cleared = False
-        """Whether gradients came in a backward pass since there are none before a step"""
+        """Whether gradients came in the last backward pass before a look that found none"""
+        self.came_ns = 0
+        """When the last one came since the look before; 0 if none did"""
         self.watched: list[tuple[Any, Any]] = []
         """Nodes that accumulate gradients, which live as long as they are held, and the hooks on them"""
 
@@ -154,18 +161,24 @@ class NoGradients:
 
         def note(_: object, given: tuple[Any, ...]) -> None:
             if any(one is not None for one in given):  # it also runs where a function of the user's gives none
-                known.cleared = True
+                known.came_ns = monotonic_ns()
 
         for parameter in _chosen_of([one for one in parameters_of(optimizer) if one.requires_grad]):
             node = accumulator_of(parameter)
             if node is not None:
                 known.watched.append((node, node.register_hook(self._guard(note))))
 
+    def _last_backward_ns(self) -> float:
+        """Return when the latest backward pass before this step began; infinite where that is not known."""
+        trace = self._context.recorder.trace
+        return next((stamp >> 4 for stamp in reversed(trace) if stamp & 15 == BACKWARD_BEGINS), inf)
+
     def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
+        known.cleared = known.came_ns > self._last_backward_ns()
+        known.came_ns = 0
         known.release()
         known.looks += 1
-        if not known.cleared:
-            self._context.at_backward(self._guard(partial(self._watch, known)))
+        self._context.at_backward(self._guard(partial(self._watch, known)))
         if known.looks == 1:
             known.since, known.before = step, self._chosen(optimizer)
         if known.had and self.trained >= known.since:
