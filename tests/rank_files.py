@@ -58,8 +58,9 @@ class File:
     """A flight file whose header and live words are the test's; this process holds its lock if it is told to."""
 
     def __init__(
-        self, directory: Path, *, born_s: float = 0.0, boot: bytes = BOOT, seed: int = 1, **resource: str | int
-    ) -> None:
+        self, directory: Path, *, born_s: float = 0.0, boot: bytes = BOOT, seed: int = 1, in_memory: bool | None = None,
+        **resource: str | int,
+    ) -> None:  # fmt: skip
         born_ns = round(born_s * S)
         self.header = Header(
             file_size=DEFAULT_SIZE,
@@ -71,6 +72,7 @@ class File:
             uid=os.getuid(),
             regions=plan(DEFAULT_SIZE),
             resource={**RESOURCE, **resource},
+            in_memory=in_memory,
         )
         self.buffer = bytearray(DEFAULT_SIZE)
         self.buffer[:HEADER_SIZE] = encode_header(self.header)

@@ -26,6 +26,7 @@ from torchobs.flight.format.layout import (
     encode_header,
     plan,
 )
+from torchobs.flight.writer.writer import open_writer
 
 HEADER = flights.header()
 MOVES = ("writer.py", "memory.py")
@@ -56,6 +57,17 @@ def test_a_header_is_what_was_put_in() -> None:
     """Every field, and the description of the rank."""
     made = replace(HEADER, resource={"rank": 7, "host": "böse\n\"'\\", "n": -5})
     assert decode_header(encode_header(made), made.file_size) == made
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_header_tells_whether_the_file_was_created_in_memory(flight_dir: Path, *, in_memory: bool) -> None:
+    """Wherever the file is copied to; padding of earlier versions, and what a later one may add, is unknown."""
+    writer = open_writer(flights.place(flight_dir, in_memory=in_memory), {"rank": 0}, MIN_SIZE)
+    made = writer.header
+    writer.close()
+    assert decode_header(encode_header(made), made.file_size).in_memory is in_memory
+    for unknown in (0, 3):
+        assert decode_header(changed(made, 92, "<I", unknown), made.file_size).in_memory is None
 
 
 @pytest.mark.parametrize("size", [MIN_SIZE, 300_032, DEFAULT_SIZE, 1_500_032, MAX_SIZE])

@@ -256,7 +256,13 @@ def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[Artif
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
     frames, crashed = _frames(directory, own, report), _crash(directory, report)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
-    return replace(report, left=tuple(own), frames=frames, crash=crashed, unwritten=silent and not in_memory(directory))
+    unwritten = silent and not _written_in_memory(report.header, directory)
+    return replace(report, left=tuple(own), frames=frames, crash=crashed, unwritten=unwritten)
+
+
+def _written_in_memory(header: Header, directory: Path) -> bool:
+    """Return True if the file was written in memory; where it lies now, perhaps a copy, tells only if its header does not."""
+    return in_memory(directory) if header.in_memory is None else header.in_memory
 
 
 def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:

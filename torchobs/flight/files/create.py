@@ -44,7 +44,7 @@ class CreatedFile:
     lock_inode: int
 
 
-def new_header(resource: Mapping[str, str | int], size: int) -> Header:
+def new_header(resource: Mapping[str, str | int], size: int, *, in_memory: bool | None = None) -> Header:
     """Return the header of a new incarnation with the present times; ``size`` in bytes is rounded down to whole pages.
 
     Raises ``ValueError`` for a size out of range.
@@ -53,7 +53,10 @@ def new_header(resource: Mapping[str, str | int], size: int) -> Header:
     # wall clock before and after the monotonic one, averaged: a preemption in between would shift the offset
     before, monotonic_ns, after = time.time_ns(), time.monotonic_ns(), time.time_ns()
     wall_ns = (before + after) // 2
-    return Header(size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource)
+    return Header(
+        size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource,
+        in_memory=in_memory,
+    )  # fmt: skip
 
 
 def file_name(header: Header) -> str:

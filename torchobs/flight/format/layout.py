@@ -13,9 +13,10 @@ offset content
 ====== =========================================================================================================
 
 **Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64
-wall_ns:u64 pid:u32 uid:u32 region_count:u32 resource_length:u32 resource_crc:u32 pad:u32``, then at 96 ``region_count`` ×
+wall_ns:u64 pid:u32 uid:u32 region_count:u32 resource_length:u32 resource_crc:u32 storage:u32``, then at 96 ``region_count`` ×
 ``kind:u32 item_size:u32 offset:u64 length:u64``, then at 288 the resource, a flat JSON object in UTF-8 that describes the rank,
-and in the last four bytes the CRC-32 of everything before. A bad CRC or size in the header invalidates the file.
+and in the last four bytes the CRC-32 of everything before. A bad CRC or size in the header invalidates the file. ``storage`` is
+1 if the file was created in memory (tmpfs), 2 if not, and 0, unknown, in files of earlier versions, where it was padding.
 
 **CRCs** of everything but the header are seeded with the low 32 bits of the incarnation, so that stale or forged frames
 do not validate. **Versions**: a reader takes any minor version of its major; minor versions add regions, never fields.
@@ -60,6 +61,8 @@ _REGIONS_AT, _MAX_REGIONS = 96, 8
 _MAX_RECORDS = MAX_SIZE // RECORD_SIZE
 """Most records that a reader folds: 16 MiB of forged ones took half a second."""
 _U32 = struct.Struct("<I")
+_STORAGE = (None, True, False)
+"""``Header.in_memory`` by the header's ``storage``"""
 
 
 class BadFlightFileError(ValueError):
@@ -158,6 +161,8 @@ class Header:
     regions: Mapping[Region, Extent]
     resource: Mapping[str, str | int]
     minor: int = MINOR
+    in_memory: bool | None = None
+    """where it was created, so that what a process stored in the mapped file survived its end; ``None``: unknown"""
 
     @property
     def seed(self) -> int:
@@ -201,7 +206,8 @@ def encode_header(header: Header) -> bytes:
         raise ValueError(msg)
     fixed = _FIXED.pack(
         MAGIC, MAJOR, header.minor, HEADER_SIZE, header.file_size, header.incarnation, header.boot_id, header.monotonic_ns,
-        header.wall_ns, header.pid, header.uid, len(header.regions), len(resource), zlib.crc32(resource), 0,
+        header.wall_ns, header.pid, header.uid, len(header.regions), len(resource), zlib.crc32(resource),
+        _STORAGE.index(header.in_memory),
     )  # fmt: skip
     table = b"".join(_REGION.pack(kind, span.item_size, span.offset, span.length) for kind, span in header.regions.items())
     body = fixed.ljust(_REGIONS_AT, b"\0") + table.ljust(_REGION.size * _MAX_REGIONS, b"\0") + resource
@@ -217,7 +223,7 @@ def decode_header(raw: bytes, size: int) -> Header:
     if len(raw) < HEADER_SIZE:
         raise BadFlightFileError("shorter than a header")
     magic, major, minor, header_size, file_size, incarnation, boot_id, *rest = _FIXED.unpack_from(raw)
-    monotonic_ns, wall_ns, pid, uid, region_count, resource_length, _, _ = rest
+    monotonic_ns, wall_ns, pid, uid, region_count, resource_length, _, storage = rest
     if magic != MAGIC:
         raise BadFlightFileError("not a flight file")
     if major != MAJOR:
@@ -229,7 +235,8 @@ def decode_header(raw: bytes, size: int) -> Header:
         msg = f"size {size} is not the header's {file_size}"
         raise BadFlightFileError(msg)
     regions, resource = _regions(raw, region_count, size), _resource(raw, resource_length)
-    return Header(file_size, incarnation, boot_id, monotonic_ns, wall_ns, pid, uid, regions, resource, minor)
+    in_memory = _STORAGE[storage] if storage < len(_STORAGE) else None
+    return Header(file_size, incarnation, boot_id, monotonic_ns, wall_ns, pid, uid, regions, resource, minor, in_memory)
 
 
 def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:

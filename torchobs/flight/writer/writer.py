@@ -385,7 +385,7 @@ def open_writer(
     Raises ``create.NoRoomError`` or ``OSError`` when it cannot be created, ``ValueError`` for a bad size.
     """
     with contextlib.ExitStack() as undo:
-        created = create(place, new_header(resource, size))
+        created = create(place, new_header(resource, size, in_memory=place.in_memory))
         undo.callback(lock.release, created.lock_fd)
         memory: Storage = Storage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
         undo.pop_all()
