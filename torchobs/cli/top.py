@@ -13,7 +13,7 @@ from itertools import chain
 from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
 from torchobs.cli.terminal_style import size_of, style_for, tolerant
-from torchobs.cli.top_view import RankView, Screen, frame
+from torchobs.cli.top_view import RankView, Screen, drawn, frame
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import scalars, text_format
@@ -136,10 +136,10 @@ def _live(scanner: Scanner, interval_s: float) -> int:
                 seen, note = views(scanner)
                 took_s = time.monotonic() - began
                 due = began + max(interval_s, took_s / _LARGEST_SHARE)
-            screen = Screen(size_of(out).lines, first)
-            terminal.draw(frame(seen, style_for(out), screen, time.strftime("%H:%M:%S"), note))
+            screen = drawn(seen, style_for(out), Screen(size_of(out).lines, first), time.strftime("%H:%M:%S"), note)
+            terminal.draw(screen.lines)
             key = terminal.wait(max(0.0, due - time.monotonic()))
             if key == QUIT:
                 return 0
-            first = max(0, min(first + {"up": -1, "down": 1}.get(key, 0), len(seen)))
+            first = max(0, screen.first + {"up": -1, "down": 1}.get(key, 0))
     return 130

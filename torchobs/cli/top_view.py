@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 from torchobs import catalog
@@ -40,6 +40,8 @@ _LEAST_FOR_WORDS = 4
 """Fewest lines per run for showing its findings; with fewer the table of ranks has priority."""
 _LINES_OF_RUN = 5
 """Lines of a run with one rank: a blank one, its heading, its findings, the table's heading and a row"""
+_LEAST_OF_RUN = _LINES_OF_RUN - 1
+"""Those without its findings"""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2),
@@ -85,36 +87,94 @@ class RankView:
 
 
 class Screen(NamedTuple):
-    """Height of the screen, and the first rank of the table, or the first run where not all fit."""
+    """Height of the screen, and how far it is scrolled.
+
+    By ranks of the table; where not all runs fit, by ranks of the uppermost run, and then on to the next run.
+    """
 
     height: int
     first: int = 0
 
 
+class Drawn(NamedTuple):
+    """The lines of one screen, and how far it is scrolled in truth: no further than to its end."""
+
+    lines: list[str]
+    first: int = 0
+
+
+class _Block(NamedTuple):
+    """A run on the screen: the lines above its table, and the room for that."""
+
+    run: Sequence[RankView]
+    slow: Mapping[str, Slowness]
+    above: list[str]
+    room: int
+
+    @property
+    def visible(self) -> int:
+        """Number of ranks that are shown."""
+        return len(self.run) if len(self.run) <= self.room else max(1, self.room - 1)
+
+    @property
+    def hidden(self) -> int:
+        """Number of ranks that are not, which is how far the table can be scrolled."""
+        return len(self.run) - self.visible
+
+
 def frame(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: str, note: str = "") -> list[str]:
     """Return the lines of one screen, at most ``screen.height``."""
+    return drawn(seen, style, screen, now, note).lines
+
+
+def drawn(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: str, note: str = "") -> Drawn:
+    """Return one screen, of at most ``screen.height`` lines."""
     runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
     if not runs:
-        return [text_format.cut(line, style.width) for line in (f"torchobs top  {now}", note)][: screen.height]
+        return Drawn([text_format.cut(line, style.width) for line in (f"torchobs top  {now}", note)][: screen.height])
     most = max(1, (screen.height - 1) // _LINES_OF_RUN)
     if len(runs) > most and len(runs) * _LINES_OF_RUN > screen.height + 1:
-        begin = min(screen.first, len(runs) - most)
-        lines = frame(list(chain.from_iterable(runs[begin : begin + most])), style, Screen(screen.height - 1), now)
-        more = f"… {len(runs) - most:,} more runs: up, down; those that live come first"
-        return [*lines, style("dim", text_format.cut(more, style.width))]
-    used = len(runs) * 2 + (len(runs) - 1)
-    curves = screen.height >= used + sum(map(_curve_rows, runs)) + min(len(seen), 3 * len(runs))
-    lines = []
+        return _some(runs, most, style, screen, now)
+    blocks = _blocks(runs, style, screen.height, now)
+    first = min(screen.first, max(block.hidden for block in blocks))
+    return Drawn(_lines(blocks, style, [first] * len(blocks))[: screen.height], first)
+
+
+def _some(runs: Sequence[Sequence[RankView]], most: int, style: TerminalStyle, screen: Screen, now: str) -> Drawn:
+    """Return a screen of ``most`` runs; scrolled down, the uppermost one's ranks come before the next run does."""
+    begin, left, height, end = 0, screen.first, screen.height - 1, len(runs) - most
+    blocks = _blocks(runs[:most], style, height, now)
+    while begin < end and left > blocks[0].hidden:
+        left -= blocks[0].hidden + 1
+        begin += 1
+        blocks = _blocks(runs[begin : begin + most], style, height, now)
+    scrolled = blocks if begin == end else blocks[:1]
+    own = min(left, max(block.hidden for block in scrolled))
+    lines = _lines(blocks, style, [own if number < len(scrolled) else 0 for number in range(most)])[:height]
+    more = f"… {text_format.plural(len(runs) - most, 'more run')}: up, down; those that live come first"
+    return Drawn([*lines, style("dim", text_format.cut(more, style.width))], screen.first - left + own)
+
+
+def _blocks(runs: Sequence[Sequence[RankView]], style: TerminalStyle, height: int, now: str) -> list[_Block]:
+    """Return how runs share the lines of a screen: the first ones have what the others can spare."""
+    used, ranks = len(runs) * 2 + (len(runs) - 1), sum(map(len, runs))
+    curves = height >= used + sum(map(_curve_rows, runs)) + min(ranks, 3 * len(runs))
+    blocks, used = list[_Block](), 0
     for number, run in enumerate(runs):
-        rest = len(runs) - number - 1
+        left = height - used - _LEAST_OF_RUN * (len(runs) - number - 1)
         slow = slownesses(run)
-        told = _verdict(run, slow, style) if screen.height - len(lines) - 3 * rest > _LEAST_FOR_WORDS else []
-        above = len(told) + (_curve_rows(run) if curves else 0) + (1 if number else 0)
-        room = max(1, (screen.height - len(lines) - 3 * rest) - 2 - above)
-        lines += [""] if number else []
-        lines += [_heading(run, style, now if not number else ""), *told, *(_curves(run, style) if curves else [])]
-        lines += _table(run, slow, style, room, screen.first)
-    return lines[: screen.height]
+        told = _verdict(run, slow, style) if left > _LEAST_FOR_WORDS else []
+        above = [*([""] if number else []), _heading(run, style, now if not number else ""), *told]
+        above += _curves(run, style) if curves else []
+        room = max(1, left - 1 - len(above))
+        blocks.append(_Block(run, slow, above, room))
+        used += len(above) + 1 + min(len(run), room)
+    return blocks
+
+
+def _lines(blocks: Sequence[_Block], style: TerminalStyle, firsts: Sequence[int]) -> list[str]:
+    tables = (_table(block, style, first) for block, first in zip(blocks, firsts, strict=True))
+    return [line for block, table_ in zip(blocks, tables, strict=True) for line in (*block.above, *table_)]
 
 
 def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
@@ -148,11 +208,11 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
     return replace(status, slowness=slow.get(one.rank.incarnation))
 
 
-def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle, room: int, first: int) -> Iterator[str]:
-    ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
-    fits = len(ordered) <= room
-    begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
-    shown = ordered[begin : begin + (room if fits else max(1, room - 1))]
+def _table(block: _Block, style: TerminalStyle, first: int) -> Iterator[str]:
+    run, slow = block.run, block.slow
+    ordered = sorted(run, key=lambda one: _trouble(one, slow)) if block.hidden else run
+    begin = min(first, block.hidden)
+    shown = ordered[begin : begin + block.visible]
     rows = [_row(one, slow) for one in shown]
     kept = [at for at, one in enumerate(_COLUMNS) if one.heading not in _WHERE_KNOWN or any(row[at] for row in rows)]
     heading, *lines = table([_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows], style.width)
@@ -162,8 +222,8 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termina
         if one.rank.state == "alive":
             colour = "yellow" if one.anomalous else ""
         yield style(colour, line)
-    if not fits and room > 1:
-        more = f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first"
+    if block.hidden and block.room > 1:
+        more = f"… {text_format.plural(block.hidden, 'more rank')}: up, down; those in trouble come first"
         yield style("dim", text_format.cut(more, style.width))
 
 
