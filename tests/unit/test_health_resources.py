@@ -2,10 +2,15 @@
 
 import pytest
 
+from tests.diagnosis_files import fact
+from tests.flights import header
 from tests.ui import Values, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.growth import NEAR_S
+from torchobs.diagnosis.health import findings
+from torchobs.diagnosis.status import anomalies_of, recent_anomalies
+from torchobs.exporter.ui import events
 
 GPU = "GPU-1"
 
@@ -25,6 +30,7 @@ def gpu(state: str) -> Values:
     return {catalog.HW_STATUS.name: {(GPU, "gpu", one): float(one == state) for one in catalog.HW_STATE.values}}
 
 
+LATELY = {catalog.EVENT_WORKER_DIED.name: 1}
 DIED: Values = {catalog.DATA_WORKERS_DIED.name: {(): 2.0}}
 WELL = [skips(15, 2.0), grows(NEAR_S + 1), gpu("ok"), gpu("degraded")]
 
@@ -36,7 +42,7 @@ WELL = [skips(15, 2.0), grows(NEAR_S + 1), gpu("ok"), gpu("degraded")]
         (skips(16, 2.0**20), "The loss scaler skips every step: 16 in a row, in which nothing was learned.", Severity.WARNING),
         (grows(3600.0), "Host memory grows with the steps, and is full in 1 h.", Severity.WARNING),
         (gpu("failed"), "1 GPU has failed: GPU-1.", Severity.ERROR),
-        (DIED, "2 workers of data loaders died.", Severity.WARNING),
+        (DIED, "Earlier: 2 workers of data loaders died.", Severity.INFO),
     ],
 )
 def test_what_an_alert_is_about_is_not_all_well(values: Values, said: str, level: Severity) -> None:
@@ -44,6 +50,25 @@ def test_what_an_alert_is_about_is_not_all_well(values: Values, said: str, level
     health = run(row(0, values=values)).health
     assert health.text.endswith(said)
     assert health.level is level
+
+
+def test_workers_that_died_are_worth_a_look_for_as_long_as_the_alert() -> None:
+    """A run that has gone on for days without them, or has finished, is well."""
+    now = run(row(0), row(1, values=DIED, lately=LATELY)).health
+    assert (now.level, now.text.endswith("2 workers of data loaders died on rank 1.")) == (Severity.WARNING, True)
+    failed = run(row(0, "failed", reason="exception", values=DIED, lately=LATELY))
+    finished = run(row(0, "finished", reason="finished", values=DIED, lately=LATELY)).health
+    assert "workers_died" in {one.kind for one in findings(failed.status) if one.severity == "warning"}
+    assert (finished.level, finished.text.endswith(" 2 workers of data loaders died.")) == (Severity.INFO, True)
+
+
+def test_when_a_worker_died_is_known_from_its_event() -> None:
+    """From the file as from the page's list."""
+    died = fact(catalog.EVENT_WORKER_DIED, 9.0, 90, pid=77)
+    assert recent_anomalies(anomalies_of([died]), died.time_s + 60.0) == LATELY
+    (shown,) = events.of_ring(header(), "0", [(0, {"k": "event", "name": died.name, "t": 0, "attrs": {"pid": 77}})])
+    assert recent_anomalies(events.recent_kinds([shown]), shown.at_s + 60.0) == LATELY
+    assert not recent_anomalies(events.recent_kinds([shown]), shown.at_s + 700.0)
 
 
 def test_the_ranks_are_named() -> None:

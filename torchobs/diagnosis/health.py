@@ -17,7 +17,7 @@ from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST, UNTIL_A_STEP
-from torchobs.diagnosis.status import RankStatus, RunStatus
+from torchobs.diagnosis.status import WORKER_DIED, RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
@@ -291,7 +291,10 @@ def _growing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield that GPUs have failed, and that workers of data loaders have died, even if the script goes on with new ones."""
+    """Yield that GPUs have failed, and that workers of data loaders have died, even if the script goes on with new ones.
+
+    Once it has gone on for some time, or has finished, that is no trouble any more.
+    """
     if gpus := sorted({gpu for rank in ranks if rank.up for gpu in rank.failed_gpus}):
         verb = "has" if len(gpus) == 1 else "have"
         named = text_format.joined([text_format.clean(gpu) for gpu in gpus], _MOST_NAMED)
@@ -299,7 +302,10 @@ def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     died = [rank for rank in ranks if rank.workers_died]
     if died:
         workers = text_format.plural(sum(rank.workers_died for rank in died), "worker")
-        yield Finding(WARNING, "workers_died", f"{workers} of data loaders died{_where(died, ranks)}.")
+        lately = any(rank.lately.get(WORKER_DIED) for rank in died) and any(rank.state != "finished" for rank in ranks)
+        word = "" if lately or not any(rank.up for rank in ranks) else "Earlier: "
+        text = f"{word}{workers} of data loaders died{_where(died, ranks)}."
+        yield Finding(WARNING if lately else INFO, "workers_died", text)
 
 
 def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

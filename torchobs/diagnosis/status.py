@@ -31,6 +31,8 @@ _LARGEST = 1e150
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 
+WORKER_DIED = catalog.EVENT_WORKER_DIED.name
+
 
 class Get(Protocol):
     """Looks up a value of a rank."""
@@ -93,7 +95,7 @@ class RankStatus:
     counted: Mapping[str, int] = field(default_factory=dict)
     """anomalies since the start, by kind"""
     lately: Mapping[str, int] = field(default_factory=dict)
-    """anomalies of the last ten minutes by kind, as far as known from events"""
+    """anomalies of the last ten minutes by kind, and workers that died (:data:`WORKER_DIED`), as far as known from events"""
     mistakes: tuple[str, ...] = ()
     """of ``catalog.LOOP_MISTAKES`` what the loop was found to do"""
     no_progress: str = ""
@@ -302,10 +304,15 @@ def recent_anomalies(anomalies: Iterable[tuple[float, str, int]], now_s: float) 
 
 
 def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
-    """Yield Unix time, kind and number (with those left out before it) of the anomalies among the events."""
+    """Yield Unix time, kind and number (with those left out before it) of the anomalies among the events.
+
+    And of loaders' workers that died, as :data:`WORKER_DIED`.
+    """
     for event in events:
         if event.name == catalog.EVENT_ANOMALY.name:
             yield event.time_s, event.text("kind"), 1 + event.count("left_out")
+        elif event.name == WORKER_DIED:
+            yield event.time_s, WORKER_DIED, 1
 
 
 def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.status import WORKER_DIED
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torchobs.flight.format.layout import Header
 
@@ -135,6 +136,12 @@ def _merged(one: EventGroup, other: EventGroup) -> EventGroup:
     ranks = tuple(dict.fromkeys((*one.last.ranks, *other.last.ranks)))
     last = max(one.last, other.last, key=_time)._replace(ranks=ranks)
     return EventGroup(max(one.number, other.number), min(one.first, other.first, key=_time), last)
+
+
+def recent_kinds(events: Iterable[EventRow]) -> Iterator[tuple[float, str, int]]:
+    """Yield Unix time, kind and number of each, as :func:`torchobs.diagnosis.status.anomalies_of` does."""
+    for event in events:
+        yield event.at_s, WORKER_DIED if event.title == _title(WORKER_DIED) else event.anomaly, event.number
 
 
 def _time(event: EventRow) -> float:

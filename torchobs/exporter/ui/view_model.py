@@ -13,7 +13,7 @@ from torchobs.catalog import Severity
 from torchobs.diagnosis.health import Health, health
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, left_s, recent_anomalies, status_of
 from torchobs.exporter.ui.data import NO_DETAILS
-from torchobs.exporter.ui.events import log_of
+from torchobs.exporter.ui.events import log_of, recent_kinds
 from torchobs.ranks import collectives, labels
 from torchobs.ranks.incarnations import DIGITS
 from torchobs.ranks.metric_values import Reader
@@ -209,7 +209,7 @@ class Modeller:
             per_s=pace.per_s if trains and pace else None,
             replicas=details.replicas._replace(losses=details.newest.losses),
             mistakes=details.mistakes,
-            lately=recent_anomalies(((one.at_s, one.anomaly, one.number) for one in details.events.newest), time.time()),
+            lately=recent_anomalies(recent_kinds(details.events.newest), time.time()),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
         return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))
