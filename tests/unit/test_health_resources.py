@@ -32,14 +32,15 @@ def gpu(state: str) -> Values:
 
 LATELY = {catalog.EVENT_WORKER_DIED.name: 1}
 DIED: Values = {catalog.DATA_WORKERS_DIED.name: {(): 2.0}}
-WELL = [skips(15, 2.0), grows(NEAR_S + 1), gpu("ok"), gpu("degraded")]
+WELL = [skips(19, 0.5), skips(30, 4.0), grows(NEAR_S + 1), gpu("ok"), gpu("degraded")]
 
 
 @pytest.mark.parametrize(
     ("values", "said", "level"),
     [
         (skips(40, 0.5), "The loss scaler skips every step: 40 in a row, in which nothing was learned.", Severity.ERROR),
-        (skips(16, 2.0**20), "The loss scaler skips every step: 16 in a row, in which nothing was learned.", Severity.WARNING),
+        (skips(20, 1.0), "The loss scaler skips every step: 20 in a row, in which nothing was learned.", Severity.WARNING),
+        (skips(128, 9.0), "The loss scaler skips every step: 128 in a row, in which nothing was learned.", Severity.WARNING),
         (grows(3600.0), "Host memory grows with the steps, and is full in 1 h.", Severity.WARNING),
         (gpu("failed"), "1 GPU has failed: GPU-1.", Severity.ERROR),
         (DIED, "Earlier: 2 workers of data loaders died.", Severity.INFO),
@@ -78,7 +79,7 @@ def test_the_ranks_are_named() -> None:
 
 @pytest.mark.parametrize("values", WELL)
 def test_what_is_ordinary_is_well(values: Values) -> None:
-    """A scale that is found, a limit that is far, a GPU that works."""
+    """A scale that is found, also from 2^32 on, a limit that is far, a GPU that works."""
     assert run(row(0, values=values)).health.level is Severity.INFO
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.disagreement import differing, drifted, same_batches
+from torchobs.detect.loss_scaler import is_stuck
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
@@ -31,8 +32,6 @@ _NO_PROGRESS = {
     "small_rate": "the learning rate is too small to move a weight",
 }
 """What ``no_progress`` says with figures"""
-LEAST_SKIPPED = 16
-"""Steps in a row that a loss scaler skips before it is stuck: from 65,536, where torch's begins, so many halvings lead to 1."""
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
@@ -272,7 +271,7 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 def _skips(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield that a loss scaler skips every step; also of an ended run, whose last steps changed nothing."""
-    stuck = [rank for rank in ranks if rank.skip_streak >= LEAST_SKIPPED]
+    stuck = [rank for rank in ranks if is_stuck(rank.skip_streak, rank.scale)]
     if stuck:
         gist = f"The loss scaler {'skips' if any(rank.up for rank in stuck) else 'skipped'} every step{_where(stuck, ranks)}"
         text = f"{gist}: {max(rank.skip_streak for rank in stuck):,} in a row, in which nothing was learned."

@@ -8,10 +8,11 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.loss_scaler import is_stuck
 from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.activations import activations
-from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, LEAST_SKIPPED, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
 from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.no_progress import no_progress
@@ -334,11 +335,11 @@ def _unmoved(report: RankReport) -> Iterator[Finding]:
 def _scaler(report: RankReport) -> Iterator[Finding]:
     skipped = int(report.value(catalog.AMP_STEPS_SKIPPED) or 0)
     streak, steps = report.value(catalog.AMP_SKIP_STREAK) or 0, int(report.value(catalog.STEPS) or 0)
+    least = min(report.by_attribute(catalog.AMP_SCALE).values(), default=None)
     if report.events_named(catalog.EVENT_AMP_SCALE_COLLAPSED):
-        scale = text_format.number(min(report.by_attribute(catalog.AMP_SCALE).values(), default=None))
-        text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
+        text = f"The loss scale collapsed (it ended at {text_format.number(least)}): no scale makes the gradients finite."
         yield Finding(ERROR, "amp_scale_collapsed", text)
-    elif streak >= LEAST_SKIPPED:
+    elif is_stuck(streak, least):
         text = f"The loss scaler skipped the last {text_format.plural(int(streak), 'step')}: nothing was learned in them."
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:

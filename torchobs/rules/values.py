@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torchobs._version import __version__
+from torchobs.detect.loss_scaler import LEAST_SKIPPED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +59,7 @@ class Thresholds:
     recompiles: float = 16
     """Recompilations within ten minutes, of all functions. torch stops at 8 for one function
     (`torch._dynamo.config.recompile_limit`); a model with a dynamic size has a handful in its first minutes."""
-    skipped: float = 20
+    skipped: float = LEAST_SKIPPED
     """Steps that a loss scaler skips. It starts at 2^16 and halves at each: 16 reduce it to 1, a starting job may need some."""
     checkpoint_cadences: float = 3
     """A checkpoint is overdue after this many times the run's own usual interval"""
