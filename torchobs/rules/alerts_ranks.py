@@ -188,14 +188,16 @@ def _behind() -> Culprits:
     return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
 
 
-def lived(values: Values) -> str:
-    """Return the condition that a run lived for some minutes of its last hour: what lived for less has no time to lose.
+def lived(values: Values, within: str = "") -> str:
+    """Return the condition that a run lived for some minutes ``within`` a time, by default its last hour.
+
+    What lived for less has no time to lose.
 
     Whoever tries a script out sees it crash, and a Job with a mistake is tried seven times by default. The window is so much
     longer than the one for failures that an alert ends with that.
     """
     lived_s = values.thresholds.lived_s
-    return f"60 * sum_over_time(({ALIVE} > bool 0)[{GONE_S + lived_s:.0f}s:1m]) >= {lived_s:g}"
+    return f"60 * sum_over_time(({ALIVE} > bool 0)[{within or f'{GONE_S + lived_s:.0f}s'}:1m]) >= {lived_s:g}"
 
 
 def _run_down(values: Values) -> Alert:

@@ -160,7 +160,8 @@ def _goodput(values: Values) -> Alert:
     """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window.
 
     Who never trains (serves a model, or only evaluates one) has no such objective, and a script that failed at once, and was
-    given up, holds no machine.
+    given up, holds no machine. One that fails so again and again does, and may wait for long in between: it is asked how long
+    it lived in the whole day.
     """
     allowed = 1 - values.thresholds.goodput
     used, states = (
@@ -175,7 +176,8 @@ def _goodput(values: Values) -> Alert:
         for long, short, burn in BURNS
     ]
     either = "\n          or".join(lost)
-    trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[1d]) > 0\n          and on ({ONE_RUN}) {lived(values)}"
+    day = BURNS[-1][0]
+    trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[{day}]) > 0\n          and on ({ONE_RUN}) {lived(values, day)}"
     return Alert(
         alert="TorchobsGoodputLow",
         expr=f"max {BY_RUN} (\n          ({either})\n          {trains}\n)",

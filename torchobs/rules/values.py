@@ -53,7 +53,7 @@ class Thresholds:
     were observed for at least four minutes; and four hours suffice to let the run reach a checkpoint."""
     lived_s: float = 600
     """A run that has lived for less in its last hour wakes nobody up when it fails (`TorchobsRankFailed` tells of it),
-    and wastes no machine"""
+    and one that has in its last day wastes no machine"""
     restarts: float = 3
     """Restarts of a rank within fifteen minutes"""
     recompiles: float = 16
