@@ -110,7 +110,8 @@ def _note(snapshot: Snapshot) -> str:
     if snapshot.problems:
         return f"{text_format.clean(snapshot.problems[0])}: start a training with `torchobs run train.py`"
     if bad := snapshot.files["bad"]:
-        return f"{text_format.plural(bad, 'flight file')} here cannot be read: `torchobs runs` says why"
+        files = text_format.plural(bad, "flight file")
+        return f"{files} here cannot be read: `torchobs runs`, with the same --dir if any, says why"
     return "no rank trains here, or did lately: `torchobs run train.py` starts one, `torchobs inspect` reports on ended ones"
 
 
