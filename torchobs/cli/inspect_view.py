@@ -16,10 +16,9 @@ from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, device_memory, memory
-from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.diagnosis.rank_report import Fact, RankReport, last_known
 from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.stall import stall
-from torchobs.diagnosis.status import last_known
 from torchobs.report.details import command_line, facts
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}

@@ -16,7 +16,7 @@ from torchobs.detect import stragglers
 from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
-from torchobs.diagnosis.rank_report import Step
+from torchobs.diagnosis.rank_report import Step, last_known
 from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import (
     NO_REPLICAS,
@@ -25,7 +25,6 @@ from torchobs.diagnosis.status import (
     RankStatus,
     Replicas,
     RunStatus,
-    last_known,
     left_s,
     status_of,
 )

@@ -10,8 +10,7 @@ from torchobs.detect.spikes import WARM_UP
 from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import WARNING, Finding, zero_learning_rate
-from torchobs.diagnosis.rank_report import RankReport, model_begins
-from torchobs.diagnosis.status import zero_rate_of
+from torchobs.diagnosis.rank_report import RankReport, model_begins, zero_rate_of
 
 
 def learning_rate(report: RankReport) -> Iterator[Finding]:

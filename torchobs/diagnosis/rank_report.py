@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.scalars import Point
 from torchobs.flight.files.artifacts import ArtifactName
@@ -317,6 +318,17 @@ def _step(parts: Sequence[StepRecord], header: Header) -> Step:
         clipped=bool(flags & StepFlag.CLIPPED),
         new_model=bool(flags & StepFlag.NEW_MODEL),
     )
+
+
+def zero_rate_of(report: RankReport) -> ZeroRate | None:
+    """Return since when the learning rate of the first parameter group is zero, or next to it."""
+    began = next((step.step for step in reversed(report.steps) if step.new_model), 0)
+    return zero_rate([(step.step, step.learning_rate) for step in report.steps], began)
+
+
+def last_known(values: Sequence[float | None]) -> float | None:
+    """Return the last value that is not ``None``, if there is one."""
+    return next((value for value in reversed(values) if value is not None), None)
 
 
 def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:

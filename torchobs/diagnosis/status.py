@@ -18,7 +18,7 @@ from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
-from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes
+from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
 from torchobs.ranks.collectives import group_progress
@@ -30,7 +30,6 @@ _LARGEST = 1e150
 """Its square is finite"""
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
-
 WORKER_DIED = catalog.EVENT_WORKER_DIED.name
 
 
@@ -393,14 +392,3 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         unwritten=report.unwritten,
     )
     return completed(status, report.value, partial(by_attributes, report.values))
-
-
-def zero_rate_of(report: RankReport) -> ZeroRate | None:
-    """Return since when the learning rate of the first parameter group is zero, or next to it."""
-    began = next((step.step for step in reversed(report.steps) if step.new_model), 0)
-    return zero_rate([(step.step, step.learning_rate) for step in report.steps], began)
-
-
-def last_known(values: Sequence[float | None]) -> float | None:
-    """Return the last value that is not ``None``, if there is one."""
-    return next((value for value in reversed(values) if value is not None), None)

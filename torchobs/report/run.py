@@ -11,8 +11,7 @@ from torchobs.diagnosis.choose import Chosen
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import BADGES, LEVELS
-from torchobs.diagnosis.rank_report import RankReport
-from torchobs.diagnosis.status import last_known
+from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.flight.format.layout import Region
 from torchobs.report import events, ranks, resources, timing, training
 from torchobs.report.content import Block, Document, Figure, Figures, Item, Items, Section, Text, section

@@ -9,8 +9,7 @@ from typing import Any
 
 from torchobs.diagnosis import choose, load
 from torchobs.diagnosis.choose import RunFiles
-from torchobs.diagnosis.rank_report import RankReport
-from torchobs.diagnosis.status import last_known
+from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.flight.format.event_ring import plain
 
 VERSION = 1
