@@ -123,6 +123,26 @@ def test_weights_that_replaced_quantised_ones_stay(kind: str) -> None:
         assert torch.equal(model(x), other(x))
 
 
+class _OwnLinear(nn.Linear):
+    """A linear layer with a class of its own."""
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_only_layers_that_the_plan_counts_are_quantised(kind: str) -> None:
+    """Promise: one with a computed weight, or of a class of its own, stays as it is, also after `undo`."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)), _OwnLinear(16, 16), nn.Linear(16, 4)).eval()
+    x, weight = torch.randn(8, 16), model[1].weight
+    plan = tune.optimize(model, mode="inference", quantize=kind, example=x)
+    assert "1 × Linear" in str(plan)
+    with torch.no_grad():
+        expected = model(x)
+        assert plan.check().relative > 0
+        with plan:
+            assert model[1].weight is weight
+        assert model[1].weight is weight
+        assert torch.equal(model(x), expected)
+
+
 def test_weights_that_share_their_memory_keep_it() -> None:
     """Promise: neither other processes nor another parameter lose sight of a weight because its layout is changed."""
     shared = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).share_memory()

@@ -91,10 +91,10 @@ def torchao_obstacle() -> str | None:
 
 
 class TorchaoQuantization:
-    """Puts torchao's quantised parameters in the place of a model's own, and these back again."""
+    """Puts torchao's quantised parameters in the place of these linear layers' own, and these back again."""
 
-    def __init__(self, model: nn.Module, kind: str) -> None:
-        self._model, self._kind = model, kind
+    def __init__(self, model: nn.Module, kind: str, linear: Sequence[nn.Module]) -> None:
+        self._model, self._kind, self._linear = model, kind, linear
         self._before: list[tuple[nn.Module, nn.Parameter]] = []
         self._after: list[nn.Parameter] = []
         self._versions: list[int] = []
@@ -102,8 +102,7 @@ class TorchaoQuantization:
 
     def apply(self) -> None:
         """Quantise, unless no weight changed since the last time."""
-        linear = [module for module in self._model.modules() if type(module) is nn.Linear]
-        self._before = [(module, module.weight) for module in linear]  # type: ignore[misc]
+        self._before = [(module, module.weight) for module in self._linear]  # type: ignore[misc]
         versions = [weight._version for _, weight in self._before]
         if versions == self._versions:
             for (module, _), weight in zip(self._before, self._after, strict=True):
@@ -118,7 +117,8 @@ class TorchaoQuantization:
             if self._kind == "torchao_int8"
             else quantization.Int8WeightOnlyConfig()
         )
-        quantization.quantize_(self._model, config)
+        chosen = set(self._linear)
+        quantization.quantize_(self._model, config, filter_fn=lambda module, _: module in chosen)
         self._added = [(module, set(vars(module)) - before) for module, before in names]
         self._versions, self._after = versions, [module.weight for module, _ in self._before]  # type: ignore[misc]
 

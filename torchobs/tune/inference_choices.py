@@ -38,7 +38,7 @@ def quantization(request: Request) -> Choice:
     linear = list(_linear_layers(request.model))
     if not linear:
         return skip(name, "the model has no nn.Linear with float32 weights")
-    return _dynamic(request, linear) if request.quantize == "dynamic" else _torchao(request, len(linear))
+    return _dynamic(request, linear) if request.quantize == "dynamic" else _torchao(request, linear)
 
 
 def _dynamic(request: Request, linear: list[nn.Module]) -> Choice:
@@ -55,14 +55,14 @@ def _dynamic(request: Request, linear: list[nn.Module]) -> Choice:
     return use(name, reason, DynamicQuantization(linear))
 
 
-def _torchao(request: Request, layers: int) -> Choice:
+def _torchao(request: Request, linear: list[nn.Module]) -> Choice:
     if importlib.util.find_spec("torchao") is None:
         return skip("quantization", "torchao is not installed: pip install 'torchobs[torchao]'")
     if (obstacle := torchao_obstacle()) is not None:
         return skip("quantization", f"this torchao does not fit this torch: {obstacle}")
     what = "weights and inputs" if request.quantize == "torchao_int8" else "weights"
-    reason = f"{what} of {layers} × Linear in 8-bit integers by torchao"
-    return use("quantization", reason, TorchaoQuantization(request.model, str(request.quantize)))
+    reason = f"{what} of {len(linear)} × Linear in 8-bit integers by torchao"
+    return use("quantization", reason, TorchaoQuantization(request.model, str(request.quantize), linear))
 
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
