@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.guard_cases import CASES
 from tests.support import quick_inductor
 from tests.tune.models import Block, blocks, convolutions
-from torchobs import tune
+from torchobs import debug, tune
 from torchobs.tune.difference import compare
 
 if TYPE_CHECKING:
@@ -183,6 +183,54 @@ def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them(
     )  # fmt: skip
     assert result["amp"].difference == difference.relative
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_forward_passes_that_differentiate_are_timed_and_counted_once() -> None:
+    """Promise: without a loss function, too; attention in them is counted for one pass."""
+    model, x = Slope(), torch.randn(8, 2)
+    assert tune.benchmark(model, x, modes=("none", "amp"), rounds=6, warmup=0)["amp"].accepted
+
+    class Attending(Slope):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            queries = torch.ones(1, 2, 4, 8)
+            return super().forward(x) + nn.functional.scaled_dot_product_attention(queries, queries, queries).mean()
+
+    assert tune.optimize(Attending(), mode="none").attention_kernels(x) == {"flash": 1}
+
+
+def test_an_error_that_is_none_of_gradients_is_raised_at_once() -> None:
+    """Promise: a pass that has run out of memory is not tried again with more."""
+
+    class Full(nn.Module):
+        calls = 0
+
+        def forward(self, _x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    model = Full()
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        tune.optimize(model, mode="none").measure(torch.ones(1))
+    assert model.calls == 1
+    assert debug.devices(model, torch.ones(1)).error is not None
+    assert model.calls == 2
+
+
+def test_a_buffer_that_is_returned_is_compared_as_it_was_then() -> None:
+    """Promise: putting buffers back does not make outputs alike that are buffers."""
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("cache", torch.zeros(2, 4, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cache: torch.Tensor = self.get_buffer("cache")
+            return cache.copy_(self.layer(x))
+
+    plan = tune.optimize(Cache(), mode="amp", amp_dtype=torch.bfloat16, example=torch.randn(2, 4))
+    assert 0 < plan.measure().relative < 0.0625
 
 
 def test_outputs_that_overflow_are_refused() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
+from torchobs.support.derivatives import wants_gradients
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import walk
 from torchobs.support.result import Result
@@ -78,8 +79,9 @@ class DeviceCheck(Result):
 def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCheck:
     """Find tensors on the wrong device, and transfers between devices that the forward pass makes.
 
-    With a batch the model is called once, without gradients, and again with them if it raises; buffers and the random state
-    are put back. Transfers are seen by a dispatch mode, for operators of this thread; a compiled function runs eagerly in it.
+    With a batch the model is called once, without gradients, and again with them if it differentiates; buffers and the random
+    state are put back. Transfers are seen by a dispatch mode, for operators of this thread; a compiled function runs eagerly
+    in it.
 
     Args:
         model: the module.
@@ -176,7 +178,7 @@ def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None
         watch.seen.clear()
         with state_kept(model), torch.set_grad_enabled(needs_grad), watch:
             error = raised_by(model, batch)
-        if error is None:
+        if error is None or not wants_gradients(error):
             break
     rows = [SilentCopy(*key[:3], count, size, *key[3:]) for key, (count, size) in watch.seen.items()]
     return tuple(sorted(rows, key=lambda row: -row.size)), error

@@ -15,7 +15,7 @@ from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import call
 from torchobs.support.samplers import generators
 from torchobs.tune.copies import OthersGradients, copied, originals_kept
-from torchobs.tune.difference import pair_of
+from torchobs.tune.difference import outputs, pair_of
 from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
 from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
 from torchobs.tune.peak_memory import peak_bytes, synchronize
@@ -59,7 +59,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
             DataLoader, of which the first batch is taken.
         optimizer: an optimizer over the model's parameters, if steps are to have one.
         loss_fn: called with output and target; its result starts a backward pass. Without it only forward passes are timed,
-            in evaluation mode and without gradients.
+            in evaluation mode and without gradients (with them if the forward pass differentiates).
         modes: modes of :func:`optimize`; the first is what the others are compared with.
         level: level of all plans.
         rounds: timed steps of each mode, at least 6 (7 for three modes); with a budget at most.
@@ -148,8 +148,10 @@ class _Step:
         of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
         self._weights = list({id(weight): weight for weight in (*model.parameters(), *of_optimizer, *of_loss)}.values())
         self.others = OthersGradients(self._weights)
+        self._gradients = False
         if loss_fn is None:
             model.eval()
+            _, self._gradients = outputs(model, self.input)
 
     def clear(self) -> None:
         """Free the gradients of the step before, which are no memory that a step finds."""
@@ -158,7 +160,7 @@ class _Step:
 
     def __call__(self) -> None:
         if self._loss_fn is None:
-            with torch.no_grad():
+            with torch.set_grad_enabled(self._gradients):
                 call(self.model, self.input)
             return
         self.clear()

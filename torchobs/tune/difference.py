@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchobs.support.derivatives import wants_gradients
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, walk
 from torchobs.support.module_modes import evaluating
@@ -82,39 +83,43 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the floating tensors of the model's output for a batch, in evaluation mode and without gradients.
+def outputs(model: nn.Module, batch: Any, *, gradients: bool | None = None) -> tuple[list[Tensor], bool]:
+    """Return the floating tensors of the model's output for a batch, in evaluation mode, and whether gradients were on.
 
-    With them where the forward pass needs them, for derivatives of its own (physics-informed networks, forces of an energy).
-    Each call draws the same random numbers, as of models that sample in evaluation mode; the caller's generators and the
-    model's buffers are as before.
+    They are, where not said otherwise, if the forward pass needs them, for derivatives of its own (physics-informed networks,
+    forces of an energy). Each call draws the same random numbers, as of models that sample in evaluation mode; the caller's
+    generators and the model's buffers are as before.
 
     Raises:
-        ValueError: the output has no floating tensor.
+        ValueError: the model is on the device meta.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
     with evaluating(model):
-        try:
-            with undisturbed(model), torch.no_grad():
-                result = call(model, batch)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # again, with gradients: another error is raised by that, too
-            with undisturbed(model), torch.enable_grad():
-                result = call(model, batch)
-    found = [tensor.detach().double() for _, tensor in walk(result) if tensor.is_floating_point()]
-    if not found:
-        raise ValueError("the model's output has no floating tensor to compare; pass a batch for which it has one")
-    return found
+        if gradients is None:
+            try:
+                return _outputs(model, batch, gradients=False), False
+            except RuntimeError as error:
+                if not wants_gradients(str(error)):
+                    raise
+            gradients = True  # tried when the error, whose frames hold the first pass's tensors, is gone
+        return _outputs(model, batch, gradients=gradients), gradients
+
+
+def _outputs(model: nn.Module, batch: Any, *, gradients: bool) -> list[Tensor]:
+    with undisturbed(model), torch.set_grad_enabled(gradients):
+        found = [tensor.detach() for _, tensor in walk(call(model, batch)) if tensor.is_floating_point()]
+        return [tensor.to(torch.float64, copy=True) for tensor in found]  # one may be a buffer, which is put back
 
 
 def compare(got: list[Tensor], reference: list[Tensor], tolerance: float) -> Difference:
     """Compare two results of :func:`outputs`.
 
     Raises:
-        ValueError: they differ in number or shape of tensors.
+        ValueError: there is no tensor, or they differ in number or shape of tensors.
     """
+    if not reference:
+        raise ValueError("the model's output has no floating tensor to compare; pass a batch for which it has one")
     if [tensor.shape for tensor in got] != [tensor.shape for tensor in reference]:
         raise ValueError("the two outputs have other shapes; is the model's output random in evaluation mode?")
     mine, theirs = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (got, reference))

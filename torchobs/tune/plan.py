@@ -117,9 +117,9 @@ class Plan(Result):
         was_applied = self._state.applied
         try:
             self._switch(on=False)
-            reference = outputs(self._model, batch)
+            reference, gradients = outputs(self._model, batch)
             self._switch(on=True)
-            got = outputs(self._model, batch)
+            got, _ = outputs(self._model, batch, gradients=gradients)
         finally:
             self._switch(on=was_applied)
         return compare(got, reference, tolerance_of(self.compute_dtype) if tolerance is None else tolerance)
@@ -137,9 +137,11 @@ class Plan(Result):
         batch = self._batch(batch)
         was_applied = self._state.applied
         try:
+            self._switch(on=False)
+            _, gradients = outputs(self._model, batch)
             self._switch(on=True)
-            outputs(self._model, batch)  # a compilation is none of it
-            return kernels_of(lambda: outputs(self._model, batch))
+            outputs(self._model, batch, gradients=gradients)  # a compilation is none of it
+            return kernels_of(lambda: outputs(self._model, batch, gradients=gradients))
         finally:
             self._switch(on=was_applied)
 
