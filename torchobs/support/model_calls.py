@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,15 +64,34 @@ def parts_of(values: Any) -> dict[Any, Any] | None:
 
 
 def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
-    """Return a structure of the same class with other parts."""
-    if isinstance(values, (list, tuple)):
-        return type(values)(*parts.values()) if hasattr(values, "_fields") else type(values)(parts.values())
-    if isinstance(values, Mapping) and not isinstance(values, MutableMapping):
-        return parts
+    """Return a structure with other parts, of the same class; a dictionary for a mapping of which no copy has its own items.
+
+    The constructors of the user's classes are not called: they may take other arguments, or change what they are given.
+    """
+    if isinstance(values, tuple):
+        kind: Any = type(values)
+        # torch's own (torch.return_types) are made by their class alone
+        return kind(parts.values()) if hasattr(kind, "n_fields") else tuple.__new__(kind, parts.values())
+    if isinstance(values, list):
+        made = copy(values)
+        list.__setitem__(made, slice(None), parts.values())
+        return made
+    if isinstance(values, Mapping):
+        return _mapping_with(values, parts)
+    made = copy(values)
+    for place, part in parts.items():
+        object.__setattr__(made, place, part)  # it may be frozen
+    for name in list(getattr(made, "__dict__", ())):
+        if isinstance(getattr(type(made), name, None), cached_property):
+            del made.__dict__[name]  # computed of the original's parts
+    return made
+
+
+def _mapping_with(values: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    has_own_items = isinstance(values, (dict, UserDict)) or hasattr(type(values), "__copy__")
+    if not has_own_items or not isinstance(values, MutableMapping):
+        return parts  # a copy may hold the same dictionary in an attribute: writing there would change the original
     made = copy(values)  # whatever its constructor takes
     for place, part in parts.items():
-        if isinstance(values, MutableMapping):
-            made[place] = part  # ModelOutput has no update()
-        else:
-            object.__setattr__(made, place, part)  # it may be frozen
+        made[place] = part  # ModelOutput has no update()
     return made
