@@ -36,11 +36,20 @@ def split(batch: Any, most: int) -> list[tuple[Any, float]]:
     """Return parts of at most ``most`` samples, each with its share of them; what is no tensor is in all parts.
 
     They are as equal as can be, so that a batch of one sample more than fit does not leave one alone: batch norm refuses that.
+
+    Raises:
+        ValueError: its tensors have no first dimension of their own, or cannot be cut.
     """
     size = size_of(batch)
     number = -(-size // most)
     edges = [size * index // number for index in range(number + 1)]
-    return [(_slice(batch, start, end), (end - start) / size) for start, end in pairwise(edges)]
+    parts = []
+    for start, end in pairwise(edges):
+        part = _slice(batch, start, end)
+        if samples_in(part) != end - start:  # all parts would be the whole batch
+            raise ValueError(f"a batch of the class {type(batch).__name__} cannot be split")
+        parts.append((part, (end - start) / size))
+    return parts
 
 
 def shares_of(batches: Sequence[Any]) -> list[float]:

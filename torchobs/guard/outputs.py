@@ -14,7 +14,7 @@ from torchobs.guard.record import count, record
 from torchobs.guard.severity import Category, Severity
 from torchobs.guard.tensor_values import dense_values, rounded
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.model_calls import parts_of, with_parts
+from torchobs.support.model_calls import SEQUENCES, parts_of, with_parts
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _mapped(value: Any, name: str, function: Callable[[torch.Tensor, str], torch
         return function(value, name)
     if (parts := parts_of(value)) is None:
         return value
-    place = "{}[{}]" if isinstance(value, (list, tuple)) else "{}.{}"
+    place = "{}[{}]" if isinstance(value, SEQUENCES) else "{}.{}"
     changed = {key: _mapped(item, place.format(name, key), function) for key, item in parts.items()}
     return value if all(item is parts[key] for key, item in changed.items()) else with_parts(value, changed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -12,12 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+SEQUENCES = (tuple, list, deque)
+"""Classes whose parts have a place by number"""
+
 
 def call(model: Any, batch: Any) -> Any:
     """Call a model with a batch: a mapping by keywords, a tuple or list by position, anything else as the only argument."""
-    if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
+    if is_mapping(batch):
         return model(**dict(batch.items()))
     return model(*batch) if is_sequence(batch) else model(batch)
+
+
+def is_mapping(values: Any) -> bool:
+    """Return True for a mapping, and for what has keys and items as one does."""
+    if isinstance(values, Mapping):
+        return True
+    return not isinstance(values, type) and hasattr(values, "keys") and hasattr(values, "items")
 
 
 def is_sequence(batch: Any) -> bool:
@@ -33,10 +43,10 @@ def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
     if isinstance(values, torch.Tensor):
         yield name, values
-    elif isinstance(values, dict) or hasattr(values, "items"):
+    elif is_mapping(values):
         for key, value in values.items():
             yield from walk(value, f"{name}.{key}")
-    elif isinstance(values, (tuple, list)):
+    elif isinstance(values, SEQUENCES):
         for index, value in enumerate(values):
             yield from walk(value, f"{name}[{index}]")
     elif is_dataclass(values) and not isinstance(values, type):
@@ -54,9 +64,9 @@ def rebuilt(values: Any, function: Callable[[Any], Any]) -> Any:
 
 def parts_of(values: Any) -> dict[Any, Any] | None:
     """Return the parts of a tuple, list, mapping or dataclass by their place, or None of anything else."""
-    if isinstance(values, Mapping):
-        return dict(values)
-    if isinstance(values, (list, tuple)):
+    if is_mapping(values):
+        return dict(values.items())
+    if isinstance(values, SEQUENCES):
         return dict(enumerate(values))
     if is_dataclass(values) and not isinstance(values, type):
         return {each.name: getattr(values, each.name) for each in fields(values) if hasattr(values, each.name)}
@@ -72,11 +82,16 @@ def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
         kind: Any = type(values)
         # torch's own (torch.return_types) are made by their class alone
         return kind(parts.values()) if hasattr(kind, "n_fields") else tuple.__new__(kind, parts.values())
+    if isinstance(values, deque):
+        made = copy(values)  # with its greatest length
+        made.clear()
+        made.extend(parts.values())
+        return made
     if isinstance(values, list):
         made = copy(values)
         list.__setitem__(made, slice(None), parts.values())
         return made
-    if isinstance(values, Mapping):
+    if is_mapping(values):
         return _mapping_with(values, parts)
     made = copy(values)
     for place, part in parts.items():
@@ -87,7 +102,7 @@ def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
     return made
 
 
-def _mapping_with(values: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+def _mapping_with(values: Any, parts: dict[Any, Any]) -> Any:
     has_own_items = isinstance(values, (dict, UserDict)) or hasattr(type(values), "__copy__")
     if not has_own_items or not isinstance(values, MutableMapping):
         return parts  # a copy may hold the same dictionary in an attribute: writing there would change the original
