@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchobs.guard.batches import split
+from torchobs.guard.batches import on_cpu, split
 from torchobs.support.model_calls import rebuilt, walk
 
 
@@ -126,3 +126,13 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     """Promise: nothing goes through the model twice in the belief that it is a part."""
     with pytest.raises(ValueError, match="cannot be split"):
         split([torch.ones(8).as_subclass(Opaque)], 4)
+
+
+def test_evidence_shares_no_containers() -> None:
+    """Promise: a copy on the CPU does not change with the batch, whose lists and mappings without tensors are copied, too."""
+    batch = {"x": torch.ones(2), "ids": [1, 2], "more": {"a": [3]}}
+    kept = on_cpu(batch)
+    batch["ids"].append(3)  # type: ignore[attr-defined]
+    batch["more"]["a"].append(4)  # type: ignore[index]
+    assert kept["ids"] == [1, 2]
+    assert kept["more"] == {"a": [3]}

@@ -124,8 +124,8 @@ class PartSize:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return the same structure with its tensors copied to the CPU."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else rebuilt(value, on_cpu)
+    """Return the same structure with its tensors copied to the CPU; no list or mapping is shared, whatever is in it."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else rebuilt(value, on_cpu, anew=True)
 
 
 def free_memory() -> None:

@@ -54,11 +54,16 @@ def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(getattr(values, each.name, None), f"{name}.{each.name}")
 
 
-def rebuilt(values: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a structure of the same class whose parts are what a function makes of them; itself where that changes none."""
+def rebuilt(values: Any, function: Callable[[Any], Any], *, anew: bool = False) -> Any:
+    """Return a structure of the same class whose parts are what a function makes of them; itself where that changes none.
+
+    With ``anew``, sequences, mappings and dataclasses of which nothing changes are made again, too.
+    """
     if (parts := parts_of(values)) is None:
         return values
     changed = {place: function(part) for place, part in parts.items()}
+    if anew and (isinstance(values, (Mapping, *SEQUENCES)) or is_dataclass(values)):
+        return with_parts(values, changed)
     return values if all(part is parts[place] for place, part in changed.items()) else with_parts(values, changed)
 
 
