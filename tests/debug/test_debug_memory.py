@@ -190,3 +190,21 @@ def test_wrong_input_is_told(call: Callable[[], Any], error: type[Exception], me
     """With what to do."""
     with pytest.raises(error, match=message):
         call()
+
+
+def test_inputs_in_the_same_memory_are_counted_once() -> None:
+    """Promise: views that overlap take no more than their storage, and a small one does not hide a large one."""
+
+    class First(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).sum()
+
+    t = torch.ones(4, 9)
+    for inputs, size in (
+        ((t[:, :-1], t[:, 1:]), 144), ((t, t[:, :1]), 144), ((t[:, :1], t), 144), ((t[:, :1], t[:, 1:2]), 32), ((t, t), 144),
+    ):  # fmt: skip
+        assert debug.memory_usage(First(), inputs, available=1).inputs == size

@@ -253,16 +253,32 @@ def resized(values: Any, size: int, other: int) -> Any:
 
 def _unique(tensors: Iterable[Any]) -> int:
     """Return the bytes of tensors, those in the same memory once."""
-    return sum({_place(x): bytes_of(x) for x in tensors}.values())
+    held: dict[int, dict[tuple[int, ...], int]] = {}
+    for x in tensors:
+        first = next((storage.data_ptr() for storage in storages(x)), 0)
+        held.setdefault(first or -id(x), {})[_region(x)] = bytes_of(x)
+    # views overlap, or have gaps between their elements
+    return sum(min(_covered(regions), sum(regions.values())) for regions in held.values())
 
 
-def _place(x: Any) -> tuple[int, int]:
-    """Return where a tensor lies: parts of a storage (flattened parameters) differ in the second number."""
+def _region(x: Any) -> tuple[int, ...]:
+    """Return the first byte of a tensor in its storage, the one after its last, and what tells it from others there."""
     import torch
 
-    first = next((storage.data_ptr() for storage in storages(x)), 0)
-    offset = x.storage_offset() if x.layout is torch.strided and not x.is_nested else 0
-    return (first, int(offset)) if first else (-id(x), 0)
+    if x.layout is not torch.strided or x.is_nested or hasattr(type(x), "__tensor_flatten__"):
+        return 0, bytes_of(x)
+    start = int(x.storage_offset()) * x.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size() * bool(x.numel()), *x.shape, *x.stride()
+
+
+def _covered(regions: Iterable[tuple[int, ...]]) -> int:
+    """Return the bytes that lie in at least one of the regions."""
+    total = reached = 0
+    for start, end, *_ in sorted(regions):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _optimizer_state(optimizer: Any) -> tuple[int | None, int]:
