@@ -208,3 +208,12 @@ def test_inputs_in_the_same_memory_are_counted_once() -> None:
         ((t[:, :-1], t[:, 1:]), 144), ((t, t[:, :1]), 144), ((t[:, :1], t), 144), ((t[:, :1], t[:, 1:2]), 32), ((t, t), 144),
     ):  # fmt: skip
         assert debug.memory_usage(First(), inputs, available=1).inputs == size
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_in_words(layout: torch.layout) -> None:
+    """Promise: what cannot be cut is said, for nested tensors of either layout."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    with pytest.raises(TypeError, match="cannot cut this one"):
+        debug.memory_usage(torch.nn.Linear(4, 4), nested, available=1)

@@ -232,7 +232,7 @@ def batch_size(batch: Any) -> int:
     first = batch[0] if is_sequence(batch) and len(batch) else batch
     if isinstance(first, PackedSequence):
         return int(first.batch_sizes[0])
-    return next((int(x.shape[0]) for x in _tensors(batch) if x.dim()), 0)
+    return next((int(x.size(0)) for x in _tensors(batch) if x.dim()), 0)
 
 
 def resized(values: Any, size: int, other: int) -> Any:
@@ -241,7 +241,7 @@ def resized(values: Any, size: int, other: int) -> Any:
     from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
     if isinstance(values, torch.Tensor):
-        is_batched = values.dim() > 0 and values.shape[0] == size and not values.is_nested
+        is_batched = values.dim() > 0 and not values.is_nested and values.shape[0] == size
         return values[torch.arange(other, device=values.device) % size] if is_batched else values
     if isinstance(values, PackedSequence):
         padded, lengths = pad_packed_sequence(values, batch_first=True)
