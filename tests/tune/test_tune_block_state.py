@@ -123,6 +123,7 @@ def test_what_cannot_be_tried_is_said() -> None:
     assert isinstance(next(lazy.children())[0], nn.LazyLinear)  # type: ignore[index]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_buffer_of_nan_that_nothing_writes_to_has_not_changed() -> None:
     """Promise: such a one, or a sparse one, is no reason not to recompute a block; one that changes beside its NaN is."""
 
