@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from torchobs import debug
+from torchobs.debug import nan_origin
 
 Forward = Callable[[nn.Module, torch.Tensor], Any]
 
@@ -198,3 +199,36 @@ def test_a_nan_that_attention_covers_up_is_found_by_the_gradients() -> None:
     origin = debug.trace_nan(model, torch.randn(2, 5, 8))
     assert origin is not None
     assert (origin.kind, origin.parameter) == ("parameter", "query.weight")
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not finite")
+
+
+class _Log(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(cast("torch.Tensor", _Refusing.apply(self.layer(x))) * 0 - 1)  # type: ignore[no-untyped-call]
+
+
+class _Sharded(_Log):
+    def set_requires_gradient_sync(self, *_: object) -> None:
+        """Is there in models of FSDP."""
+
+
+@pytest.mark.parametrize("kind", [_Log, _Sharded])
+def test_an_origin_is_told_though_the_backward_pass_raises(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the pass that other ranks of a sharded model wait for does not cost the origin that has been found."""
+    monkeypatch.setattr(nan_origin, "is_shared", lambda: True)
+    found = debug.trace_nan(kind(), torch.ones(2, 4))
+    assert found is not None
+    assert found.operator == "log"

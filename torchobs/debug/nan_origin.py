@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from torchobs.debug.value_flow import Source
     from torchobs.probes.nonfinite.graph import GraphNode
+
+_log = logging.getLogger(__name__)
 
 _WRAPPED = ("_orig_mod", "module")
 
@@ -114,8 +117,8 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueF
     if condition(loss) is not Condition.FINITE:
         source = flow.source_of(loss)
         origin = _by_graph(tracer, sites) if source is None else _by_values(source, tracer, sites)
-        if leaves and is_shared():  # of a sharded model, those whose loss is finite go backward, and wait for this rank there
-            torch.autograd.grad(loss, leaves, allow_unused=True)
+        if leaves and is_shared() and _is_sharded(model):
+            _go_along(loss, leaves)
         return origin
     breaker = CircuitBreaker("trace_nan")
     watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), breaker)
@@ -127,6 +130,24 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueF
         return None
     covered = _covered_up(found[0][0], flow)
     return placed(found[0][1], found[0][0], sites) if covered is None else _by_values(covered, tracer, sites)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Return True if ranks call collectives in a backward pass of the model itself: FSDP of either kind."""
+    return any(hasattr(x, "set_requires_gradient_sync") or hasattr(x, "_fsdp_wrapped_module") for x in model.modules())
+
+
+def _go_along(loss: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    """Go backward from a loss that is not finite: ranks whose loss is finite do, and wait for this one there."""
+    import torch
+
+    breaker = CircuitBreaker("trace_nan")
+    try:
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+    except Exception as error:  # the user's own backward refuses gradients that are not finite: the origin is known already
+        if not breaker.takes(error):
+            raise
+        _log.warning("trace_nan: the backward pass beside the other ranks raised %s: %s", type(error).__name__, error)
 
 
 def _covered_up(node: GraphNode, flow: ValueFlow) -> Source | None:
