@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-call, index, possibly-undefined"
 
 from math import nan
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -132,3 +133,11 @@ def test_decisions_and_validations_are_events(run: Recording) -> None:
     assert [(one["samples"], one["batches"], one["loss"]) for one in validations] == [(5, 1, 1.0), (5, 1, 2.0)]
     (stop,) = run.frames("torchobs.debug.finding")
     assert stop["attrs"]["kind"] == "early_stop"
+
+
+def test_a_state_of_another_kind_is_refused_in_words() -> None:
+    """Promise: a state without numbers is a ValueError; any mapping is taken."""
+    stopper = debug.early_stopping("loss")
+    with pytest.raises(ValueError, match="state_dict"):
+        stopper.load_state_dict({"best": 1.0, "best_check": None, "checks": 0})
+    stopper.load_state_dict(MappingProxyType(debug.early_stopping("loss").state_dict()))

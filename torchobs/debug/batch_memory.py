@@ -115,7 +115,8 @@ def memory_usage(
         require_optimizer(optimizer, "memory_usage")
     size = batch_size(batch)
     if not size:
-        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {type(batch).__name__}")
+        what = f"{type(batch).__name__}{' of none' if _tensors(batch) else ''}"
+        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {what}")
     other = size // 2 if size >= _LEAST_HALVED else 2 * size
     with torch.inference_mode(mode=False):
         others = resized(batch, size, other)

@@ -146,7 +146,7 @@ def backward_pass(
     _require_loss(loss)
     require_positive(exploding)
     require_positive(vanishing)
-    require_scaler(scaler, "backward_pass")
+    require_scaler(scaler, "backward_pass", "scale")
     if model is not None:
         require_module(model, "backward_pass")
     return _backward(loss, model, scaler, exploding, vanishing)
@@ -175,7 +175,7 @@ def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[
     import torch
 
     require_optimizer(optimizer, "optimization_step")
-    require_scaler(scaler, "optimization_step")
+    require_scaler(scaler, "optimization_step", "scale")
     _require_closure(optimizer, scaler, closure)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
@@ -236,7 +236,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     """
     require_module(model, "training_step")
     require_optimizer(optimizer, "training_step")
-    require_scaler(scaler, "training_step")
+    require_scaler(scaler, "training_step", "scale")
     if not callable(loss_fn):
         raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
     limits = explodes_above(model) if exploding is None else exploding, vanishing

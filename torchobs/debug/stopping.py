@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -123,11 +124,15 @@ class EarlyStopper:
         Raises:
             ValueError: it is of something else, or of a stopper that goes by another value.
         """
-        if not isinstance(state, dict) or not {"best", "best_check", "checks"} <= state.keys():
+        if not isinstance(state, Mapping) or not {"best", "best_check", "checks"} <= state.keys():
             raise ValueError(f"a stopper's state_dict() is needed, not {state!r:.100}")
         if (other := state.get("monitor", self.monitor)) != self.monitor:
             raise ValueError(f"the state is of a stopper that goes by {other!r}, not by {self.monitor!r}")
-        self._best, self._best_check, self._checks = state["best"], int(state["best_check"]), int(state["checks"])
+        try:
+            checks = int(state["best_check"]), int(state["checks"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a stopper's state_dict() is needed, not {state!r:.100}") from error
+        self._best, (self._best_check, self._checks) = state["best"], checks
 
 
 def early_stopping(

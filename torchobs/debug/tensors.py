@@ -190,9 +190,9 @@ def require_optimizer(optimizer: Any, function: str) -> None:
         raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
-def require_scaler(scaler: Any, function: str) -> None:
-    """Raise ``TypeError`` with advice if ``scaler`` is neither a loss scaler nor None."""
-    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "scale")):
+def require_scaler(scaler: Any, function: str, *methods: str) -> None:
+    """Raise ``TypeError`` with advice if ``scaler`` is neither None nor a loss scaler that has what the function calls."""
+    if scaler is not None and not all(hasattr(scaler, name) for name in ("get_scale", *methods)):
         raise TypeError(f"{function}() takes a torch.amp.GradScaler as scaler, not {type(scaler).__name__}")
 
 
