@@ -134,8 +134,11 @@ def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording)
     torch.compile(Branching(4, 2), backend="eager")(torch.ones(4, 4))  # the training's own break, which counts once
     before, told = series(run), run.frames(catalog.EVENT_GRAPH_BREAK.name)
     assert len(told) == 1
+    assert run.session.context is not None
+    recorded = len(run.session.context.recorder.trace)
     found = debug.compile(Branching(4, 2), torch.ones(4, 4))
     assert (len(found.breaks), len(found.recompiles) > 0) == (1, True)
+    assert len(run.session.context.recorder.trace) == recorded  # nor is its time the training's
     assert series(run) == before
     assert counted(before, catalog.COMPILE_COMPILATIONS)
     assert (run.frames(catalog.EVENT_GRAPH_BREAK.name), run.frames(catalog.EVENT_RECOMPILE.name)) == (told, [])

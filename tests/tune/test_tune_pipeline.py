@@ -19,7 +19,7 @@ from tests import fork_server
 from tests.tune.models import blocks
 from tests.tune.pipelines import PAIR, Listed, StoppedError, loss_fn, weights
 from torchobs import tune
-from torchobs.tune import checkpoint_file
+from torchobs.tune import checkpoint_file, distribution
 
 
 def by_hand(model: nn.Module, batches: list[Any], *, dtype: torch.dtype | None, accumulate: int, epochs: int) -> None:
@@ -326,6 +326,9 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     torch.save({name: lacking[name] for name in lacking if name != "random"}, tmp_path / "lacking")
     with pytest.raises(ValueError, match="it lacks random"):
         run.resume(tmp_path / "lacking")
+    torch.save({**lacking, "counts": [1, 2]}, tmp_path / "listed")
+    with pytest.raises(ValueError, match="it lacks counts"):
+        run.resume(tmp_path / "listed")
     with pytest.raises(FileNotFoundError, match="no folder"):
         run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
     with pytest.raises(IsADirectoryError):
@@ -338,11 +341,42 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     tune.pipeline(blocks(), amp=False).fit([PAIR], 1, loss_fn, checkpoint=path)
     longer = nn.Sequential(*blocks(), nn.Linear(16, 16))
-    run, before = tune.pipeline(longer, amp=False), weights(longer)
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(ValueError, match="of a model with another number of parameters"):
+        tune.pipeline(longer, amp=False).resume(path)
+    model = nn.Sequential(*blocks()[:-1], nn.Linear(16, 5))
+    run, before = tune.pipeline(model, amp=False), weights(model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
         run.resume(path)
-    assert all(map(torch.equal, before, weights(longer)))
+    assert all(map(torch.equal, before, weights(model)))
     assert (run.step, run.optimizer.state) == (0, {})
+
+
+class _Extra(nn.Linear):
+    """Has a state beside its tensors."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+class _Refusing(nn.Linear):
+    """Loads by a method of its own, which wants a key that it does not find."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        state_dict[f"{prefix}scale"]
+
+
+@pytest.mark.parametrize(("kind", "error"), [(_Extra, RuntimeError), (_Refusing, KeyError)])
+def test_however_a_module_refuses_a_checkpoint_nothing_is_changed(kind: type[nn.Module], error: type[Exception]) -> None:
+    """Promise: a state that torch alone lacks, and errors of a module's own loading, leave no layer loaded."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
+    before = weights(model)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 if kind is _Extra else 5))
+    with pytest.raises(error):
+        distribution.load_state(model, other.state_dict())
+    assert all(map(torch.equal, before, weights(model)))
 
 
 @pytest.fixture(scope="module")

@@ -160,18 +160,19 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     if not isinstance(state, Mapping) or "counts" not in state:
         raise ValueError(f"{path} is no checkpoint of tune.pipeline(): of weights alone, load_state_dict() takes them")
     missing = [name for name in (*parts, "random", "loss_sum") if name not in state and name != "ema"]
-    if missing or not state["counts"].keys() >= _COUNTS:
+    counts = state["counts"]
+    if missing or not isinstance(counts, Mapping) or not counts.keys() >= _COUNTS:
         raise ValueError(f"{path} is no whole checkpoint of tune.pipeline(): it lacks {', '.join(missing) or 'counts'}")
     if ("ema" in state) != ("ema" in parts):
         raise ValueError(f"{path} was saved with{'' if 'ema' in state else 'out'} ema_decay: resume it likewise")
     own_scheduler = parts["scheduler"]
     if ("num_bad_epochs" in state["scheduler"]) != ("num_bad_epochs" in own_scheduler.state_dict()):  # a plateau's
         raise ValueError(f"{path} was saved with another scheduler than {type(own_scheduler).__name__}")
-    saved, own = (
-        [set(group) for group in each["param_groups"]] for each in (state["optimizer"], parts["optimizer"].state_dict())
-    )
-    if saved != own:
+    saved, own = (each["param_groups"] for each in (state["optimizer"], parts["optimizer"].state_dict()))
+    if [set(group) for group in saved] != [set(group) for group in own]:
         raise ValueError(f"{path} was saved with another optimizer than {type(parts['optimizer']).__name__}")
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+        raise ValueError(f"{path} is of a model with another number of parameters")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -107,7 +107,7 @@ def load_state(part: Any, state: dict[str, Any]) -> None:
     """Give a part its state; of a whole state each rank takes its shards: of a tensor as large as its parameter the same.
 
     Raises:
-        RuntimeError: it is of another module, which is as it was.
+        RuntimeError: it is of another module, which is as it was, as it is after whatever a module raises for such a state.
     """
     if isinstance(part, nn.Module) and is_sharded(part):
         shards = part.state_dict()
@@ -121,7 +121,7 @@ def load_state(part: Any, state: dict[str, Any]) -> None:
     kept = _before_other(part, state) if isinstance(part, nn.Module) else []
     try:
         part.load_state_dict(state)
-    except RuntimeError:  # by then torch has loaded all that fits
+    except BaseException:  # by then torch has loaded all that fits
         for tensor, before in kept:
             tensor.copy_(before)
         raise
@@ -129,9 +129,11 @@ def load_state(part: Any, state: dict[str, Any]) -> None:
 
 def _before_other(module: nn.Module, state: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return a module's tensors, each with a copy, where a state looks like another module's; else nothing."""
-    own = {name: x for name, x in module.state_dict().items() if isinstance(x, torch.Tensor) and not is_lazy(x)}
+    whole = module.state_dict()
+    names, own = whole.keys(), {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and not is_lazy(x)}
     others = {name: x.shape for name, x in state.items() if isinstance(x, torch.Tensor)}
-    return [] if {name: x.shape for name, x in own.items()} == others else [(x, x.clone()) for x in own.values()]
+    is_alike = names == state.keys() and {name: x.shape for name, x in own.items()} == others
+    return [] if is_alike else [(x, x.clone()) for x in own.values()]
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -159,7 +159,7 @@ class CompileProbe:
     def _begin(self, args: tuple[Any, ...]) -> _Started:
         now_ns = monotonic_ns()
         self._gather()
-        shown = self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
+        shown = not self._on_trial and self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
         if shown:
             self._depth += 1
             if self._depth == 1:
