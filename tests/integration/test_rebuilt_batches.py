@@ -109,6 +109,7 @@ class Keyed:
 
 def test_what_is_searched_for_tensors_is_cut_as_well() -> None:
     """Promise: each part has its own samples, of what has keys and items and of a deque, too."""
+    parts: list[Any] = []
     for batch in (Keyed(x=torch.arange(8)), deque([torch.arange(8)], maxlen=3)):
         parts = [part for part, _ in split(batch, 4)]
         assert [[x.tolist() for _, x in walk(part)] for part in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]

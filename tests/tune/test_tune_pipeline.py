@@ -343,7 +343,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     longer = nn.Sequential(*blocks(), nn.Linear(16, 16))
     with pytest.raises(ValueError, match="of a model with another number of parameters"):
         tune.pipeline(longer, amp=False).resume(path)
-    model = nn.Sequential(*blocks()[:-1], nn.Linear(16, 5))
+    model = nn.Sequential(*list(blocks().children())[:-1], nn.Linear(16, 5))
     run, before = tune.pipeline(model, amp=False), weights(model)
     with pytest.raises(RuntimeError, match="size mismatch"):
         run.resume(path)

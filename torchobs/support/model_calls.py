@@ -87,6 +87,7 @@ def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
         kind: Any = type(values)
         # torch's own (torch.return_types) are made by their class alone
         return kind(parts.values()) if hasattr(kind, "n_fields") else tuple.__new__(kind, parts.values())
+    made: Any
     if isinstance(values, deque):
         made = copy(values)  # with its greatest length
         made.clear()
