@@ -43,7 +43,7 @@ def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
     if isinstance(values, torch.Tensor):
         yield name, values
-    elif is_mapping(values):
+    elif hasattr(values, "items") and not isinstance(values, type):  # also of what cannot be made again: that is to be refused
         for key, value in values.items():
             yield from walk(value, f"{name}.{key}")
     elif isinstance(values, SEQUENCES):
