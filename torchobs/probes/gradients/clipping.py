@@ -287,9 +287,8 @@ class ClipWatch:
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
         limit: float | None = max_norm if type(max_norm) is float else self._take_limit(max_norm)
         self.limit = self.limit if limit is None else limit
-        capturing = seen is not None and self._devices.cuda.capturing()  # the division would become part of the graph
-        if seen is not None and (capturing or (total := completed_total(seen.given, limit)) is None):
-            for coefficient in seen.results:
+        if seen is not None and (self._devices.cuda.capturing() or (total := completed_total(seen.given, limit)) is None):
+            for coefficient in seen.results:  # in a capture the division would become part of the graph
                 self.decide(getattr(coefficient, "_local_tensor", coefficient), lambda value: value < 1.0)
             return
         noted, self._noted = self._noted, None
