@@ -176,6 +176,12 @@ def spawn(function: Callable[..., object], *arguments: str, nprocs: int) -> None
             process.kill()
 
 
+def said_by_ranks(function: Callable[..., object], directory: Path, nprocs: int = 2) -> list[Any]:
+    """Spawn ranks of a function that is given the rank and a folder; return what each has written there to `{rank}.json`."""
+    spawn(function, str(directory), nprocs=nprocs)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(nprocs)]
+
+
 class _Server:
     """The side of whoever asks; the server ends when the connection does."""
 

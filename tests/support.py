@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import functools
 import gc
-import io
 import itertools
 import os
 import random
@@ -84,9 +83,10 @@ _ports = itertools.cycle(random.Random().sample(range(20_000, 30_000), 10_000)) 
 
 
 @functools.cache
-def _ports_file() -> io.FileIO:
-    """Open as long as this process lives, and with it the locks on it: a byte for each port."""
-    return (Path(tempfile.gettempdir()) / f"torchobs-test-ports-{os.getuid()}.lock").open("ab", buffering=0)
+def _ports_file() -> int:
+    """A descriptor that is open as long as this process lives, and with it the locks on its file: a byte for each port."""
+    path = Path(tempfile.gettempdir()) / f"torchobs-test-ports-{os.getuid()}.lock"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from tests.debug.models import Slope
 from torchobs import debug
 
 
@@ -168,22 +169,9 @@ def test_of_the_device_meta_no_nan_is_traced() -> None:
         debug.trace_nan(nn.Linear(4, 4, device="meta"), torch.randn(2, 4, device="meta"))
 
 
-class _Derivative(nn.Module):
-    """A physics-informed network: differentiates in its forward pass, which it cannot without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-        return slope.square().sum(1)
-
-
 def test_a_model_that_differentiates_in_its_forward_pass() -> None:
     """Promise: its operations are counted, its devices judged, and what it cannot do without gradients is no mistake of it."""
-    model, x = _Derivative(), torch.randn(4, 2)
+    model, x = Slope(), torch.randn(4, 2)
     counted = debug.count_flops(model, x)
     # twice 2 x 8 and 8 x 1, and the gradient of each of both by its input
     assert counted.forward == 2 * 4 * 2 * (2 * 8 + 8)

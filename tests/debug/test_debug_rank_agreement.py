@@ -39,9 +39,7 @@ def rank_main(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank was told."""
-    directory = tmp_path_factory.mktemp("ranks")
-    fork_server.spawn(rank_main, str(directory), nprocs=2)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    return fork_server.said_by_ranks(rank_main, tmp_path_factory.mktemp("ranks"))
 
 
 def test_equal_ranks_agree(said: list[dict[str, Any]]) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests import fork_server, guard_rank
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank says of each scenario: one job for all of them."""
-    directory: Path = tmp_path_factory.mktemp("ranks")
-    fork_server.spawn(guard_rank.main, str(directory), nprocs=2)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    return fork_server.said_by_ranks(guard_rank.main, tmp_path_factory.mktemp("ranks"))
 
 
 def test_ranks_skip_together_if_they_may(said: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.debug.models import Slope
 from tests.guard_cases import CASES
 from tests.support import quick_inductor
 from tests.tune.models import Block, blocks, convolutions
@@ -157,19 +158,6 @@ def test_check_measures_and_refuses() -> None:
     assert fingerprint(model) == before
     exact = tune.optimize(model, mode="none").check(x)
     assert (exact.relative, exact.largest, exact.finite) == (0.0, 0.0, True)
-
-
-class Slope(nn.Module):
-    """Differentiates in its forward pass, as networks for forces or for differential equations do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-        return slope
 
 
 def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them() -> None:

@@ -1,0 +1,141 @@
+"""Checkpoints of `tune.pipeline`: how they are written, and which are refused without a change."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tune.models import blocks
+from tests.tune.pipelines import PAIR, loss_fn, weights
+from torchobs import tune
+from torchobs.tune import checkpoint_file, distribution
+
+
+def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
+    """Promise: others may read it as they may what torch.save writes; of a link, what it leads to is replaced."""
+    plain, path, link = tmp_path / "plain.pt", tmp_path / "run.pt", tmp_path / "last.pt"
+    torch.save({}, plain)
+    link.symlink_to("run.pt")
+    for step in (1, 2):
+        checkpoint_file.save({"step": step}, link)
+        assert link.is_symlink()
+        assert path.stat().st_mode == plain.stat().st_mode
+        assert checkpoint_file.load(path, torch.device("cpu")) == {"step": step}
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    """Promise: kills while a checkpoint is saved do not fill the disk; a save that is under way is left alone."""
+    path = tmp_path / "run.pt"
+    left = tmp_path / ".run.pt.00000000.tmp"
+    left.write_bytes(b"half of it")
+    with checkpoint_file._locked(path) as (_, under_way):  # another process's, as far as anybody can see
+        checkpoint_file.save({"step": 1}, path)
+        assert not left.exists()
+        assert under_way.exists()
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    """Promise: a checkpoint is whole or not there, and no half of one is left beside it."""
+    path = tmp_path / "run.pt"
+    checkpoint_file.save({"step": 1}, path)
+    with pytest.raises((TypeError, AttributeError)):
+        checkpoint_file.save({"step": 2, "bad": (i for i in range(3))}, path)
+    assert checkpoint_file.load(path, torch.device("cpu")) == {"step": 1}
+    assert os.listdir(tmp_path) == ["run.pt"]  # noqa: PTH208  # hidden ones, too
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    """Promise: the system's own error, here of a file that may not be so long, and no complaint of torch's archive."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "run.pt"
+    checkpoint_file.save({"step": 1}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint_file.save({"weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint_file.load(path, torch.device("cpu")) == {"step": 1}
+
+
+def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
+    """Promise: other files, halves, other optimizers and parts are told before anything is loaded; places before training."""
+    path = tmp_path / "run.pt"
+    run = tune.pipeline(blocks(), amp=False)
+    run.fit([PAIR], 1, loss_fn, checkpoint=path)
+    others = {"junk": b"junk", "half": path.read_bytes()[:2000], "empty": b""}
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} is no checkpoint, or damaged"):
+            run.resume(tmp_path / name)
+    torch.save(blocks().state_dict(), tmp_path / "weights")
+    with pytest.raises(ValueError, match="load_state_dict"):
+        run.resume(tmp_path / "weights")
+    before = weights(fresh := blocks(depth=3))
+    for options, words in (({"optimizer": "sgd"}, "another optimizer than SGD"), ({"ema_decay": 0.9}, "without ema_decay")):
+        with pytest.raises(ValueError, match=words):
+            tune.pipeline(fresh, **options).resume(path)
+    assert all(map(torch.equal, before, weights(fresh)))
+    lacking = torch.load(path, weights_only=True)
+    torch.save({name: lacking[name] for name in lacking if name != "random"}, tmp_path / "lacking")
+    with pytest.raises(ValueError, match="it lacks random"):
+        run.resume(tmp_path / "lacking")
+    torch.save({**lacking, "counts": [1, 2]}, tmp_path / "listed")
+    with pytest.raises(ValueError, match="it lacks counts"):
+        run.resume(tmp_path / "listed")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
+    with pytest.raises(IsADirectoryError):
+        run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path)
+    assert run.epoch == 1
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    """Promise: whoever catches the error and begins anew does so with the model's own weights."""
+    path = tmp_path / "run.pt"
+    tune.pipeline(blocks(), amp=False).fit([PAIR], 1, loss_fn, checkpoint=path)
+    longer = nn.Sequential(*blocks(), nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="of a model with another number of parameters"):
+        tune.pipeline(longer, amp=False).resume(path)
+    model = nn.Sequential(*list(blocks().children())[:-1], nn.Linear(16, 5))
+    run, before = tune.pipeline(model, amp=False), weights(model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run.resume(path)
+    assert all(map(torch.equal, before, weights(model)))
+    assert (run.step, run.optimizer.state) == (0, {})
+
+
+class _Extra(nn.Linear):
+    """Has a state beside its tensors."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+class _Refusing(nn.Linear):
+    """Loads by a method of its own, which wants a key that it does not find."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        state_dict[f"{prefix}scale"]
+
+
+@pytest.mark.parametrize(("kind", "error"), [(_Extra, RuntimeError), (_Refusing, KeyError)])
+def test_however_a_module_refuses_a_checkpoint_nothing_is_changed(kind: type[nn.Module], error: type[Exception]) -> None:
+    """Promise: a state that torch alone lacks, and errors of a module's own loading, leave no layer loaded."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
+    before = weights(model)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 if kind is _Extra else 5))
+    with pytest.raises(error):
+        distribution.load_state(model, other.state_dict())
+    assert all(map(torch.equal, before, weights(model)))
