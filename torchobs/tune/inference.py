@@ -193,7 +193,8 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with _ValuesRead() as eager:  # type: ignore[no-untyped-call]
         model(*args)
     with warnings.catch_warnings(record=True) as raised:
-        warnings.simplefilter("ignore", DeprecationWarning)  # said in the plan's reason
+        # Said in the plan's reason. A DeprecationWarning before torch 2.14, a FutureWarning since.
+        warnings.filterwarnings("ignore", ".torch.jit.* is deprecated")
         warnings.simplefilter("always", _TracerWarning)
         traced: Callable[..., Any] = torch.jit.trace(model, args)  # type: ignore[no-untyped-call]
     told = []
