@@ -13,6 +13,11 @@ from torchobs.node import announcement, election, launch
 LOG = logging.getLogger("torchobs.test")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_warned", set())
+
+
 def test_the_environment_is_chosen_and_not_copied() -> None:
     """A profiler's injection, PYTHONPATH, a rank's identity, a job's name and foreign secrets stay with the trainer."""
     kept = (
@@ -60,10 +65,11 @@ def test_an_installed_extra_is_complete_and_left_unloaded() -> None:
 def test_a_missing_extra_is_one_line_that_names_the_command(
     flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No exporter installed: training goes on, and the log says what to type."""
+    """No exporter installed: training goes on, and the log says what to type, once in a run that asks again and again."""
     monkeypatch.setattr(launch, "NEEDED", ("no_such_server", "json"))
     with caplog.at_level(logging.WARNING):
-        launch.ensure_exporter(str(flight_dir), "127.0.0.1:0", LOG)
+        for _ in range(3):
+            launch.ensure_exporter(str(flight_dir), "127.0.0.1:0", LOG)
     assert caplog.messages == ["no exporter: no_such_server missing; pip install 'torchobs[exporter]'"]
     assert list(flight_dir.iterdir()) == []
 

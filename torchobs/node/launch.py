@@ -48,15 +48,15 @@ _BOOTSTRAP = (
 )
 _SHELL_TIMEOUT_S = 5.0
 
-_warned_addresses: set[str] = set()
-"""Addresses already warned about: the sampler calls again and again"""
+_warned: set[str] = set()
+"""What was warned of already: the sampler calls every ten seconds"""
 
 GRACE_S = 90.0
 """How long a rank's last state is kept for a scraper: longer than Prometheus' default scrape interval, a minute."""
 
 
 def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s: float = GRACE_S) -> None:
-    """Start an exporter for the flight directory unless there is one. Failures are logged, never raised.
+    """Start an exporter for the flight directory unless there is one. Failures are logged, each once, and never raised.
 
     Call it after this rank's flight file was published (:mod:`.election`). It costs the trainer some 3 ms. The exporter listens
     within a second and announces its address in ``exporter.json``: on ``address`` (``host:port``) only, or if that is "", on
@@ -64,14 +64,14 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
     """
     environ = settings.environment()
     if "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir():
-        log.warning("no exporter is started in Kubernetes: there it is a sidecar of the pod")
+        _warn_once(log, "no exporter is started in Kubernetes: there it is a sidecar of the pod")
         return
     try:
         with opened(flight_dir) as directory_fd:
             if not is_decided(directory_fd) and _is_free(address, directory_fd, log):
                 _start(os.path.abspath(flight_dir), directory_fd, address, grace_s, environ, log)
     except (OSError, subprocess.SubprocessError) as problem:
-        log.warning("the exporter could not be started: %s", problem)
+        _warn_once(log, f"the exporter could not be started: {problem}")
 
 
 def locate(modules: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -94,14 +94,18 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}
 
 
+def _warn_once(log: logging.Logger, message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        log.warning("%s", message)
+
+
 def _is_free(address: str, directory_fd: int, log: logging.Logger) -> bool:
-    """Return True if an exporter can listen there; else warn once, here rather than only in the exporter's log."""
+    """Return True if an exporter can listen there; else warn, here rather than only in the exporter's log."""
     problem = _bind_error(address) if address else None
     if problem is None or is_decided(directory_fd):  # taken by the exporter that another rank has just started
         return problem is None
-    if address not in _warned_addresses:
-        _warned_addresses.add(address)
-        log.warning("no exporter: it cannot listen on %s: %s; the training goes on", address, problem.strerror or problem)
+    _warn_once(log, f"no exporter: it cannot listen on {address}: {problem.strerror or problem}; the training goes on")
     return False
 
 
@@ -122,10 +126,10 @@ def _start(
 ) -> None:
     directories, missing = locate(NEEDED)
     if missing:
-        log.warning("no exporter: %s missing; pip install 'torchobs[exporter]'", ", ".join(missing))
+        _warn_once(log, f"no exporter: {', '.join(missing)} missing; pip install 'torchobs[exporter]'")
         return
     if not sys.executable or getattr(sys, "frozen", False):
-        log.warning("no exporter: this program is no Python that could run one; start `torchobs exporter` beside it")
+        _warn_once(log, "no exporter: this program is no Python that could run one; start `torchobs exporter` beside it")
         return
     root = str(Path(__file__).parents[2])
     argv = [*_SHELL, sys.executable, "-I", "-c", _BOOTSTRAP, root, flight_dir, address, str(grace_s), *directories]
