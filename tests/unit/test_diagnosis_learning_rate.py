@@ -41,6 +41,46 @@ def test_a_loss_that_left_its_start_for_good_is_told_with_the_rate() -> None:
     assert told(history, events=events) == {}, "it came back"
 
 
+RAMPED = [min(12.0 * 1.5**number, 7e3) for number in range(45)]
+"""The losses of a detector whose rate warms up to 1: 12, 18, 27 ..., and 7,000 in the end"""
+
+
+def short(losses: Sequence[float], rate: float = 1.0, norm: float = 300.0) -> list[Step]:
+    """The steps of a whole run."""
+    return [step(number, loss, norm, learning_rate=rate) for number, loss in enumerate(losses, 1)]
+
+
+def test_a_short_run_that_ended_away_from_its_start_is_told() -> None:
+    """It has not the fifty losses that are waited for while it runs, and all well it was not."""
+    text = "The loss rose from 12 to 10 times that or more within its first 20 steps, and has not come back: "
+    expected = {"diverged": f"{text}in step 45 it was 7,000. The learning rate, 1, is a suspect."}
+    assert told(short(RAMPED)) == expected
+    warmed_up = [each._replace(learning_rate=min(1.0, 0.1 * each.step)) for each in short(RAMPED)]
+    assert told(warmed_up) == expected, "it is not the first one that was too high"
+
+
+@pytest.mark.parametrize(
+    ("losses", "given"),
+    [
+        (RAMPED, {"reason": "", "state": "training"}),
+        (RAMPED[:24], {}),
+        ([*RAMPED[:40], *[20.0] * 5], {}),
+        ([*RAMPED[:40], *[100.0] * 5], {}),
+        ([*RAMPED[:40], math.nan], {}),
+        ([12.0 * number for number in range(1, 45)], {}),
+    ],
+    ids=["it still runs", "too few", "it came back", "it comes back", "it turned NaN", "its weight is ramped up"],
+)
+def test_other_short_runs_are_not(losses: list[float], given: dict[str, Any]) -> None:
+    """What may still come back, has, or grows as a weight does."""
+    assert told(short(losses), **given) == {}
+
+
+def test_a_short_run_of_short_steps_is_not_told() -> None:
+    """A contrastive loss rises a thousandfold as its queue fills, and the weights hardly move."""
+    assert told(short(RAMPED, rate=1e-3, norm=1.0)) == {}
+
+
 def rates(*runs: tuple[float | None, int], first: int = 1) -> list[Step]:
     """Steps in runs of one learning rate each."""
     every = [rate for rate, count in runs for _ in range(count)]

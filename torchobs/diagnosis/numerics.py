@@ -177,7 +177,7 @@ def _suspect(steps: Sequence[Step], end: int) -> str:
     """Return that the learning rate may have been wrong from the start, if values diverged within the first steps."""
     begin = model_begins(steps, end)
     first = steps[begin : end + 1]
-    rate = next((step.learning_rate for step in first if step.learning_rate), None)
+    rate = max((step.learning_rate for step in first if step.learning_rate), default=None)  # a warm-up begins near 0
     if rate is None or first[0].step != 1 or len(first) > WARM_UP or not (_grew(first, "loss") or _grew(first, "grad_norm")):
         return ""
     return f" It diverged within its first {WARM_UP} steps: the learning rate, {text_format.number(rate)}, is a suspect."
