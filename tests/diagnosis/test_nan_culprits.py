@@ -327,3 +327,56 @@ def test_evaluation_mode_is_told_where_the_optimizer_calls_a_closure(begins: int
             look.stepped()
 
     assert "evaluation_mode" in observe(train, grad_interval=1).kinds()
+
+
+class Normalized(nn.Module):
+    """Divides a batch by its deviation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / torch.full_like(x, 2.0)
+
+
+class Detector(nn.Module):
+    """Prepares its batch by an attribute that is set last, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.prepare = Normalized()
+
+    def forward(self, x: torch.Tensor, boxes: torch.Tensor, regression: Step) -> torch.Tensor:
+        x = self.prepare(x)
+        return self.loss(self.head(x), boxes, regression)
+
+    def loss(self, found: torch.Tensor, boxes: torch.Tensor, regression: Step) -> torch.Tensor:
+        """The sum over samples by their number."""
+        each = [regression(one, box) for one, box in zip(found, boxes, strict=True)]
+        return torch.stack(each).sum() / max(1, len(each))
+
+
+@pytest.mark.parametrize(
+    "regression",
+    [functional.smooth_l1_loss, functional.mse_loss, functional.huber_loss, functional.binary_cross_entropy_with_logits],
+)
+def test_a_target_of_a_regression_is_found_behind_sums_and_quotients(regression: Step) -> None:
+    """Not the sum's quotient, which makes NaN of NaN, nor the quotient of what has prepared the batch."""
+
+    def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+        boxes = torch.rand(3, 4)
+        if number == AT:
+            boxes[1, 2] = float("nan")
+        return torch.as_tensor(model(torch.randn(3, 4), boxes, regression))
+
+    told = origin(run(Detector(), loss_of))
+    assert (told["origin"], told["step"], told["operator"]) == ("input", AT, regression.__name__)
+
+
+def test_a_quotient_is_not_that_of_the_module_which_has_prepared_the_batch() -> None:
+    """Where a model's own line has the operator, too."""
+    told = origin(run(Detector(), lambda model, number: model(torch.randn(3, 4), torch.rand(3, 4), quotient(number))))
+    assert (told["origin"], told["operator"], told["module"]) == ("operator", "div", "Detector")
+
+
+def quotient(number: int) -> Any:
+    """Of nothing by nothing in the one step."""
+    return lambda one, box: (one - box).square().sum() * 0.0 / torch.tensor(float(number != AT))

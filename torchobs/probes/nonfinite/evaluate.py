@@ -20,7 +20,7 @@ _DERIVED = (
     "_sym_sizes", "_sym_strides", "_sym_numel", "_sizes", "_options", "_args", "_sym_sizes_opt", "_sym_argsize_0",
     "_sym_argsize_1",
 )  # fmt: skip
-_NO_GRADIENT = frozenset({"mask", "index", "indices", "target", "condition"})
+_NO_GRADIENT = frozenset({"mask", "index", "indices", "condition"})
 _NOT_AGAIN = ("batch_norm", "dropout", "rrelu", "bernoulli", "rnn", "embedding_bag", "embedding_renorm")
 _TENSOR, _LIST = "Tensor", "Tensor[]"
 _MOST_ELEMENTS = 1 << 26
