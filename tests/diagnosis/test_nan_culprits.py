@@ -380,3 +380,27 @@ def test_a_quotient_is_not_that_of_the_module_which_has_prepared_the_batch() -> 
 def quotient(number: int) -> Any:
     """Of nothing by nothing in the one step."""
     return lambda one, box: (one - box).square().sum() * 0.0 / torch.tensor(float(number != AT))
+
+
+def centers(targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """What a model makes of its targets without a gradient."""
+    return torch.stack([each["boxes"].mean(0) for each in targets])
+
+
+def test_a_target_is_named_in_a_list_of_dictionaries_with_its_sample() -> None:
+    """As detectors take them: the index in the list is the sample, not that of a box."""
+
+    def train(look: Look) -> None:
+        model = Detector()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, AT + 3):
+            targets = [{"boxes": torch.rand(3, 4), "labels": torch.ones(3)} for _ in range(3)]
+            if number == AT:
+                targets[2]["boxes"][1, 2] = float("nan")
+            optimizer.zero_grad()
+            torch.autograd.backward(model(torch.randn(3, 4), centers(targets), functional.mse_loss))
+            optimizer.step()
+            look.stepped()
+
+    told = origin(observe(train))
+    assert (told["origin"], told["parameter"], told["sample"]) == ("input", "targets[2]['boxes']", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,6 +44,9 @@ REFUSED = "refused by torch, in a forward pass without a graph"
 ANOTHER_RANK = "; averaged gradients may bring it from another rank"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
+_MOST_ITEMS = 64
+_OF_SAMPLES = re.compile(r"\w+\[(\d+)\]\[")
+"""A variable that is a list of dictionaries, one for each sample, as detectors take their targets"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +330,9 @@ class GraphTracer:
         if not name and not whole.dim():
             return None
         elements = bad_elements(whole)
-        sample = elements[0][0] if elements and elements[0] and whole.dim() > 1 else None
-        sample = elements[0][0] if sample is None and elements and elements[0] else sample
+        sample = elements[0][0] if elements and elements[0] else None
+        if one := _OF_SAMPLES.match(name):
+            sample = int(one[1])
         return NonfiniteOrigin(
             "input", operator, place.module, place.kind, place.line, name, inputs, elements, sample, self._step, ""
         )
@@ -376,12 +381,19 @@ def _models(frames: Sequence[FrameType]) -> list[Any]:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors without a graph that a variable is or holds, by name: in a list, a dictionary, or a list of those."""
     torch = sys.modules["torch"]
-    items: Iterable[tuple[str, Any]] = [(name, value)]
+    for path, item in _items(name, value):
+        for inner, each in _items(path, item) if type(item) is dict and item is not value else ((path, item),):
+            if isinstance(each, torch.Tensor) and each.grad_fn is None and each.layout == torch.strided and not each.is_meta:
+                yield inner, each
+
+
+def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) in {list, tuple}:
-        items = [(f"{name}[{index}]", each) for index, each in enumerate(value[:64])]
-    elif isinstance(value, dict) and len(value) <= 64:  # noqa: PLR2004  # a batch, not a state
-        items = [(f"{name}[{key!r}]", each) for key, each in value.items()]
-    for path, item in items:
-        if isinstance(item, torch.Tensor) and item.grad_fn is None and item.layout == torch.strided and not item.is_meta:
-            yield path, item
+        yield from ((f"{name}[{index}]", each) for index, each in enumerate(value[:_MOST_ITEMS]))
+    elif isinstance(value, dict):
+        if len(value) <= _MOST_ITEMS:  # a batch, not a state
+            yield from ((f"{name}[{key!r}]", each) for key, each in value.items())
+    else:
+        yield name, value
