@@ -41,6 +41,7 @@ MISTAKES = {
     "losses_kept": "Losses are kept with their graphs.",
     "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
     "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
+    "clipped_late": "Gradients are clipped after the optimizer's step, which has used them.",
 }
 """What ``loop_mistakes`` says at more length"""
 UNTIL_A_STEP = frozenset({"never_stepped", "no_batches"})

@@ -36,6 +36,8 @@ _HOW = {
     "({optimizer}) was called in place of scaler.step(optimizer), which does both, and skips what is not finite.",
     "no_batches": "A data loader had no batch: its samples ({samples}) were fewer than the batch size, {batch_size}, and "
     "drop_last leaves an incomplete batch out.",
+    "clipped_late": "Gradients were clipped after the optimizer's step, which had used them as they were, and were then set to "
+    "zero: nothing was clipped. clip_grad_norm_ belongs between backward() and step().",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "same_order": "After step {step} an epoch had the samples in the order of those before it, and each rank the same part of "

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
-    Measure = Callable[[list[int], list[Any]], Measurement | None]
+    Measure = Callable[[list[Any]], Measurement | None]
 
 _KEPT = 8
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -48,7 +48,7 @@ _SUSPICIOUS = 1e-15
 
 
 class ClipWatch:
-    """Wraps clipping functions. ``measure`` gets the gradients' ids and the gradients before clipping, in due steps."""
+    """Wraps clipping functions. ``measure`` gets the gradients before clipping, in due steps."""
 
     __slots__ = (  # the compiled part reads them in place
         "__dict__", "_covered", "_covered_grads", "_covered_until", "_each_ns", "_noted", "_noted_in", "_seen", "limit",
@@ -125,6 +125,11 @@ class ClipWatch:
     def has_noted(self, step: int) -> bool:
         """Return True if the record of the step after ``step`` has its norm already."""
         return self._noted_in == step
+
+    def has_clipped_since(self, step: int) -> bool:
+        """Return True if gradients were clipped by norm after the end of that step, which is the last one."""
+        kept = bool(self._seen) and self._seen[-1].step == step and self._seen[-1].limit < inf
+        return self._noted is None if self._noted_in == step else kept
 
     def unscales(self, optimizer: Any, scale: Any) -> None:
         """Mark clippings of scaled gradients, when the optimizer's gradients are about to be divided by the scale."""
@@ -224,7 +229,7 @@ class ClipWatch:
                 self._context.recorder.add_norm(made.total, 1.0, within_step=True)
                 return
             if not _SUSPICIOUS < made.total < inf:  # it may have over- or underflowed
-                made.each = self._measure(*_keyed(tensors))
+                made.each = self._measure(tensors)
                 made.total = made.each.total() if made.each is not None else made.total
         elif self._devices.cuda.capturing():
             return  # a reference would keep the graph's memory
@@ -234,7 +239,7 @@ class ClipWatch:
             keys, norms = seen.keys_and_results()
             self._pace.spend(seen.spent_ns)
             whole = len(norms) == len(tensors)  # else computed without foreach
-            made.each = from_norms(self._torch, keys, norms, self._devices) if whole else self._measure(*_keyed(tensors))
+            made.each = from_norms(self._torch, keys, norms, self._devices) if whole else self._measure(tensors)
         if made.each is not None:
             self._pace.spend(monotonic_ns() - begun_ns)
         self._keep(made)
@@ -250,14 +255,14 @@ class ClipWatch:
 
     def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
         if self._pace.would_be_due(self._context.recorder.step):
-            made.each = self._measure(*_keyed(tensors))
+            made.each = self._measure(tensors)
 
     def _keep(self, made: Clipping) -> None:
         recorder = self._context.recorder
         if self._noted_in == recorder.step:  # clipped again in the same step: the hook will add the later norm
             recorder.take_norm_back()
             self._noted_in = -1
-        self._seen, self._noted = [*self._seen[1 - _KEPT :], made], None
+        self._seen, self._noted, made.step = [*self._seen[1 - _KEPT :], made], None, recorder.step
         self._context.hooks.before_step.due_at = 0
 
     def _watched_clip(self, original: Any) -> Any:
@@ -393,7 +398,3 @@ class ClipWatch:
 
 def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return once(lambda original: outside_of_graphs(original, watched(original)))
-
-
-def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:
-    return [id(tensor) for tensor in tensors], tensors

@@ -19,6 +19,7 @@ from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.broadcast_loss import BroadcastLoss
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
+from torchobs.probes.gradients.late_clipping import LateClipping
 from torchobs.probes.gradients.left_out import LeftOutParameters
 from torchobs.probes.gradients.loop_mistakes import LoopMistakes
 from torchobs.probes.gradients.measurement import PendingNorms, measure, scaled
@@ -68,6 +69,7 @@ class GradientProbe:
         self._updates = UpdateWatch(context, self._publisher.layers)
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
+        self._late_clipping = LateClipping(context, self._clip, breaker)
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
@@ -119,6 +121,7 @@ class GradientProbe:
     def _look_at_loop(self, *, last: bool = False) -> None:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
+        self._late_clipping.sample()
         self._weights.sample()
         self._broadcast.sample()
         self._left_out.sample(modules)
@@ -240,9 +243,9 @@ class GradientProbe:
             self._look_for_clamping(gradients)
         self._pace.spend(monotonic_ns() - begun_ns)
 
-    def _measure_clipped(self, keys: list[int], gradients: list[Any]) -> Measurement | None:
+    def _measure_clipped(self, gradients: list[Any]) -> Measurement | None:
         """Measure gradients that are about to be clipped, or whose norm may be inexact."""
-        return measure(self._torch, keys, gradients, None, self._publisher.suspects, self._devices)
+        return measure(self._torch, list(map(id, gradients)), gradients, None, self._publisher.suspects, self._devices)
 
     def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Use the norm that clipping has computed in this step."""

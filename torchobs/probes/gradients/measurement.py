@@ -104,6 +104,8 @@ class Clipping:
     """id of the first gradient"""
     scaling: int = 0
     """How many losses had been scaled by then"""
+    step: int = 0
+    """The last step that had ended by then"""
     scale: Any = None
     """The loss scale that the gradients still contained, a number or a tensor on a device"""
 
