@@ -1131,7 +1131,7 @@ EVENT_SCHEDULER_MISUSED = _warning(
 LOOP_MISTAKES = (
     "gradients_kept", "evaluation_mode", "loss_broadcast", "optimizer_remade", "no_gradients", "gradients_stopped",
     "gradients_cleared", "never_stepped", "never_unscaled", "softmax_twice", "sigmoid_twice", "softmax_over_batch",
-    "losses_kept", "same_order", "no_batches", "clipped_late",
+    "losses_kept", "same_order", "no_batches", "clipped_late", "gradients_discarded",
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
@@ -1140,7 +1140,8 @@ EVENT_LOOP_MISTAKE = _warning(
     "made anew for each step, never steps, or gets no gradients, at all or any more, or they are set to zero before it "
     "steps; or its loss takes softmax or sigmoid twice, or softmax over the batch, or is scaled for gradients that nobody "
     "divides by the scale; or losses are kept with their graphs; or a data loader has no batch, or its DistributedSampler "
-    "gives each epoch one order; or gradients are clipped after the optimizer's step.",
+    "gives each epoch one order; or gradients are clipped after the optimizer's step, or set to zero in "
+    "each micro-batch of an accumulation.",
     Attribute("kind", "which", LOOP_MISTAKES),
     Attribute("shape", "of the predictions in such a loss"),
     Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients, or scaled ones"),

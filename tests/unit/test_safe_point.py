@@ -29,3 +29,15 @@ def test_a_task_waits_for_a_backward_that_is_not_being_captured() -> None:
     backward()
     assert done == ["asked"]
     assert torch.autograd.backward is original
+
+
+def test_nothing_is_armed_after_the_end() -> None:
+    """The sampler's last round comes after all hooks are removed: torch stays as it was."""
+    done, original = list[int](), torch.autograd.backward
+    point = SafePoint(TrainingState())
+    point.arm(lambda: done.append(1))
+    point.close()
+    point.arm(lambda: done.append(2))
+    assert torch.autograd.backward is original
+    backward()
+    assert done == []

@@ -42,6 +42,7 @@ MISTAKES = {
     "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
     "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
     "clipped_late": "Gradients are clipped after the optimizer's step, which has used them.",
+    "gradients_discarded": "Gradients are set to zero in each micro-batch: a step uses the last one's alone.",
 }
 """What ``loop_mistakes`` says at more length"""
 UNTIL_A_STEP = frozenset({"never_stepped", "no_batches"})

@@ -38,6 +38,8 @@ _HOW = {
     "drop_last leaves an incomplete batch out.",
     "clipped_late": "Gradients were clipped after the optimizer's step, which had used them as they were, and were then set to "
     "zero: nothing was clipped. clip_grad_norm_ belongs between backward() and step().",
+    "gradients_discarded": "Gradients were set to zero in each micro-batch of an accumulation: a step used those of the last "
+    "one alone, and the others were computed for nothing. zero_grad() belongs after step(), not into their loop.",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "same_order": "After step {step} an epoch had the samples in the order of those before it, and each rank the same part of "

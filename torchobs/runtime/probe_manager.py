@@ -76,7 +76,7 @@ class ProbeManager:
 
     def remove_all(self) -> None:
         """Remove every hook of every probe, for good. Idempotent. The sampler still calls their callbacks in its last round."""
-        self._safe_point.disarm()
+        self._safe_point.close()
         for name in reversed(list(self._probes)):
             self._remove(name)
         if self._started:

@@ -29,15 +29,18 @@ class SafePoint:
         self._training = training
         self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None
+        self._closed = False
         self._arming = Lock()
         renew_in_child(self, _arming=Lock)
         self._pid = os.getpid()
 
     def arm(self, task: Callable[[], object]) -> None:
-        """Queue a task, which must not raise, unless it is queued already. A task may queue itself again."""
+        """Queue a task, which must not raise, unless it is queued already, or this is closed. A task may queue itself again."""
         import torch  # torch is optional until training begins
 
         with self._arming:
+            if self._closed:
+                return
             if task not in self._tasks:
                 self._tasks.append(task)
             if self._patch is not None:
@@ -56,8 +59,9 @@ class SafePoint:
 
         return backward
 
-    def disarm(self) -> None:
-        """Drop all tasks. Idempotent."""
+    def close(self) -> None:
+        """Drop all tasks, and take no more: the sampler's last round comes after the hooks' end. Idempotent."""
+        self._closed = True
         self._take()
 
     def _take(self) -> list[Callable[[], object]]:

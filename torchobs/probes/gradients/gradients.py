@@ -19,6 +19,7 @@ from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.broadcast_loss import BroadcastLoss
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
+from torchobs.probes.gradients.discarded import DiscardedGradients
 from torchobs.probes.gradients.late_clipping import LateClipping
 from torchobs.probes.gradients.left_out import LeftOutParameters
 from torchobs.probes.gradients.loop_mistakes import LoopMistakes
@@ -70,6 +71,7 @@ class GradientProbe:
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         self._late_clipping = LateClipping(context, self._clip, breaker)
+        self._discarded = DiscardedGradients(context, breaker)
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
@@ -91,6 +93,7 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
         self._mistakes.remove()
+        self._discarded.remove()
         self._no_gradients.remove()
         self._publisher.layers.names.built_modules.remove()
 
@@ -122,6 +125,7 @@ class GradientProbe:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
         self._late_clipping.sample()
+        self._discarded.sample()
         self._weights.sample()
         self._broadcast.sample()
         self._left_out.sample(modules)
@@ -159,6 +163,7 @@ class GradientProbe:
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
             self._mistakes.before_step(optimizer, sample, step + 1)
+            self._discarded.before_step(optimizer)
             if sample is not None:
                 self._no_gradients.trained = step
                 if not 0 < step - self._without_last < _WITHOUT_EVERY:
@@ -166,7 +171,7 @@ class GradientProbe:
             else:
                 self._look_for_gradients(optimizer, sample, step)
             pace.spend(monotonic_ns() - begun_ns)
-        if self._left_out.due or id(optimizer) in self._mistakes.due:
+        if self._left_out.due or id(optimizer) in self._mistakes.due or self._discarded.handle:
             self._look_at_once(optimizer, step)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
@@ -179,6 +184,8 @@ class GradientProbe:
         self._left_out.before_step()
         if id(optimizer) in self._mistakes.due:
             self._mistakes.look_at_modes(optimizer, None, step + 1)
+        if self._discarded.handle:
+            self._discarded.before_step(optimizer)
         self._pace.spend(monotonic_ns() - begun_ns)
 
     def _after_backward(self) -> None:
