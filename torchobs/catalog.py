@@ -38,11 +38,15 @@ class Severity(Enum):
 
 
 class Attribute(NamedTuple):
-    """A metric's label. ``values``: its closed set of values; empty: open, with a number limited by its probe."""
+    """A metric's label. ``values``: its closed set of values; empty: open, with a number limited by its probe.
+
+    ``unit``: of an event's number that is a size (``By``) or a duration (``s``), by which it is shown.
+    """
 
     name: str
     brief: str
     values: tuple[str, ...] = ()
+    unit: str = ""
 
 
 class Metric(NamedTuple):
@@ -1016,7 +1020,7 @@ EVENT_EXCEPTION = _error(
     Attribute("thread", "the thread's name, if it is not the main one"),
     EXIT_SIGNAL,
     Attribute("timeout", "of an operation of torch.distributed that timed out: which", COLLECTIVE_TIMEOUTS),
-    Attribute("timeout_s", "after how many seconds, if torch says so"),
+    Attribute("timeout_s", "after how many seconds, if torch says so", unit="s"),
     Attribute("absent_ranks", "the ranks that did not come, if torch says so"),
 )
 EVENT_DISTRIBUTED = _info(
@@ -1193,18 +1197,18 @@ EVENT_MEMORY_GROWTH = _warning(
     "torchobs.memory.growth",
     "Memory grows steadily with the steps, and would reach its limit within a day.",
     SPACE,
-    Attribute("per_step", "bytes a step"),
-    Attribute("time_to_limit", "seconds until then"),
+    Attribute("per_step", "bytes a step", unit="By"),
+    Attribute("time_to_limit", "seconds until then", unit="s"),
 )
 EVENT_MEMORY_LEAK = _warning(
     "torchobs.memory.leak",
     "What grew while memory was leaking: once growth was told, for some ten seconds. Sizes in bytes, the largest first.",
     SPACE,
     Attribute("ended", "why it ended early, if it did", ("complete", "memory")),
-    Attribute("seconds", "for which it was watched"),
+    Attribute("seconds", "for which it was watched", unit="s"),
     Attribute("steps", "in which it was watched"),
-    Attribute("grown", "growth of the process, or of the device's blocks in use"),
-    Attribute("tensor_bytes", "of it, what tensors known to Python take"),
+    Attribute("grown", "growth of the process, or of the device's blocks in use", unit="By"),
+    Attribute("tensor_bytes", "of it, what tensors known to Python take", unit="By"),
     Attribute(
         "lines", "file:line whose living allocations grew: how many more, and their size; of a tensor on the host the object"
     ),
@@ -1216,28 +1220,28 @@ EVENT_OUT_OF_MEMORY = _error(
     "torchobs.memory.out_of_memory",
     "Memory ran out: in a device's allocator, before the exception is raised, or on the host (cpu), when it ends. In bytes.",
     DEVICE,
-    Attribute("requested", "requested size"),
-    Attribute("limit", "memory that this process may use; of the host only a limit of its address space (ulimit -v, -d)"),
-    Attribute("free", "free memory of the device"),
-    Attribute("allocated", "in use by tensors"),
-    Attribute("reserved", "held by the allocator"),
-    Attribute("active", "in blocks that are in use"),
-    Attribute("inactive_split", "in inactive split blocks"),
+    Attribute("requested", "requested size", unit="By"),
+    Attribute("limit", "memory that it may use; of the host only a limit of its address space (ulimit -v, -d)", unit="By"),
+    Attribute("free", "free memory of the device", unit="By"),
+    Attribute("allocated", "in use by tensors", unit="By"),
+    Attribute("reserved", "held by the allocator", unit="By"),
+    Attribute("active", "in blocks that are in use", unit="By"),
+    Attribute("inactive_split", "in inactive split blocks", unit="By"),
     Attribute("allocations", "blocks in use"),
     Attribute("alloc_retries", "allocations tried again so far"),
     Attribute("ooms", "such errors so far, without this one"),
-    Attribute("parameters", "of it, what models' parameters take"),
-    Attribute("gradients", "their gradients"),
-    Attribute("optimizer_state", "the state of the optimizers"),
-    Attribute("buffers", "models' buffers"),
+    Attribute("parameters", "of it, what models' parameters take", unit="By"),
+    Attribute("gradients", "their gradients", unit="By"),
+    Attribute("optimizer_state", "the state of the optimizers", unit="By"),
+    Attribute("buffers", "models' buffers", unit="By"),
     Attribute("modules", "the modules that take most of these, with their size"),
     Attribute("largest", "where most of it was allocated (file:line, size, blocks), if torch records its history"),
 )
 EVENT_SHARED_MEMORY_FULL = _warning(
     "torchobs.memory.shared_full",
     "Shared memory (/dev/shm), through which DataLoader workers and NCCL pass data, is nearly full.",
-    Attribute("used", "bytes in use"),
-    Attribute("size", "bytes in all"),
+    Attribute("used", "bytes in use", unit="By"),
+    Attribute("size", "bytes in all", unit="By"),
 )
 EVENT_NONFINITE_GRADIENT = _warning(
     "torchobs.grad.nonfinite",
@@ -1385,7 +1389,7 @@ EVENT_STARVED = _warning(
 EVENT_UNPINNED = _info(
     "torchobs.data.unpinned",
     "The first batch found in pageable memory: `pin_memory=True` lets copies to the device overlap with computation.",
-    Attribute("size", "bytes of it in pageable memory"),
+    Attribute("size", "bytes of it in pageable memory", unit="By"),
 )
 EVENT_CHECKPOINT_FAILED = _error(
     "torchobs.checkpoint.failed",
@@ -1393,8 +1397,8 @@ EVENT_CHECKPOINT_FAILED = _error(
     Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
     Attribute("exception.type", "the exception's class"),
     Attribute("saved_step", "step of the last checkpoint that was saved; 0 if there was none"),
-    Attribute("free", "bytes that the target's file system has left, where it is a path"),
-    Attribute("needed", "bytes of the last checkpoint that was saved, else of the trained parameters"),
+    Attribute("free", "bytes that the target's file system has left, where it is a path", unit="By"),
+    Attribute("needed", "bytes of the last checkpoint that was saved, else of the trained parameters", unit="By"),
 )
 EVENT_RECOMPILE = _info(
     "torchobs.compile.recompile",
@@ -1468,15 +1472,15 @@ EVENT_DEBUG_VALIDATION = _info(
     Attribute("name", "name of the validation"),
     Attribute("samples", "samples added"),
     Attribute("batches", "batches added"),
-    Attribute("seconds", "its duration"),
+    Attribute("seconds", "its duration", unit="s"),
 )
 EVENT_STACKS = _info(
     "torchobs.stacks",
     "The stacks of all threads were written, on request, because the GIL was held for seconds, or early in a stall.",
     Attribute("cause", "why", ("asked", "stuck", "stalled")),
     EVIDENCE,
-    Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run"),
-    Attribute("quiet_s", "for one that stood still: seconds without a sign of a step"),
+    Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run", unit="s"),
+    Attribute("quiet_s", "for one that stood still: seconds without a sign of a step", unit="s"),
     Attribute("phase", "for one that stood still: the phase in which it did"),
 )
 LACK = Attribute("detail", "the system's error message, or the space needed")
@@ -1496,7 +1500,7 @@ EVENT_PROFILE_END = _info(
     "The profiler's trace was written.",
     Attribute("reason", "why it ended", ("complete", "time", "memory", "interrupted")),
     Attribute("steps", "number of steps profiled"),
-    Attribute("size", "bytes of the trace, compressed"),
+    Attribute("size", "bytes of the trace, compressed", unit="By"),
     EVIDENCE,
 )
 EVENT_PROFILE_FAILED = _warning(
@@ -1548,8 +1552,8 @@ SPAN_CHECKPOINT = _span(
     "torchobs.checkpoint",
     "A save; an asynchronous one until it is complete. All of 100 ms or longer, and some shorter ones.",
     Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
-    Attribute("size", "bytes this rank wrote"),
-    Attribute("blocked_s", "for an asynchronous one: seconds for which training waited"),
+    Attribute("size", "bytes this rank wrote", unit="By"),
+    Attribute("blocked_s", "for an asynchronous one: seconds for which training waited", unit="s"),
 )
 SPAN_RESTORE = _span(
     "torchobs.restore",
@@ -1568,7 +1572,7 @@ SPAN_STEP = _span(
         "why it was recorded: user means that the application began a span in it",
         ("sampled", "slow", "anomalous", "event", "user"),
     ),
-    Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown"),
+    Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown", unit="s"),
     Attribute("loss", "its loss"),
     Attribute("grad_norm", "its gradient norm"),
     Attribute("skipped", "true if the loss scaler skipped it"),

@@ -183,6 +183,20 @@ def test_a_stream_of_a_run_that_is_not_there_yet_waits_for_it(served: Callable[.
         assert parts["heading"] == '<bdi>jobs</bdi> <span class="run"><bdi>b</bdi></span>'
 
 
+def test_each_run_in_the_list_begins_with_how_it_is(served: Callable[..., FlightWriter], exporter: Service) -> None:
+    """Who has thirty of them looks for the sick ones; in words, too, for who does not see the sign."""
+    served("a")
+    failed = served("b", 5)
+    failed.exit(Exit.EXIT_CODE, 1)
+    failed.close()
+
+    def signs() -> dict[str, str]:
+        listed = exporter.page("/").partition("<h2>Runs</h2>")[2].partition("</ul>")[0]
+        return dict(re.findall(r'<li class="\w+"><span class="sign" role="img" aria-label="([^"]*):">(.)</span>', listed))
+
+    wait_until(lambda: signs() == {"Worth a look": "▲", "Trouble": "✕"})  # a rank of it has not appeared
+
+
 def left_by(exporter: Service, run: str) -> list[tuple[str, ...]]:
     """The rank and the link of what is listed as left by that run's ranks."""
     page = exporter.page(f"/?run={run}").partition('<section id="evidence"')[2].partition("</section>")[0]

@@ -152,6 +152,16 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
     assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 1), ("", 1), ("", 1)]
 
 
+def test_sizes_and_durations_have_their_unit() -> None:
+    """By the catalog; what is no number, or no event of ours, stays as it is."""
+    attributes = {"space": "host", "per_step": 40_960, "time_to_limit": 5_400.0, "silent_s": "unknown"}
+    frames = [{"k": "event", "t": 1, "name": name, "attrs": attributes} for name in ("torchobs.memory.growth", "mine")]
+    assert [one.text for one in of_ring(HEADER, "0", enumerate(frames))] == [
+        "space host · per step 40 KiB · time to limit 1 h 30 min · silent unknown",
+        "space host · per step 40960 · time to limit 5,400 · silent unknown",
+    ]
+
+
 @pytest.mark.parametrize("event", catalog.EVENTS, ids=lambda event: event.name)
 def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     """But points of curves. Whatever its attributes hold, it can be compared with those of other ranks."""

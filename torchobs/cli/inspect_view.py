@@ -14,6 +14,7 @@ from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.diagnosis import stack_text, text_format
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
+from torchobs.diagnosis.event_units import with_unit
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, device_memory, memory
 from torchobs.diagnosis.rank_report import Fact, RankReport, last_known
@@ -270,6 +271,8 @@ def _event(fact: Fact) -> str:
 
 
 def _attribute(fact: Fact, name: str) -> str:
+    if (sized := with_unit(fact.name, name, fact.attributes[name])) is not None:
+        return sized
     number = fact.number(name)
     return text_format.clean(
         text_format.number(number)

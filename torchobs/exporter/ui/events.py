@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.event_units import with_unit
 from torchobs.diagnosis.status import WORKER_DIED
 from torchobs.ranks import labels
 
@@ -167,7 +168,7 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
         step=step if isinstance(step, int) else None,
         severity=known.severity if known else Severity.INFO,
         title=_title(name) if known else labels.text(name)[:MOST_TEXT],
-        text=_text(attributes),
+        text=_text(name, attributes),
     )
     kind, left_out = attributes.get("kind"), attributes.get("left_out")
     if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
@@ -189,15 +190,20 @@ def _span(rank: str, fields: Mapping[str, Any]) -> EventRow | None:
     if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
         return None
     duration = text_format.duration(max((ended_ns - begun_ns) / 1e9, 0.0))
-    text = _text(fields.get("attrs"))
+    text = _text(str(fields.get("name")), fields.get("attrs"))
     return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {duration}" + (f" · {text}" if text else ""))
 
 
-def _text(attributes: object) -> str:
+def _text(name: str, attributes: object) -> str:
+    """Return the attributes of an event or span as one line: names in words, sizes and durations with their unit."""
     if not isinstance(attributes, dict):
         return ""
-    parts = (f"{labels.text(name).removeprefix('exception.')} {_value(value)}" for name, value in attributes.items())
-    return " · ".join(part for part in parts if not part.endswith(" "))[:MOST_TEXT]
+    parts = ((label, with_unit(name, label, value) or _value(value)) for label, value in attributes.items())
+    return " · ".join(f"{_label(label)} {text}" for label, text in parts if text)[:MOST_TEXT]
+
+
+def _label(name: object) -> str:
+    return labels.text(name).removeprefix("exception.").removesuffix("_s").replace("_", " ")
 
 
 def _value(value: object) -> str:

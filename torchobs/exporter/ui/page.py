@@ -22,7 +22,7 @@ from torchobs.report.html import EMPTY, Html, exact, heading_cell, joined, named
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torchobs.exporter.ui.view_model import Model
+    from torchobs.exporter.ui.view_model import Model, Run
 
 STYLE_PATH, SCRIPT_PATH = "/live/live.css", "/live/live.js"
 
@@ -112,12 +112,15 @@ def _runs(model: Model) -> Html:
     """Return the list of runs to choose from, if there is another than the one shown."""
     if all(run is model.run for run in model.runs):
         return EMPTY
-    items = [
-        tag("li", link(Choice(run=run.key), run.job_name, "health", current=run is model.run), " ", named(run.run_id), " ",
-            tag("span", run.health.text, class_="quiet"))
-        for run in model.runs
-    ]  # fmt: skip
-    return joined([tag("h2", "Runs"), tag("ul", *items)])
+    return joined([tag("h2", "Runs"), tag("ul", *(_run(run, chosen=run is model.run) for run in model.runs))])
+
+
+def _run(run: Run, *, chosen: bool) -> Html:
+    """Return a line of the list of runs, which begins with how the run is."""
+    class_, symbol = LEVELS[run.health.level]
+    sign = tag("span", symbol, class_="sign", role="img", aria_label=f"{BADGES[run.health.level]}:")
+    name = link(Choice(run=run.key), run.job_name, "health", current=chosen)
+    return tag("li", sign, " ", name, " ", named(run.run_id), " ", tag("span", run.health.text, class_="quiet"), class_=class_)
 
 
 def _curves(model: Model) -> Html:
