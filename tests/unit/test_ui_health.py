@@ -55,7 +55,16 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
     assert mistakes_of([again, told("unheard of", 1), told(["list"], 1)], ("gradients_stopped",)) == ()
 
 
-@pytest.mark.parametrize("kind", catalog.LOOP_MISTAKES)
+def test_a_misused_scheduler_is_a_mistake_of_the_loop() -> None:
+    """Of the kinds that there are."""
+
+    def told(kind: object) -> Fact:
+        return Fact(catalog.EVENT_SCHEDULER_MISUSED.name, 1.0, 3, {"kind": kind, "scheduler": "StepLR"})
+
+    assert mistakes_of([told("never_stepped"), told("unheard of"), told(["list"])]) == ("scheduler_never_stepped",)
+
+
+@pytest.mark.parametrize("kind", [*catalog.LOOP_MISTAKES, *(f"scheduler_{kind}" for kind in catalog.SCHEDULER_MISUSES)])
 def test_every_mistake_has_its_sentence(kind: str) -> None:
     """Also one that is new."""
     assert run(row(0, mistakes=(kind,), steps=0)).health.level is Severity.WARNING

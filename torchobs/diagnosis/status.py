@@ -315,7 +315,7 @@ def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
 
 
 def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the kinds of the loop's mistakes, each once, with those ``known`` before these events.
+    """Return the kinds of the loop's mistakes, a scheduler's among them, each once, with those ``known`` before these events.
 
     An event about no parameter takes its kind back.
     """
@@ -326,6 +326,8 @@ def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str,
             found[kind] = None
             if event.attributes.get("parameters_affected") == 0:
                 del found[kind]
+        elif event.name == catalog.EVENT_SCHEDULER_MISUSED.name and kind in catalog.SCHEDULER_MISUSES:
+            found[f"scheduler_{kind}"] = None
     return tuple(found)
 
 
