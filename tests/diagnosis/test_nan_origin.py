@@ -302,9 +302,12 @@ def test_a_compiled_region_is_run_again_without_the_compiler(run: Recording) -> 
     assert (origin.operator, origin.module) == ("log", "3")
 
 
-@pytest.mark.parametrize("way", ["operator", "batch"])
+@pytest.mark.parametrize("way", ["operator", "batch", "sharded batch"])
 def test_two_ranks_name_the_culprit_each_for_itself(start: Any, flight_dir: Path, way: str) -> None:
-    """Under DDP, and no rank waits for another: one with a bad batch names its sample, the other that rank."""
+    """No rank waits for another: one with a bad batch names its sample, the other that rank.
+
+    FSDP frees the weights after the forward pass, so that nothing can be computed again, and has functions of its own in it.
+    """
     port, ranks = support.free_port(), []
     for rank in range(2):
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -324,6 +327,7 @@ def test_two_ranks_name_the_culprit_each_for_itself(start: Any, flight_dir: Path
         assert [(one[0]["step"], one[0]["operator"], one[0]["module"]) for one in told.values()] == [(5, "log", "Net")] * 2
     else:
         assert (told[1][0]["step"], told[1][0]["origin"], told[1][0]["sample"]) == (5, "input", 2)
+        assert told[1][0]["module"] == "first"
         assert [(one["step"], one["origin"], one["note"]) for one in told[0]] == [
             (5, "rank", "rank 1, whose loss was not finite")
         ]

@@ -76,6 +76,8 @@ NEEDED_BY_TORCH = frozenset(
             "_forward_cls",
             "_input_metadata",
             "_saved_dim",
+            "_get_fsdp_state",
+            "_unsharded_param",
         ),  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }

@@ -1,4 +1,4 @@
-"""One rank of a job under DistributedDataParallel, in which rank 1 gets a bad batch or both ranks a bad operator."""
+"""One rank of a job under DistributedDataParallel or FSDP2, in which rank 1 gets a bad batch or both ranks a bad operator."""
 
 from __future__ import annotations
 
@@ -28,18 +28,29 @@ class Net(nn.Module):
         return out
 
 
+def sharded(net: Net) -> nn.Module:
+    """Its layers, each for itself, and the whole, by FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net.first)
+    fully_shard(net.second)
+    fully_shard(net)
+    return net
+
+
 def main(way: str) -> None:
     """Train eight steps."""
     dist.init_process_group("gloo")
     torchobs.init(log_level="ERROR")
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net())
+    net = Net()
+    model: nn.Module = sharded(net) if way == "sharded batch" else DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number in range(8):
         x = torch.randn(6, 8)
-        if number == 4 and way == "batch" and dist.get_rank() == 1:
+        if number == 4 and way != "operator" and dist.get_rank() == 1:
             x[2, 3] = float("nan")
-        model.module.ill = number == 4 and way == "operator"
+        net.ill = number == 4 and way == "operator"
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -36,6 +36,8 @@ class Birth:
     is_leaf: bool = False
     is_constant: bool = False
     """An operand without a gradient, which nobody kept; ``operand`` is the first result of it that was"""
+    is_unread: bool = False
+    """The values of ``operand``, a parameter, are not known: FSDP frees them after the forward pass"""
     is_unseen: bool = False
     """It may be such an operand of a function written in Python, or the function's own fault; ``operand`` as before"""
 
@@ -166,17 +168,19 @@ class ForwardTrace:
 
     def _bad_operands(self, node: GraphNode, *, certain: bool) -> Iterator[Birth]:
         """Yield operands that no node of the graph made: the batch, a constant, a parameter."""
+        for producer, _ in node.inputs:
+            if producer is not None and producer.parameter is not None and (known := self.of((producer, 0))) not in _SOUND:
+                yield Birth(node, certain, producer.parameter, is_leaf=True, is_unread=known is Condition.UNKNOWN)
+        yield from (Birth(node, certain, value) for value in self._bad_constants(node))
+
+    def _bad_constants(self, node: GraphNode) -> Iterator[Any]:
+        """Yield operands without a gradient that are not finite: of the batch, the target of a loss."""
         names = self._names.get(node, ())
-        for index, (producer, _) in enumerate(node.inputs):
-            if producer is None:
-                value = node.kept.get(names[index]) if index < len(names) else None
-                if value is not None and condition(value) is Condition.BAD:
-                    yield Birth(node, certain, value)
-            elif producer.parameter is not None and self.of((producer, 0)) not in _SOUND:
-                yield Birth(node, certain, producer.parameter, is_leaf=True)
-        for name, value in node.kept.items():  # operands without a gradient: the target of a loss
-            if name in {"target", "weight"} and name not in names and value is not None and condition(value) is Condition.BAD:
-                yield Birth(node, certain, value)
+        given = {name for name, (producer, _) in zip(names, node.inputs, strict=False) if producer is None}
+        for name, value in node.kept.items():
+            is_operand = name in given or (name in {"target", "weight"} and name not in names)
+            if is_operand and value is not None and condition(value) is Condition.BAD:
+                yield value
 
     def _origins(self, node: GraphNode) -> list[tuple[GraphNode, bool]]:
         """Return the nodes that the node's non-finite result comes from, and whether that is certain; none if it began here."""
@@ -194,13 +198,14 @@ class ForwardTrace:
         strong = node.builtin in STRONG
         return [
             (producer, False) for producer, _ in unknown
-            if producer.operator in OPAQUE or self._may_begin(producer, only_bad=strong)
+            if producer.operator in OPAQUE or self._may_begin(producer, only_bad=strong, of_python=node.is_python)
         ]  # fmt: skip
 
-    def _may_begin(self, node: GraphNode, *, only_bad: bool) -> bool:
+    def _may_begin(self, node: GraphNode, *, only_bad: bool, of_python: bool) -> bool:
         """Return True if the fault may lie in those before it whose results are unknown.
 
-        There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values.
+        There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values. ``of_python``: the
+        results go into a function written in Python, which may only pass them on, as FSDP's do.
         """
         waiting, seen = [node], {node}
         while waiting:
@@ -210,6 +215,8 @@ class ForwardTrace:
                 return True
             odd = {Condition.BAD} if one.builtin in MASKABLE else {Condition.BAD, Condition.MASKED}
             if any(edge[0] is not None and self.of(edge) in odd for edge in one.inputs):  # type: ignore[arg-type]  # checked
+                return True
+            if of_python and any(True for _ in self._bad_constants(one)):
                 return True
             for producer, index in one.inputs:
                 if producer is not None and producer not in seen and self.of((producer, index)) is Condition.UNKNOWN:
@@ -226,8 +233,9 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) 
     trace = ForwardTrace(nodes)
     births = list(trace.births(root)) or [Birth(root, certain=False)]
 
-    def rank(each: Birth) -> tuple[bool, bool, int]:
-        return not (each.certain or earliest), not earliest and each.node.builtin in PASSING, each.node.number
+    def rank(each: Birth) -> tuple[bool, bool, bool, int]:
+        passing = not earliest and each.node.builtin in PASSING
+        return each.is_unread, not (each.certain or earliest), passing, each.node.number
 
     birth = min(births, key=rank)
     return birth, trace.operands(birth.node)

@@ -46,7 +46,7 @@ class ModuleNames:
         self._storages: dict[int, str] = {}
         self._aliases: dict[int, str] = {}
         found = self._holding(known, wanted)
-        missing = wanted - {id(p) for root in found for p in root.parameters()}
+        missing = wanted - {id(p) for root in found for p in (*root.parameters(), *(whole for _, whole in gathered(root)))}
         # a look through all objects for what is a module's alone: not for an input, a received activation, a loose tensor
         if any(id(parameter) in missing and _is_parameter(parameter) for parameter in parameters):
             found = self._holding(roots(all_modules(lambda: None)), wanted)
@@ -56,7 +56,10 @@ class ModuleNames:
     @staticmethod
     def _holding(modules: Iterable[Any], wanted: set[int]) -> list[Any]:
         """Return the modules that together hold these parameters; a part or a wrapper of another is left out."""
-        held = [(module, wanted & {id(parameter) for parameter in module.parameters()}) for module in modules]
+        held = []
+        for module in modules:
+            own = {id(parameter) for parameter in module.parameters()} | {id(whole) for _, whole in gathered(module)}
+            held.append((module, wanted & own))
         found, missing = [], set(wanted)
         for module, own in sorted(held, key=lambda each: -len(each[1])):
             if own & missing:
@@ -75,6 +78,9 @@ class ModuleNames:
                     whole = clean(f"{full}.{key}" if full else key)
                     self._names.setdefault(id(tensor), whole)
                     self._storages.setdefault(memory_of(tensor), whole)
+        for shard, tensor in gathered(root):
+            if (known := self._names.get(id(shard))) is not None:
+                self._names.setdefault(id(tensor), known)
 
     def of(self, tensor: Any) -> str:
         """Return the name of a parameter or buffer, or of the one whose memory the tensor uses; ``""`` for any other."""
@@ -87,6 +93,17 @@ class ModuleNames:
     def owner(self, name: str) -> str:
         """Return the path of the module that holds this parameter."""
         return name.rpartition(".")[0]
+
+
+def gathered(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each parameter that FSDP2 shards, and the whole one that a graph has: its memory may be free."""
+    for module in root.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        for group in getattr(state and state(), "_fsdp_param_groups", ()):
+            for one in getattr(group, "fsdp_params", ()):
+                shard, whole = getattr(one, "sharded_param", None), getattr(one, "_unsharded_param", None)
+                if shard is not None and whole is not None:
+                    yield shard, whole
 
 
 def _is_parameter(tensor: Any) -> bool:
