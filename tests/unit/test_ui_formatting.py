@@ -155,10 +155,16 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
 def test_sizes_and_durations_have_their_unit() -> None:
     """By the catalog; what is no number, or no event of ours, stays as it is."""
     attributes = {"space": "host", "per_step": 40_960, "time_to_limit": 5_400.0, "silent_s": "unknown"}
-    frames = [{"k": "event", "t": 1, "name": name, "attrs": attributes} for name in ("torchobs.memory.growth", "mine")]
+    name = "torchobs.memory.growth"
+    frames = [{"k": "event", "t": 1, "name": each, "attrs": attributes} for each in (name, "mine")]
+    frames += [{"k": "event", "t": 1, "name": name, "attrs": {"per_step": odd}} for odd in (10**400, NAN, True, "NaN")]
     assert [one.text for one in of_ring(HEADER, "0", enumerate(frames))] == [
         "space host · per step 40 KiB · time to limit 1 h 30 min · silent unknown",
         "space host · per step 40960 · time to limit 5,400 · silent unknown",
+        f"per step 1{'0' * 390}",
+        "per step NaN",
+        "per step True",
+        "per step NaN",
     ]
 
 
