@@ -163,7 +163,7 @@ def test_sizes_and_durations_have_their_unit() -> None:
         "space host · per step 40960 · time to limit 5,400 · silent unknown",
         f"per step 1{'0' * 390}",
         "per step NaN",
-        "per step True",
+        "per step true",
         "per step NaN",
     ]
 

@@ -113,18 +113,16 @@ class DiscardedGradients:
         self._passes += 1
 
     def _is_plain(self, tensor: Any) -> bool:
-        return type(tensor) is self._torch.Tensor and tensor.layout is self._torch.strided
+        return type(tensor) is self._torch.Tensor and tensor.layout is self._torch.strided and tensor.is_floating_point()
 
     def _judge(self, gradient: Any) -> None:
         reset = self._reset
         if reset is None or not self._is_plain(gradient):
             return
         with self._torch.no_grad():
-            used, last = (one.reshape(-1)[:_LOOKED_AT].double() for one in (gradient, self._last))
-            square = (used @ last) ** 2
-            # not what clipping by 0 or an overflow has left: of that nothing is known
+            used, last = (_scaled(one.reshape(-1)[:_LOOKED_AT].float()) for one in (gradient, self._last))
             least = 1.0 - max(_ROUNDING, self._torch.finfo(gradient.dtype).eps ** 2)
-            same = (square >= least * (used @ used) * (last @ last)) & (square > 0)
+            same = (used @ last) ** 2 >= least * (used @ used) * (last @ last)  # False of what is not finite, or all zero
             self._context.device.take((reset & same).float(), self._note)
         self._since = self._since or self._context.recorder.step + 1
 
@@ -164,3 +162,8 @@ def batches_passed(trace: Sequence[int], arguments: Sequence[int]) -> int:
                 return 0
             passes, fetched = passes + 1, False
     return passes if len(loaders) == 1 and steps <= 1 else 0
+
+
+def _scaled(gradient: Any) -> Any:
+    """Return a gradient with a largest element of 1, so that no square is rounded to zero."""
+    return gradient / gradient.abs().max()
