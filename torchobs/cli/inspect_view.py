@@ -25,6 +25,8 @@ from torchobs.report.details import command_line, facts
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40
 _MOST_ALIKE, _MOST_FRAMES = 3, 12
+_MOST_RANKS = 1e7
+"""A damaged file may hold any number"""
 _STEP_COLUMNS = (
     Column("step"), Column("ended", dispensable=4), Column("took"), Column("loss"), Column("grad norm"),
     Column("learning rate", dispensable=3),
@@ -144,7 +146,11 @@ def _steps(report: RankReport, options: Options, width: int) -> list[str]:
         ]
         for step in shown
     ]  # fmt: skip
-    return table(_STEP_COLUMNS, rows, width) if rows else []
+    lines = table(_STEP_COLUMNS, rows, width) if rows else []
+    if lines and 1.0 < (ranks := report.value(catalog.GRAD_NORM_RANKS) or 1.0) < _MOST_RANKS:
+        note = f"grad norm: of this rank's own shard; the squares of {ranks:,.0f} ranks' norms add up to that of the whole's"
+        lines.append(text_format.cut(note, width))
+    return lines
 
 
 def _stack(report: RankReport, width: int) -> list[str]:

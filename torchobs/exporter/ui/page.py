@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs._version import __version__
-from torchobs.catalog import GRAD_NORM, LOSS, SCALAR_VALUE, Severity
+from torchobs.catalog import GRAD_NORM, GRAD_NORM_RANKS, LOSS, SCALAR_VALUE, Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES
 from torchobs.exporter.ui import panels, rank_table
@@ -130,9 +130,11 @@ def _curves(model: Model) -> Html:
     number, curves = text_format.number, model.curves
     had_loss, had_norm = (curves.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
     last_time = curves.time.last if curves.time else None
+    is_shard = (focus.readings.get(GRAD_NORM_RANKS) or 1.0) > 1.0
+    norm_name = "Gradient norm of its shard" if is_shard else "Gradient norm"
     cards = [
         _card("Loss", focus.status.loss, charts.sparkline(curves.loss, "Loss", number, stale=had_loss)),
-        _card("Gradient norm", focus.grad_norm, charts.sparkline(curves.norm, "Gradient norm", number, stale=had_norm)),
+        _card(norm_name, focus.grad_norm, charts.sparkline(curves.norm, norm_name, number, stale=had_norm)),
         _card("Step time", last_time, charts.sparkline(curves.time, "Step time", text_format.duration), text_format.duration),
     ]
     for name, curve in model.scalars.items():  # the script's own, since the run began
