@@ -34,8 +34,10 @@ class LateClipping:
         """Look, when an outermost backward pass begins. In the training thread."""
         recorder = self._context.recorder
         step = recorder.step
-        # several optimizers, and steps by hand, have gradients that others of them leave
-        if step == self._step or not recorder.sole or any(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace):
+        if step == self._step or not recorder.sole:  # several, and steps by hand, have gradients that others of them leave
+            return
+        if any(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace):  # in the next step, then
+            self._context.at_backward(self._look)
             return
         self._step = step
         if self._clip.has_clipped_since(step):
