@@ -27,6 +27,7 @@ LACKING: dict[str, set[str]] = {
     "torch._C._distributed_c10d._dump_fr_trace_json": set(),
     "torch._C._distributed_c10d.ProcessGroup._get_sequence_number_for_group": set(),
     "torch._dynamo.callback.callback_handler": {"compile"},
+    "torch._C._current_graph_task_id": set(),
     "torch._dynamo.trace_rules.add": {"dynamo"},
     "torch._dynamo.utils.CompilationMetrics": {"compile"},
     "torch._dynamo.utils.counters": {"compile"},

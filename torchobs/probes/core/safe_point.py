@@ -48,10 +48,15 @@ class SafePoint:
             self._patch = Patch(torch.autograd, "backward", self._watched)
 
     def _watched(self, original: Any) -> Any:
+        import torch  # as above
+
+        # our own watch of backward passes, put back after another tool's patch, may be in front, and has set ``backwards``
+        graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1 if not self._training.backwards else 0)
+
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
             training = self._training
-            if not training.backwards and get_ident() == training.thread and self._patch is not None:
+            if self._patch is not None and get_ident() == training.thread and graph_task() < 0:  # in no other backward pass
                 # within the capture of a CUDA graph a task could end it: NCCL's flight recorder queries events
                 for due in self._take() if not training.captures.in_progress() else ():
                     due()
