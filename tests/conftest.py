@@ -6,11 +6,15 @@ import contextlib
 import logging
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.hasplugin("timeout"):  # on a machine with a GPU there may be nothing but torch and pytest
         parser.addini("timeout", "seconds a test may take, for pytest-timeout, which is not installed")
     parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing with them")
+    parser.addoption("--seed", type=int, default=0, help="other random numbers for every test [%(default)s]")
     parser.addoption("--share", type=float, default=0.05, help="of the repetitions of tests marked `long` [%(default)s]")
 
 
@@ -60,6 +65,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no test looks at it again and again."""
     support.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers(request: pytest.FixtureRequest) -> None:
+    """Seed random, numpy and torch by the test's name and ``--seed``: a test draws the same alone, and beside any others."""
+    seed = zlib.crc32(f"{request.config.getoption('--seed')} {request.node.nodeid}".encode())
+    random.seed(seed)
+    for library, function in {"numpy": "random.seed", "torch": "manual_seed"}.items():
+        if library in sys.modules:  # most tests of the exporter do without
+            attrgetter(function)(sys.modules[library])(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say with a failure which random numbers it had."""
+    report = yield
+    if report.failed:
+        report.sections.append(("random numbers", f"--seed {item.config.getoption('--seed')}"))
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,17 @@ class Slow(Dataset[torch.Tensor]):
         return torch.tensor([float(index)])
 
 
+class Even(Dataset[torch.Tensor]):
+    """Both workers take equally long, but for the first sample."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02 + 0.03 * (index == 0))
+        return torch.tensor([float(index)])
+
+
 class Unsplit(IterableDataset[torch.Tensor]):
     """Every worker reads everything."""
 
@@ -111,6 +122,12 @@ def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
     assert any(text.startswith("worker 1 is waited for") for text in found.anomalies)
     assert not any(text.startswith("worker 0") for text in found.anomalies)
     assert set(torch.multiprocessing.active_children()) <= before
+
+
+def test_equal_workers_are_not_slow() -> None:
+    """Promise: of two equal workers the one that is a moment behind has all of the wait, and is not slow."""
+    found = debug.dataloader(DataLoader(Even(), batch_size=2, num_workers=2), batches=12)
+    assert found.anomalies == ()
 
 
 def test_workers_that_give_the_same_data() -> None:

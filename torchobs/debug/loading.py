@@ -20,12 +20,14 @@ from torchobs.support.result import Result
 from torchobs.support.samplers import generators
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 SLOW_WORKER = 3.0
-"""A worker is slow whose batches are waited for this many times longer than the median worker's"""
+"""A worker is slow whose batches are waited for this many times longer than the median worker's, while the others are idle"""
 LEAST_WAIT_S = 0.01
 """and at least this long"""
+LEAST_ALONE = 0.9
+"""Share of a slow worker's batches at which the others are idle; of equal workers one may be ahead by a batch for ever"""
 LEAST_BATCHES = 3
 """of each that is judged, after the first batch"""
 IMBALANCE = 10.0
@@ -90,6 +92,8 @@ class _Fetch(NamedTuple):
     seconds: float
     worker: int | None
     batch: Any
+    alone: bool | None = None
+    """the other workers were idle when it came; None where nothing had been asked of them"""
 
 
 def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | None = None) -> LoaderCheck:
@@ -123,7 +127,7 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
     later, after_first = seconds[1:], summary.samples - summary.first_samples
     loads = _loads(fetches)
     rows, shared = judge_splits(splits or {})
-    texts = [*_slow_workers(loads), *summary.findings(), *shared]
+    texts = [*_slow_workers(loads, fetches), *summary.findings(), *shared]
     if not seconds:
         texts.append(("no_batch", "loader", "the loader gives no batch"))
     counts = summary.classes
@@ -151,7 +155,7 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
                     batch = next(iterator)
                 except StopIteration:
                     return
-                yield _Fetch(time.perf_counter() - begun, worker, batch)
+                yield _Fetch(time.perf_counter() - begun, worker, batch, alone=_others_are_done(iterator, worker))
                 begun = time.perf_counter()
         finally:
             getattr(iterator, "_shutdown_workers", int)()
@@ -167,6 +171,12 @@ def _next_worker(iterator: Any) -> int | None:
     """Return the worker whose batch comes next: torch hands them out in order."""
     task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
     return task[0] if task else None
+
+
+def _others_are_done(iterator: Any, worker: int | None) -> bool | None:
+    """Return whether all batches asked of the other workers have come already; None where nothing was asked of them."""
+    others = [len(task) for task in getattr(iterator, "_task_info", {}).values() if task[0] != worker]
+    return min(others) > 1 if others else None  # a task is its worker, and once it has come its data
 
 
 class _Batches:
@@ -249,10 +259,20 @@ def _loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:
     return tuple(WorkerLoad(worker, len(all_), sum(all_), median(all_), max(all_)) for worker, all_ in sorted(waits.items()))
 
 
-def _slow_workers(loads: tuple[WorkerLoad, ...]) -> Iterator[tuple[str, str, str]]:
-    typical = {load.worker: load.typical for load in loads if load.batches >= LEAST_BATCHES}
-    for worker, wait in typical.items():
-        others = [other for one, other in typical.items() if one != worker]
-        if others and wait >= LEAST_WAIT_S and wait > SLOW_WORKER * median(others):
+def _slow_workers(loads: tuple[WorkerLoad, ...], fetches: Sequence[_Fetch]) -> Iterator[tuple[str, str, str]]:
+    """Yield the workers that the loader waits for while the others are idle.
+
+    The wait alone is no proof: of two equal workers the one that began a moment later has all of it.
+    """
+    judged = {load.worker: load.typical for load in loads if load.batches >= LEAST_BATCHES}
+    for worker, wait in judged.items():
+        alone = [fetch.alone for fetch in fetches[1:] if fetch.worker == worker and fetch.alone is not None]
+        others = [other for one, other in judged.items() if one != worker]
+        if (
+            others
+            and sum(alone) >= LEAST_ALONE * len(alone) > 0
+            and wait >= LEAST_WAIT_S
+            and wait > SLOW_WORKER * median(others)
+        ):
             text = f"worker {worker} is waited for {wait:.3g} s a batch, the others {median(others):.3g} s"
             yield "slow_worker", f"worker {worker}", text
