@@ -756,6 +756,14 @@ RUN_GRAD_NORM = _gauge("torchobs.run.grad_norm", "").described(
 RANK_EXIT = _gauge("torchobs.rank.exit", "", EXIT_REASON, survives=True).described(
     "1 for the way in which the rank ended; absent while it lives."
 )
+RANK_EXCEPTION = _gauge(
+    "torchobs.rank.exception",
+    "",
+    Attribute("exception.type", "its class"),
+    Attribute("message", "first line of its message, without secrets, at most 100 characters; absent if it has none"),
+    Attribute("location", "innermost file:line of the user's own code, else where it was raised"),
+    survives=True,
+).described("Constant 1 for the exception that ended the rank; absent while it lives, and if no exception ended it.")
 PROCESS_CHILDREN = _gauge("torchobs.rank.process.children", "{process}", quiet=0.0).described(
     "Processes that descend from the rank's: DataLoader workers, compilers."
 )
@@ -1008,9 +1016,11 @@ EVENT_EXCEPTION = _error(
     "torchobs.exception",
     "An uncaught exception. In the main thread it ends the rank; in another thread, a notebook's cell or a test it does not.",
     Attribute("exception.type", "its class"),
+    Attribute("exception.message", "first line of its message, without secrets, at most 100 characters"),
     Attribute("location", "file:line where it was raised"),
     Attribute("caller", "innermost file:line of the user's own code, if different"),
     Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
+    Attribute("cause.message", "first line of that exception's message, likewise"),
     Attribute("cause.location", "file:line where that exception was raised"),
     Attribute("cause.caller", "innermost file:line of the user's own code in it, if different"),
     Attribute("origin", "the worker or other process that raised it, if not the rank's own; location is there then"),

@@ -49,8 +49,10 @@ def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
         events = [fields for _, fields in file.events()]
     finally:
         file.close()
-    assert "secret" not in repr(events), "no values, no source text"
     exceptions = [event["attrs"] for event in events if event["name"] == "torchobs.exception"]
+    others = [event for event in events if event["name"] != "torchobs.exception"]
+    without = [{name: value for name, value in raised.items() if not name.endswith(".message")} for raised in exceptions]
+    assert "secret" not in repr((others, without)), "no source text, and values in messages alone"
     end = [event["attrs"] for event in events if event["name"] == "torchobs.run.end"]
     after = [event["step"] for event in events if event["name"] == "torchobs.exception"]
     steps = next((int(value) for series, value in view.points if series.name == "torchobs.steps"), 0)  # type: ignore[arg-type]
@@ -96,14 +98,24 @@ def main():
 
 
 def test_a_chain_is_told_with_its_root(tmp_path: Path, flight_dir: Path) -> None:
-    """Both classes and both places; the message is nobody's business."""
+    """Both classes, both messages and both places."""
     ended = run(tmp_path, flight_dir, CHAIN + "load()\n")
     (told,) = ended.exceptions
     assert told["exception.type"] == "builtins.ValueError"
     assert told["location"].endswith("train.py:11 in load")
     assert told["cause.type"] == "builtins.KeyError"
+    assert (told["exception.message"], told["cause.message"]) == ("secret", "'secret'")
     assert told["cause.location"].endswith("train.py:6 in deep")
     assert (ended.reason, ended.end) == (Exit.EXCEPTION, {"reason": "exception", "code": 1})
+
+
+@pytest.mark.parametrize("kept", ["True", "False"])
+def test_messages_are_left_out_with_the_other_details_of_a_run(tmp_path: Path, flight_dir: Path, kept: str) -> None:
+    """The setting `run_details` leaves class and place of an exception."""
+    script = CHAIN.replace("init()", f"init(run_details={kept})") + "load()\n"
+    (raised,) = run(tmp_path, flight_dir, script).exceptions
+    assert [name for name in raised if name.endswith("message")] == ["exception.message", "cause.message"] * (kept == "True")
+    assert {"exception.type", "location", "cause.type", "cause.location"} <= raised.keys()
 
 
 BY_HAND = """
@@ -260,7 +272,7 @@ def test_a_loader_worker_s_exception_is_the_rank_s(tmp_path: Path, flight_dir: P
     assert told["exception.type"] == "builtins.KeyError"
     assert told["location"].endswith("train.py:7 in look_up")
     assert "caller" not in told
-    assert told["origin"] == "DataLoader worker process 0"
+    assert (told["origin"], told["exception.message"]) == ("DataLoader worker process 0", "'secret'")
     assert told["reraised"].endswith("train.py:14 in <module>")
     assert "cause.type" not in told
 

@@ -298,6 +298,44 @@ def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Expor
     assert [one.labels["state"] for one in exporter.samples("torchobs_rank_state") if one.value] == ["failed"]
 
 
+RAISED: dict[str, object] = {
+    "exception.type": "builtins.ValueError", "exception.message": 'a "bad"\nlabel', "location": "/lib/json.py:3 in loads",
+    "caller": "/home/me/train.py:7 in main",
+}  # fmt: skip
+
+
+def test_the_exception_that_ended_a_rank_is_served(exporter: Exporter, file: File) -> None:
+    """Type, message and the user's own line, from the rank's end on: not while it lives, and not a thread's."""
+    exception = catalog.EVENT_EXCEPTION.name
+    file.writer.event(exception, {**RAISED, "exception.type": "builtins.KeyError"}, 3)  # one that the script has handled
+    file.writer.event(exception, RAISED, 5)
+    file.writer.event(exception, {**RAISED, "exception.type": "builtins.OSError", "thread": "loader"}, 5)
+    file.save()
+    exporter.scan(1.0)
+    assert exporter.samples("torchobs_rank_exception") == []
+    file.writer.exit(Exit.EXCEPTION, 1)
+    file.save()
+    file.release()
+    for seconds in (2.0, 3.0):
+        exporter.scan(seconds)
+        (sample,) = exporter.samples("torchobs_rank_exception")
+        labels = {name: sample.labels[name] for name in ("rank", "exception_type", "message", "location")}
+        assert labels == {
+            "rank": "0", "exception_type": "ValueError", "message": 'a "bad"label', "location": "/home/me/train.py:7 in main",
+        }  # fmt: skip
+
+
+def test_who_ended_otherwise_has_no_exception(exporter: Exporter, file: File) -> None:
+    """An exception that somebody caught, or of a notebook's cell, did not end the rank."""
+    file.writer.event(catalog.EVENT_EXCEPTION.name, RAISED, 5)
+    file.writer.exit(Exit.EXIT_CODE, 3)
+    file.save()
+    file.release()
+    exporter.scan(2.0)
+    assert exporter.samples("torchobs_rank_exit")
+    assert exporter.samples("torchobs_rank_exception") == []
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

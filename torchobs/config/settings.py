@@ -174,7 +174,8 @@ OPTIONS = (
     ),
     Option(
         "run_details", kinds.BOOLEAN, "Whether the command line, the git commit, versions, device names and the seed of the "
-        "run are kept in the flight file, for `torchobs inspect`, `report` and `compare` alone; secrets are removed.",
+        "run are kept in the flight file, for `torchobs inspect`, `report` and `compare` alone, and the first lines of "
+        "messages of exceptions, which alerts show, too; secrets are removed.",
         "true", ("TORCHOBS_RUN_DETAILS",),
     ),
     Option(

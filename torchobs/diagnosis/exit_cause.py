@@ -126,11 +126,13 @@ def _exception(report: RankReport) -> Finding:
 
 
 def _raised(fact: Fact, of: str) -> str:
-    kind = fact.text("exception.type" if not of else f"{of}type").removeprefix("builtins.") or "an exception"
+    kind = fact.text(f"{of or 'exception.'}type").removeprefix("builtins.") or "an exception"
+    message = fact.text(f"{of or 'exception.'}message")
     where, caller, came = (text_format.source_location(fact.text(f"{of}{name}")) for name in ("location", "caller", "reraised"))
     origin = fact.text(f"{of}origin")
     called, elsewhere = f", called at {caller}" if caller else "", f", in {origin}" if origin else ""
-    return f"{kind} at {where or 'an unknown place'}{called}{elsewhere}{f', awaited at {came}' if came else ''}"
+    quoted = f' "{message}"' if message else ""
+    return f"{kind}{quoted} at {where or 'an unknown place'}{called}{elsewhere}{f', awaited at {came}' if came else ''}"
 
 
 def _interrupted(report: RankReport) -> Finding:

@@ -89,6 +89,8 @@ def of_rank(rank: Rank) -> Iterator[Sample]:
     yield Sample(catalog.RANK_RESTARTS, _NO_LABELS, labels.number(header.resource, "restart") or 0)
     if not rank.up:
         yield _ENDINGS[rank.reason]
+    if rank.reason == "exception" and rank.exception:
+        yield Sample(catalog.RANK_EXCEPTION, rank.exception, 1.0)
     yield Sample(catalog.RANK_INFO, rank.info, 1.0)
     world_size = labels.number(header.resource, "world_size")
     if world_size is not None:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torchobs import catalog
 from torchobs.flight.format import span_ids
-from torchobs.flight.format.event_ring import Tail, fields_of
-from torchobs.flight.format.layout import Header, Region
+from torchobs.flight.format.event_ring import fields_of
+from torchobs.flight.format.layout import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torchobs.flight.format.series import Series
-    from torchobs.flight.reader.reader import FlightFile
 
 _HISTOGRAMS = {"duration_s": catalog.STEP_DURATION, "grad_norm": catalog.GRAD_NORM_DISTRIBUTION}
 """Histogram by the span attribute that holds the step's observation."""
@@ -69,14 +68,13 @@ class Exemplars:
 
     def __init__(self, header: Header) -> None:
         self.shown = NONE
-        self._tail = Tail(header.regions[Region.EVENTS].length, header.seed)
         self._ids = span_ids.SpanIds(header)
         self._valid = _TRACE_ID.fullmatch(self._ids.run.trace) is not None
         self._ends: OrderedDict[int, int] = OrderedDict()
 
-    def look(self, file: FlightFile, head: int) -> None:
-        """Process the new frames of the ring. Raises ``OSError`` when it cannot be read."""
-        fresh = [fields_of(payload) for payload in file.fresh_events(self._tail, head) if any(one in payload for one in _MARKS)]
+    def add(self, payloads: Sequence[bytes]) -> None:
+        """Process new frames of the ring, oldest first."""
+        fresh = [fields_of(payload) for payload in payloads if any(mark in payload for mark in _MARKS)]
         found = [one for fields in fresh if fields is not None for one in self._observations(fields)]
         if found:
             shown = {name: dict(buckets) for name, buckets in self.shown.items()}

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.flight.files import crash, lock, termination
 from torchobs.flight.files.create import file_name, lock_name
+from torchobs.flight.format.event_ring import Tail
 from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import FlightFile, View
-from torchobs.ranks import exemplars, labels, state
+from torchobs.ranks import exceptions, exemplars, labels, state
 from torchobs.ranks.incarnations import RankCandidate
 from torchobs.ranks.memory_budget import RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torchobs.flight.format.series import Series
 
@@ -71,7 +72,10 @@ class RankFile:
         self.rank, self.info = labels.identity(header.resource), labels.of_info(header.resource)
         self.same_boot = header.boot_id == now.boot_id
         self.view: View = file.read()
+        self._new_events = Tail(header.regions[Region.EVENTS].length, header.seed)
         self._exemplars = exemplars.Exemplars(header)
+        self.exception: Mapping[str, str] = {}
+        """attributes of ``catalog.RANK_EXCEPTION``; empty: no exception of its main thread is in its event ring"""
         self.lock_held = False
         self._terminated_s: float | None = None
         self._fatal: int | None = None
@@ -204,7 +208,7 @@ class RankFile:
         self.release()
         self.retired = why
         self.view = View(self.header, self.view.live, (), None)
-        self._exemplars = exemplars.Exemplars(self.header)
+        self._exemplars, self.exception = exemplars.Exemplars(self.header), {}
 
     def _read(self, now: Now) -> None:
         before, self.view = self.view.live.heartbeat_ns, self._with_mark(self.file.read(final=not self.up))
@@ -213,7 +217,9 @@ class RankFile:
         if beat is not None and beat != before:
             # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
-        self._exemplars.look(self.file, self.view.live.event_head)
+        payloads = self.file.fresh_events(self._new_events, self.view.live.event_head)
+        self._exemplars.add(payloads)
+        self.exception = exceptions.newest(payloads) or self.exception
 
     def _with_mark(self, view: View) -> View:
         """Return the view, with the signal that ended the rank as its exit, unless it said something else itself."""

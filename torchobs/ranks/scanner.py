@@ -232,6 +232,7 @@ class Scanner:
             ended_in=tracked.ended_in,
             opened=tracked.opened,
             exemplars=tracked.exemplars,
+            exception=tracked.exception,
         )
 
 

@@ -86,6 +86,8 @@ class Rank:
     standing: RankStanding | None = None
     """comparison within its run on this machine; None: it is alone or dead"""
     exemplars: Shown = field(default_factory=dict)
+    exception: Mapping[str, str] = field(default_factory=dict)
+    """attributes of ``catalog.RANK_EXCEPTION``: the newest exception of its main thread; empty: none is in its event ring"""
 
     @property
     def reason(self) -> str:

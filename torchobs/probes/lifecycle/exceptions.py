@@ -1,4 +1,4 @@
-"""Describes exceptions by class and code location: no message, no value but those of a timeout, no source text."""
+"""Describes exceptions by class, message and code location: no source text, no variables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from torchobs.detect import collective_timeout
+from torchobs.probes.lifecycle.exception_message import first_line, message
 from torchobs.probes.lifecycle.worker_exceptions import worker_exception
 from torchobs.probes.memory.source_lines import is_installed
 
@@ -19,8 +20,8 @@ _MAX_CHAIN = 100
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """Return the event's attributes: class, location, the user's own line, and the same of the root cause.
+def describe(error: BaseException, *, messages: bool = True) -> dict[str, Any]:
+    """Return the event's attributes: class, message, location, the user's own line, and the same of the root cause.
 
     ``caller`` is the innermost line outside Python's and installed packages' code: an out-of-memory error raised in
     ``torch/nn/functional.py`` has its reason there. Unknown and redundant attributes are left out.
@@ -28,14 +29,20 @@ def describe(error: BaseException) -> dict[str, Any]:
     For an exception from a data loader's worker, ``location`` and ``caller`` are those in the worker, ``origin`` names the
     worker, and ``reraised`` is the user's line here that waited for it.
 
-    Of a collective's timeout the numbers in torch's message are taken.
+    Of a collective's timeout the numbers in torch's message are taken. ``messages``: whether messages are kept.
     """
+    found = _described(error)
+    return {name: value for name, value in found.items() if messages or not name.endswith(".message")}
+
+
+def _described(error: BaseException) -> dict[str, Any]:
     first = root_cause(error)
     attributes: dict[str, Any] = _located(error, "") | (_timeout(error) or _timeout(first))
     remote = worker_exception(first)
     if remote is not None and (len(remote.chain) > 1 or not remote.same):
         root = remote.chain[0]
-        return attributes | _named(root.kind, _places(root.frames), "cause.") | {"cause.origin": remote.origin}
+        named = _named(root.kind, first_line(root.message), _places(root.frames), "cause.")
+        return attributes | named | {"cause.origin": remote.origin}
     return attributes if first is error else attributes | _located(first, "cause.")
 
 
@@ -72,15 +79,16 @@ def _timeout(error: BaseException) -> dict[str, Any]:
 def _located(error: BaseException, prefix: str) -> dict[str, str]:
     kind, remote, here = type(error), worker_exception(error), _places(_frames(error.__traceback__))
     if remote is None or not remote.same:
-        return _named(f"{kind.__module__}.{kind.__qualname__}", here, prefix)
+        return _named(f"{kind.__module__}.{kind.__qualname__}", message(error), here, prefix)
     last, came = remote.chain[-1], here[1]
-    found = _named(last.kind, _places(last.frames), prefix) | {f"{prefix}origin": remote.origin}
+    found = _named(last.kind, first_line(last.message), _places(last.frames), prefix) | {f"{prefix}origin": remote.origin}
     return found | ({f"{prefix}reraised": came} if came else {})
 
 
-def _named(kind: str, places: tuple[str, str], prefix: str) -> dict[str, str]:
+def _named(kind: str, text: str, places: tuple[str, str], prefix: str) -> dict[str, str]:
     location, caller = places
-    found = {f"{prefix}type" if prefix else "exception.type": kind, f"{prefix}location": location}
+    of_type = prefix or "exception."
+    found = {f"{of_type}type": kind, **({f"{of_type}message": text} if text else {}), f"{prefix}location": location}
     return found if caller in {"", location} else {**found, f"{prefix}caller": caller}
 
 

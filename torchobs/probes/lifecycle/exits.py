@@ -172,7 +172,8 @@ class ExitProbe:
         if context is None:
             return
         if id(error) != self._recorded:
-            attributes = describe(error) | ({"thread": thread} if thread else {}) | _signal(_cause(error))
+            described = describe(error, messages=context.settings.run_details)
+            attributes = described | ({"thread": thread} if thread else {}) | _signal(_cause(error))
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
             self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
         if id(error) != self._followed:

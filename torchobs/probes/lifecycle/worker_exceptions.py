@@ -3,7 +3,7 @@
 Workers of torch's data loaders and replicas of DataParallel send an ``ExceptionWrapper``, from which the training thread
 raises an exception of the same class; ``torch.multiprocessing.spawn`` raises a ``ProcessRaisedException``, and the pools of
 ``multiprocessing`` and ``concurrent.futures`` chain a ``RemoteTraceback``. Each holds the output of
-:func:`traceback.format_exception`: only the class and what has the form of a code location are taken from it.
+:func:`traceback.format_exception`: only the class, the message's first line and what has the form of a code location are taken.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Raised(NamedTuple):
     """its class, as named in the traceback"""
     frames: tuple[tuple[str, str], ...]
     """file, and ``file:line in function``; the deepest last"""
+    message: str = ""
+    """first line of its message, as raised"""
 
 
 class WorkerException(NamedTuple):
@@ -101,7 +103,8 @@ def _parse_one(text: str) -> Raised | None:
             frames.append((file, f"{file}:{number} in {function}"))
         elif line and not line.startswith("  "):
             kind = _KIND.match(line)
-            return Raised(_qualified(kind[0]), tuple(frames)) if kind and frames else None
+            message = line[kind.end() :].removeprefix(": ") if kind else ""
+            return Raised(_qualified(kind[0]), tuple(frames), message) if kind and frames else None
     return None
 
 

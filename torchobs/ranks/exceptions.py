@@ -1,0 +1,44 @@
+"""The exception that ended a rank, from the frames of its event ring. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.flight.format.event_ring import fields_of
+from torchobs.ranks import labels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_MARK = f'"{catalog.EVENT_EXCEPTION.name}"'.encode()
+_BARE = re.compile(r"\A(?:builtins|__main__)\.")
+"""Modules that Python's own tracebacks leave out"""
+_MAX_MESSAGE = 100
+_MAX_TEXT = 256
+"""Characters of a class' name, and of a place: a flight file may be forged, and a label of any length be refused"""
+
+
+def newest(payloads: Sequence[bytes]) -> Mapping[str, str]:
+    """Return the newest exception of the main thread as attributes of ``catalog.RANK_EXCEPTION``; empty if there is none."""
+    for payload in reversed(payloads):
+        fields = fields_of(payload) if _MARK in payload else None
+        if fields is not None and fields.get("k") == "event" and fields.get("name") == catalog.EVENT_EXCEPTION.name:
+            attributes = fields.get("attrs")
+            if isinstance(attributes, dict) and not attributes.get("thread"):
+                return _described(attributes)
+    return {}
+
+
+def _described(attributes: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "exception.type": _BARE.sub("", _text(attributes.get("exception.type"), _MAX_TEXT)),
+        "message": _text(attributes.get("exception.message"), _MAX_MESSAGE),
+        "location": _text(attributes.get("caller") or attributes.get("location"), _MAX_TEXT),
+    }
+
+
+def _text(value: object, longest: int) -> str:
+    plain = labels.text(value) if isinstance(value, str) else ""
+    return "".join(char for char in plain[:longest] if char.isprintable())
