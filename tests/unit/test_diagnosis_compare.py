@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps
@@ -152,6 +153,50 @@ def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanis
     pair = [rank(0, last_s=START_S + 9.9), raised(1, 10.1, "train.py:7 in batch")]
     assert told(*pair)["first_failed"].startswith("Rank 1 raised in code of its own and the others ended within 500 ms")
     assert first_failed(pair)[0] is pair[1]
+
+
+def test_ranks_that_raised_the_same_at_one_line_have_no_first() -> None:
+    """Promise: milliseconds between them are chance, whoever of them was first; what torch calls from one line is one line."""
+    pair = raised(1, 10.0, "train.py:7 in main"), raised(0, 10.003, "train.py:7 in main")
+    text = "Both ranks raised RuntimeError at train.py:7 in main, the first by 3 ms, which says nothing."
+    assert told(*pair)["first_failed"] == text
+    many = [
+        raised(number, 10 + number / 100, "torch/nn/parallel/distributed.py:5 in f", caller="a.py:3 in g")
+        for number in range(8)
+    ]
+    assert told(*many)["first_failed"] == (
+        "All 8 ranks raised RuntimeError at a.py:3 in g, the first by 10 ms, which says nothing."
+    )
+    ended = rank(8, state="failed", reason="terminated", last_s=START_S + 10.02)
+    assert told(*many, ended)["first_failed"].startswith("8 of the 9 ranks raised RuntimeError at a.py:3 in g, the first by")
+
+
+def test_ranks_that_raised_the_same_more_than_a_step_apart_have_a_first() -> None:
+    """Promise: what a collective or a step may take explains a difference, and no more."""
+    history = [step(n, duration_s=2.0) for n in range(1, 101)]
+    for seconds, begins in ((1.9, "Both ranks raised"), (2.5, "Rank 1 failed first, 2.5 s before rank 0")):
+        pair = [raised(1, 10.0, "train.py:7 in main"), raised(0, 10 + seconds, "train.py:7 in main")]
+        assert told(*(replace(one, steps=tuple(history)) for one in pair))["first_failed"].startswith(begins)
+
+
+def test_ranks_that_raised_at_different_lines_have_a_first() -> None:
+    """Promise: the one whose exception the others' may have followed is named, by milliseconds, too."""
+    pair = raised(1, 10.0, "train.py:7 in main"), raised(0, 10.003, "train.py:9 in main")
+    assert told(*pair)["first_failed"].startswith("Rank 1 failed first, 3 ms before rank 0")
+
+
+def test_what_ended_otherwise_may_have_made_others_raise_the_same() -> None:
+    """Promise: of ranks that all raised in a collective none is looked for where another vanished, or raised elsewhere."""
+    alike = [raised(number, 10 + number / 1000, "torch/distributed/distributed_c10d.py:83 in wrapper") for number in (0, 1)]
+    for cause, begins in (
+        (rank(2, last_s=START_S + 10.2), "Rank 2 vanished, and within 500 ms the others raised in collective operations"),
+        (raised(2, 10.1, "train.py:7 in batch"), "Rank 2 raised in code of its own and the others ended within 500 ms"),
+    ):
+        assert told(*alike, cause)["first_failed"].startswith(begins)
+        assert first_failed([*alike, cause])[0] is cause
+    own = [raised(number, 10 + number / 1000, "train.py:7 in batch") for number in (0, 1)]
+    victim = raised(2, 10.1, "torch/distributed/distributed_c10d.py:83 in wrapper")
+    assert told(*own, victim)["first_failed"].startswith("2 of the 3 ranks raised RuntimeError at train.py:7 in batch")
 
 
 def test_the_rank_from_which_a_nan_came_is_shown() -> None:

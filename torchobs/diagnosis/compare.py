@@ -21,6 +21,8 @@ RECENT = 200
 _MOST_NAMED = 8
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
+_JITTER_S = 0.1
+"""What the order of two ends within it says nothing about: a process waits that long for its turn on a busy machine"""
 _ABORTED = 128 + signal.SIGABRT
 _AFTER_ANOTHER = {"exception": "raised in collective operations", "terminated": "were told to end"}
 """What the end of one rank does to the others, by their own reasons"""
@@ -103,7 +105,7 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
 
     If ends are too close for the clocks to order, a rank that vanished while the others raised in a collective operation was
     likely first, for that is how they see a peer's end; one that raised in other code was likely first when the others
-    vanished, for the launcher then kills them.
+    vanished, for the launcher then kills them. Of ranks that raised the same at one line, a step apart or less, none was first.
     """
     failed = [report for report in ranks if report.state in {"failed", "lost"} and report.end_known]
     ended = sorted(((_end_s(report), report) for report in failed), key=lambda pair: pair[0])
@@ -114,11 +116,56 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
         return first, ""  # somebody ended them, and not one among others that go on
     if not others:
         return first, f"Only rank {first.rank} failed, at {text_format.moment(first_s, '%H:%M:%S')}."
+    alike = _raised_alike(ended)
+    if len(alike) > 1:
+        soon = [report for end_s, report in ended if end_s - first_s <= state.BEAT_S]
+        causes = _possible_causes(alike, soon)
+        return _likely_first([*alike, *causes], state.BEAT_S) if causes else (first, _alike(alike, len(ranks)))
     doubt_s = max(_doubt_s(report) for _, report in ended[:2])
     if others[0][0] - first_s > doubt_s:
         later = text_format.duration(others[0][0] - first_s)
         return first, f"Rank {first.rank} failed first, {later} before rank {others[0][1].rank}: look there for the cause."
     return _likely_first([report for end_s, report in ended if end_s - first_s <= doubt_s], doubt_s)
+
+
+def _raised_alike(ended: Sequence[tuple[float, RankReport]]) -> list[RankReport]:
+    """Return the ranks that raised what the first did, at the same line, by no more later than steps of the ranks vary."""
+    first_s, first = ended[0]
+    raised = _raised(first)
+    margin_s = max(_JITTER_S, *(_usual_step_s(report) for _, report in ended))
+    return [report for end_s, report in ended if raised and _raised(report) == raised and end_s - first_s <= margin_s]
+
+
+def _possible_causes(alike: Sequence[RankReport], soon: Sequence[RankReport]) -> list[RankReport]:
+    """Return the ranks among ``soon`` that ended otherwise than those that raised ``alike``, and not as a consequence of it."""
+    known = {id(report) for report in alike}
+    own = not _in_collective(alike[0])
+    return [
+        report for report in soon
+        if id(report) not in known and report.reason not in {"terminated", "interrupted"}
+        and not (own and report.reason == "exception" and _in_collective(report))
+    ]  # fmt: skip
+
+
+def _raised(report: RankReport) -> tuple[str, ...]:
+    """Return class and place of the exception that ended the rank; empty if none did."""
+    fact = report.main_exceptions[-1] if report.reason == "exception" and report.main_exceptions else None
+    return tuple(fact.text(name) for name in ("exception.type", "location", "caller")) if fact is not None else ()
+
+
+def _usual_step_s(report: RankReport) -> float:
+    durations = [step.duration_s for step in report.steps[-RECENT:] if step.duration_s is not None]
+    return median(durations) if durations else 0.0
+
+
+def _alike(ranks: Sequence[RankReport], count: int) -> str:
+    """Return the sentence on ranks that raised the same, the first of them first; ``count``: of all ranks."""
+    kind, location, caller = _raised(ranks[0])
+    of = f"{len(ranks):,} of the {count:,} ranks"
+    who = of if len(ranks) < count else "Both ranks" if count == 2 else f"All {count:,} ranks"  # noqa: PLR2004  # a pair
+    what = f"{kind.removeprefix('builtins.')} at {text_format.source_location(caller or location)}"
+    ahead = text_format.duration(_end_s(ranks[1]) - _end_s(ranks[0]))
+    return f"{who} raised {what}, the first by {ahead}, which says nothing."
 
 
 def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankReport, str]:
