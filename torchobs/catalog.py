@@ -1032,6 +1032,9 @@ EVENT_EXCEPTION = _error(
     Attribute("timeout", "of an operation of torch.distributed that timed out: which", COLLECTIVE_TIMEOUTS),
     Attribute("timeout_s", "after how many seconds, if torch says so", unit="s"),
     Attribute("absent_ranks", "the ranks that did not come, if torch says so"),
+    Attribute("unused", "of DistributedDataParallel's error: names of the parameters without a gradient, at most eight"),
+    Attribute("unused_count", "number of those parameters"),
+    Attribute("unused_of", "class of the model that DistributedDataParallel wraps"),
 )
 EVENT_DISTRIBUTED = _info(
     "torchobs.distributed",

@@ -135,6 +135,19 @@ def test_an_exception_is_told_with_its_place_and_its_root() -> None:
     )
 
 
+def test_an_exception_is_told_with_its_message_and_the_parameters_that_it_means() -> None:
+    """Promise: what ended a rank is in one sentence, and the names that torch gives as indices are in another."""
+    raised = fact(
+        catalog.EVENT_EXCEPTION, 5.0, 50, exception__type="builtins.RuntimeError", exception__message="bad shape",
+        location="net.py:7 in f", unused=["head.weight", "head.bias"], unused_count=9, unused_of="Net",
+    )  # fmt: skip
+    report = facts(steps(50), state="failed", reason="exception", events=[raised])
+    assert diagnose(report)[0].text == (
+        'Rank 0 ended by RuntimeError "bad shape" at net.py:7 in f, after step 50. '
+        "Parameters of Net without a gradient: head.weight, head.bias and 7 more."
+    )
+
+
 @pytest.mark.parametrize("reason", ["exception", "lost", "exit_code", "out_of_memory"])
 def test_a_thread_that_ended_by_an_exception_is_told_beside_the_end(reason: str) -> None:
     """A prefetch thread fails, and a minute later the main thread, which waits for it, or somebody who kills it."""

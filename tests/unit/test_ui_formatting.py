@@ -212,6 +212,17 @@ def test_many_events_of_a_kind_are_one_line_and_the_first_cause_stays() -> None:
     assert (line.number, line.last.at_s, line.first.at_s) == (1_000, 1_099.0, 100.0)
 
 
+def test_the_first_event_is_that_of_all_ranks_in_which_it_happened() -> None:
+    """Promise: milliseconds do not choose one of two ranks that raised the same."""
+    ranks = [
+        RankEvents().add([EventRow(50.0 + index / 1000, (str(index),), 7, Severity.ERROR, "Exception", "type ValueError")])
+        for index in range(2)
+    ]
+    log = log_of(ranks)
+    assert log.cause is not None
+    assert set(log.cause.ranks) == {"0", "1"}
+
+
 def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
     """And what several ranks tell alike is counted as often as it happened to each."""
     few = RankEvents().add([spike(1.0), spike(2.0), spike(3.0)])

@@ -122,7 +122,15 @@ def _exception(report: RankReport) -> Finding:
     text = f"Rank {report.rank} ended by {_raised(last, '')}{handler}, {_where(report)}{collective_timeout.waited(last)}."
     if last.text("cause.type") and _raised(last, "cause.") != _raised(last, ""):
         text += f" At its root was {_raised(last, 'cause.')}."
-    return Finding(ERROR, "exception", text)
+    return Finding(ERROR, "exception", f"{text}{_unused(last)}")
+
+
+def _unused(fact: Fact) -> str:
+    """Return the sentence on parameters without a gradient, which DistributedDataParallel's error gives by index."""
+    names, count = fact.texts("unused"), fact.count("unused_count")
+    more = [f"{count - len(names):,} more"] if count > len(names) else []
+    model = f" of {fact.text('unused_of')}" if fact.text("unused_of") else ""
+    return f" Parameters{model} without a gradient: {text_format.joined([*names, *more])}." if names else ""
 
 
 def _raised(fact: Fact, of: str) -> str:

@@ -117,7 +117,14 @@ def log_of(ranks: Iterable[RankEvents]) -> EventLog:
     lines = [EventGroup(1, event, event) for event in merged_ranks(sorted(single, key=_time, reverse=True))]
     lines = sorted([*lines, *many.values()], key=lambda line: line.last.at_s, reverse=True)
     serious = (group.first for group in groups.values() if group.first.severity is not Severity.INFO)
-    return EventLog(tuple(lines[:MOST_LINES]), min(serious, key=_time, default=None))
+    cause = min(serious, key=_time, default=None)
+    return EventLog(tuple(lines[:MOST_LINES]), cause if cause is None else _with_ranks(cause, lines))
+
+
+def _with_ranks(event: EventRow, lines: Iterable[EventGroup]) -> EventRow:
+    """Return a rank's event with all ranks in which the same happened, if it is a line of the list by itself."""
+    alike = (line.last.ranks for line in lines if line.number == 1 and line.last[2:] == event[2:])
+    return event._replace(ranks=next((ranks for ranks in alike if event.ranks[0] in ranks), event.ranks))
 
 
 def merged_ranks(events: Iterable[EventRow]) -> list[EventRow]:

@@ -87,6 +87,8 @@ class ProbeContext:
     """Functions that return the gradient norm of each layer in so many of the last measured steps; as ``blown_layer``"""
     after_anomaly: list[Callable[[Anomaly], object]] = field(default_factory=list)
     """Called for each anomaly, by the sampler thread, when its event has been written. None, or the activation probe's"""
+    explain_error: list[Callable[[BaseException], dict[str, Any] | None]] = field(default_factory=list)
+    """Functions that return more attributes for the event of an exception. None, or the distributed probe's"""
     watched: list[ref[Any]] = field(default_factory=list)
     """Models given to ``torchobs.watch``"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)

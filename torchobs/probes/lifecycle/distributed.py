@@ -19,6 +19,7 @@ from torchobs.probes.core.patch import Patch
 from torchobs.probes.lifecycle.coordinates import AXES, groups
 from torchobs.probes.lifecycle.exchange import ExchangeWatch
 from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
+from torchobs.probes.lifecycle.unused_parameters import UnusedParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ class DistributedProbe:
         self._patch: Patch | None = None
         self._models = replicas.models if replicas is not None else list[weakref.ref[Any]]()
         self._parallelism = Parallelism()
+        self._unused = UnusedParameters()
         self._seen: set[int] = set()
         self._published: tuple[object, ...] | None = None
         self._fresh = False
@@ -61,7 +63,9 @@ class DistributedProbe:
             return
         self._ddp = DistributedDataParallel
         self._read = context.breaker(self.name).guard(self._read_ddp)
-        watched = partial(self._watched, context.breaker(self.name).guard(self._note))
+        self._explain = context.breaker(self.name).guard(self._unused.describe)
+        context.explain_error.append(self._explain)
+        watched = partial(self._watched, context.breaker(self.name).guard(self._note_new))
         self._patch = Patch(DistributedDataParallel, "__init__", watched, probe=self.name, nests=True)
 
     def remove(self) -> None:
@@ -70,6 +74,7 @@ class DistributedProbe:
         if patch is None:
             return
         patch.undo()
+        self._context.explain_error.remove(self._explain)
         if not self._context.training.backwards:
             self._read_group()
             self._read()
@@ -99,6 +104,10 @@ class DistributedProbe:
             note(model)
 
         return __init__
+
+    def _note_new(self, model: Any) -> None:
+        self._unused.add(model)
+        self._note(model)
 
     def _note(self, model: Any) -> None:
         if model not in self._living() and len(self._models) < _MODELS:

@@ -173,6 +173,8 @@ class ExitProbe:
             return
         if id(error) != self._recorded:
             described = describe(error, messages=context.settings.run_details)
+            for explain in context.explain_error:
+                described |= explain(error) or {}
             attributes = described | ({"thread": thread} if thread else {}) | _signal(_cause(error))
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
             self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
