@@ -113,11 +113,15 @@ _NOT_METRIC = re.compile(r"[^a-zA-Z0-9:]+")
 _NOT_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
+UNNAMED = "unnamed"
+"""Name in Prometheus of a metric that has no valid character in its own."""
+
+
 def prometheus_name(name: str, unit: str, kind: Kind) -> str:
     """Translate an OpenTelemetry instrument name as Prometheus' own OTLP endpoint does (UnderscoreEscapingWithSuffixes).
 
     Source: the rules of ``prometheus/otlptranslator``; a test compares with a running Prometheus 3. A name without valid
-    characters, which Prometheus refuses, becomes ``_``, so that the page stays valid.
+    characters, which Prometheus refuses, becomes ``unnamed`` on the page and in the push.
     """
     words = [word for word in _NOT_METRIC.split(name) if word]
     words += _unit_suffixes(unit, words)
@@ -126,7 +130,7 @@ def prometheus_name(name: str, unit: str, kind: Kind) -> str:
     if kind is Kind.GAUGE and unit == "1":
         words = [word for word in words if word != "ratio"] + ["ratio"]
     joined = "_".join(words)
-    return f"_{joined}" if not joined or joined[0].isdigit() else joined
+    return f"_{joined}" if joined[:1].isdigit() else joined or UNNAMED
 
 
 def prometheus_label(name: str) -> str:

@@ -162,9 +162,9 @@ def test_prometheus_names_a_user_s_attributes_as_we_do(prometheus: PrometheusSer
 
 @pytest.mark.parametrize("name", ["日本", "_", "..."])
 def test_prometheus_refuses_a_name_of_which_nothing_is_left(prometheus: PrometheusServer, name: str) -> None:
-    """There is no name to agree on, so ours is only required to be a valid one."""
+    """It gets another name on the page and in the push."""
     assert not send(prometheus, [point(name, "", Kind.GAUGE, {})])
-    assert prometheus_name(name, "", Kind.GAUGE) == "_"
+    assert prometheus_name(name, "", Kind.GAUGE) == "unnamed"
 
 
 @pytest.mark.parametrize("name", ["", "日本", "__"])

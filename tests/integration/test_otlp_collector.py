@@ -26,6 +26,7 @@ from torchobs.flight.reader.decode import Distribution
 from torchobs.flight.reader.reader import FlightFile, open_path
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.otel import FlightMeterProvider, FlightTracerProvider
+from torchobs.ranks.labels import pushed_name
 
 IDENTITY = {"job_name": "gpt", "run_id": "run-1", "rank": "0"}
 DATA = ("sum", "gauge", "histogram")
@@ -216,7 +217,7 @@ def check_points(collector: Collector, file: FlightFile) -> None:
             last[key] = (scope, schema_url, metric, data, point)
     assert len(view.points) > 25
     for series, value in view.points:
-        own = {f"exported_{name}" if name in IDENTITY else name: listed(held) for name, held in series.attributes}
+        own = {pushed_name(name): listed(held) for name, held in series.attributes}
         name = "torchobs" if series.scope is None else series.scope.name
         key = name, series.name, json.dumps({**own, **IDENTITY}, sort_keys=True)
         known = BY_NAME.get(series.name)

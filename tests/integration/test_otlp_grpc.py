@@ -135,15 +135,29 @@ def test_one_that_is_exhausted_is_asked_again_only_if_it_says_when(flight_dir: P
     """By RetryInfo."""
     counts = pushed(flight_dir, pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1))))
     assert (counts.failures, counts.sent) == (1, counts.recorded)
-    counts = pushed(flight_dir, pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, b"")))
+    counts = pushed(flight_dir, pool, Server(*[(grpc.StatusCode.RESOURCE_EXHAUSTED, b"")] * 3))
     assert (counts.failures, counts.dropped["refused"]) == (0, counts.recorded)
 
 
-@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "INTERNAL"])
+@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "UNIMPLEMENTED"])
 def test_what_is_refused_is_dropped_and_counted(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
     """It would be refused the next time, too."""
     counts = pushed(flight_dir, pool, Server((grpc.StatusCode[code], b"")))
     assert (counts.failures, counts.dropped["refused"]) == (0, counts.recorded)
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED"])
+def test_what_is_refused_for_its_data_goes_out_once_more_in_parts(
+    flight_dir: Path, pool: ThreadPoolExecutor, code: str
+) -> None:
+    """One for each resource, here the rank and the exporter: what is refused again is dropped, the rest arrives."""
+    refusal = grpc.StatusCode[code], b""
+    server = Server(refusal, refusal)
+    counts = pushed(flight_dir, pool, server)
+    assert len(server.got) == 3
+    assert (counts.failures, counts.queued) == (0, 0)
+    assert counts.sent > 0
+    assert counts.dropped["refused"] > 0
 
 
 def test_what_is_rejected_in_part_is_counted(flight_dir: Path, pool: ThreadPoolExecutor) -> None:

@@ -43,12 +43,14 @@ def prometheus() -> Iterator[tuple[PrometheusServer, str]]:
 def rank(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightWriter]:
     """A living rank that has trained, with instruments of its user; a heartbeat that is late makes it no other."""
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
-    writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
+    writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1", "ключ": "team", "job": "mine", "instance": "this"})
     train(writer, range(1, 5))
     live_span(writer, 2)
     meter = FlightMeterProvider(lambda: writer).get_meter("my.package", "1.2")
     meter.create_counter("my.requests", "{request}", "Requests.").add(3, {"http.route": "/ä", "rank": "mine", "none": ""})
     meter.create_up_down_counter("my.level").add(-2, {"flag": True, "n": 1.5})
+    odd = {"ключ": "x", "слов": "y", "": "none", "__": "z", "__name__": "torchobs_rank_up", "job": "mine", "instance": "this"}
+    meter.create_counter("my.odd").add(1, odd)
     meter.create_gauge("my.share", "1").set(0.25)
     for value in (0.001, 7.0, 1e9):
         meter.create_histogram("my.latency", "s").record(value, {"le.x": "y"})
@@ -108,6 +110,9 @@ def test_what_is_pushed_is_what_is_scraped(
         info = [of for of in theirs if ("__name__", "target_info") in of]
         (described,) = info
         assert {("host_name", "node-1"), ("k8s_pod_name", "pod-1"), ("torchobs_run_id", "run-1")} <= set(described)
+        assert {("key____", "team"), ("exported_job", "mine"), ("exported_instance", "this")} <= set(described)
+        (odd,) = (dict(of) for of in theirs if ("__name__", "my_odd_total") in of)
+        assert odd.items() >= {"key____": "x;y", "exported_job": "mine", "exported_instance": "this"}.items()
         del theirs[described]
         assert theirs.keys() == ours.keys()
         assert len(ours) > 60

@@ -57,21 +57,58 @@ def test_what_may_be_sent_again_is(flight_dir: Path, file: File, status: int) ->
     assert [request.body for request in receiver.requests] == [receiver.taken[0].body] * 3
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 500])
+@pytest.mark.parametrize(("status", "requests"), [(301, 1), (401, 1), (404, 1), (400, 3), (413, 3), (500, 3)])
 def test_what_is_refused_is_dropped_and_counted(
-    flight_dir: Path, file: File, status: int, caplog: pytest.LogCaptureFixture
+    flight_dir: Path, file: File, status: int, requests: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any other error would be the same the next time; what the receiver says of it is on the log, as one line."""
+    """Any other error would be the same the next time; what the receiver says of it is on the log, as one line.
+
+    Where the data may be the cause, the rank's and the exporter's own are sent once more, each by itself.
+    """
     file.save()
     answer = Answer(status, {"Location": "http://example.org"}, b"no\nsuch tenant")
     with Receiver(lambda _: answer) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
         pushing.look(1.0)
         counts = pushing.push.counts["metrics"]
-    assert len(receiver.requests) == 1
+    assert len(receiver.requests) == requests
     assert counts.dropped["refused"] == counts.recorded > 20
     assert balanced(counts)
     wait_until(lambda: "no such tenant" in caplog.text)  # said after the books
+    assert caplog.text.count("the receiver refuses") == 1
     assert f"{status}" in caplog.text
+
+
+@pytest.mark.parametrize("gzip", [False, True])
+def test_a_rank_that_is_refused_costs_the_others_nothing(
+    flight_dir: Path,
+    file: File,
+    gzip: bool,  # noqa: FBT001  # a case
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A refused request goes out once more, a rank at a time; what is refused again is dropped, and its cause logged once."""
+    file.save()
+    File(flight_dir, seed=2, rank=1).save()
+
+    def answer(request: Request) -> Answer:
+        has_rank_1 = any(one.attributes.get("rank") == "1" for one in points([request]))
+        return Answer(400, {}, f"out of bounds at {request.at_s}".encode()) if has_rank_1 else Answer()
+
+    with Receiver(answer) as receiver, Pushing(flight_dir, only_metrics(receiver, gzip=gzip)) as pushing:
+        for second in range(1, 4):
+            pushing.look(second)
+        counts = pushing.push.counts["metrics"]
+        wait_until(lambda: "out of bounds" in caplog.text)
+    assert len(receiver.requests) == 3 * 4
+    assert {one.attributes.get("rank") for one in points(receiver.taken)} == {"0", None}
+    refused = [request for request in receiver.requests if request not in receiver.taken]
+    again = [
+        len([*points([request])]) for request in refused if {one.attributes.get("rank") for one in points([request])} == {"1"}
+    ]
+    assert len(again) == 3
+    assert counts.dropped["refused"] == sum(again)
+    assert counts.sent == counts.recorded - sum(again)
+    (line,) = (record.message for record in caplog.records if "refuses" in record.message)
+    assert line.startswith("OTLP metrics: the receiver refuses those of job gpt, run run-1, rank 1: 400 ")
 
 
 @pytest.mark.parametrize("as_date", [False, True])
@@ -249,10 +286,10 @@ def partly(rejected: int) -> Answer:
 
 
 FLAPPING = (
-    Answer(503), Answer(200, {}, b"<html>Welcome</html>"), Answer(429, {"Retry-After": "soon"}), partly(3), Answer(400),
+    Answer(503), Answer(200, {}, b"<html>Welcome</html>"), Answer(429, {"Retry-After": "soon"}), partly(3), Answer(401),
     Answer(200, {"Content-Encoding": "gzip"}, b"\x1f\x8bno gzip"), Answer(503, {"Retry-After": "31536000"}),
     Answer(200, {"Content-Length": "1000"}, b"the connection stays open"), partly(10**9), Answer(hold_s=60.0), partly(-5),
-    Answer(200, {"Content-Length": "no number", "Connection": "close"}), Answer(502, {}, b"\xff" * 100_000), Answer(413),
+    Answer(200, {"Content-Length": "no number", "Connection": "close"}), Answer(502, {}, b"\xff" * 100_000), Answer(404),
 )  # fmt: skip
 
 
@@ -296,7 +333,7 @@ def refused_and_rejected(requests: list[Request], of_batch: dict[bytes, int]) ->
     said: dict[bytes, Answer] = {}
     for number, request in enumerate(requests):
         said[request.body] = FLAPPING[number] if number < len(FLAPPING) else Answer()
-    refused = [of_batch[body] for body, answer in said.items() if answer.status in {400, 413}]
+    refused = [of_batch[body] for body, answer in said.items() if answer.status in {401, 404}]
     rejected = [of_batch[body] for body, answer in said.items() if answer == partly(10**9)]
     assert refused
     assert rejected

@@ -62,7 +62,7 @@ def test_labels_are_translated_as_prometheus_translates_them(name: str, expected
 
 def test_a_name_of_which_nothing_is_left_is_still_a_name() -> None:
     """Prometheus refuses these; on a page they must not break the line, nor name another series."""
-    assert prometheus_name("日本", "", Kind.GAUGE) == "_"
+    assert prometheus_name("日本", "", Kind.GAUGE) == "unnamed"
     assert [prometheus_label(name) for name in ("", "__", "日本", "__name__")] == ["key", "key__", "key__", "key__name__"]
 
 

@@ -11,13 +11,22 @@ from hypothesis import strategies as st
 from urllib3 import HTTPResponse
 
 from tests.otlp import Fast
-from torchobs.exporter.otlp.delivery import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Backoff, Batch, RequestQueue, Sender
+from torchobs.exporter.otlp.delivery import (
+    FIRST_S,
+    LONGEST_RETRY_AFTER_S,
+    MOST_S,
+    Backoff,
+    Batch,
+    RefusalCauses,
+    RequestQueue,
+    Sender,
+)
 from torchobs.exporter.otlp.http_transport import _retry_after_s
 from torchobs.exporter.otlp.transport import Outcome, printable
 
 LIMIT = 100
 PUT = st.tuples(st.just("put"), st.integers(0, 150), st.integers(1, 9))
-TAKE = st.tuples(st.sampled_from(["sent", "retry", "refused", "partial", "close"]), st.integers(0, 12), st.just(0))
+TAKE = st.tuples(st.sampled_from(["sent", "retry", "refused", "partial", "divide", "close"]), st.integers(0, 12), st.just(0))
 
 
 @settings(max_examples=200)
@@ -30,7 +39,10 @@ def test_recorded_is_sent_dropped_and_queued(steps: list[tuple[str, int, int]]) 
             backlog.put(Batch(b"x" * number, items))
         elif what == "close":
             backlog.close()
-        elif backlog._waiting and (batch := backlog.take()) is not None:
+        elif what == "divide" and backlog._waiting and (batch := backlog.take()) is not None:
+            parts = [Batch(b"y" * (len(batch.body) // batch.items + number), 1, "rank") for _ in range(batch.items)]
+            backlog.divide(batch, parts)
+        elif what != "divide" and backlog._waiting and (batch := backlog.take()) is not None:
             outcome = Outcome("sent", rejected=number) if what == "partial" else Outcome(what)  # type: ignore[arg-type]  # a kind
             backlog.settle(batch, outcome)
             sent += batch.items - min(outcome.rejected, batch.items) if outcome.kind == "sent" else 0
@@ -122,6 +134,10 @@ class Away:
         """See Transport."""
         return message
 
+    def unpack(self, body: bytes) -> bytes:
+        """See Transport."""
+        return body
+
     def send(self, body: bytes) -> Outcome:
         """See Transport."""
         assert body
@@ -137,6 +153,17 @@ class Away:
 
     def close(self) -> None:
         """See Transport."""
+
+
+def test_a_cause_is_logged_once_and_again_when_it_comes_back_after_an_hour() -> None:
+    """Whatever numbers it has: a refusal at each push would fill the log. What others write does not fill the memory."""
+    causes = RefusalCauses()
+    said = [causes.is_new(f"400: out of bounds at {now_s}", now_s) for now_s in (0.0, 60.0, 3000.0, 6000.0, 9601.0)]
+    assert said == [True, False, False, False, True]
+    assert causes.is_new("label name is empty", 9602.0)
+    for number in range(1000):
+        causes.is_new("x" * number, 9603.0)
+    assert len(causes._latest_s) <= 100
 
 
 @pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 4), (1.0, [2.0] * 4), (120.0, [120.0] * 4)])

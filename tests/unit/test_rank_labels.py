@@ -36,10 +36,23 @@ def test_attributes_are_translated_as_prometheus_does() -> None:
     assert labels.of_attributes([("a.b", "x"), ("1st", "y"), ("_z", 1)]) == {"a_b": "x", "key_1st": "y", "key_z": "1"}
 
 
-@pytest.mark.parametrize("name", ["job_name", "run_id", "rank", "le", "job.name"])
+@pytest.mark.parametrize("name", ["job_name", "run_id", "rank", "le", "job.name", "job", "instance"])
 def test_an_attribute_that_is_called_as_ours_is_exported(name: str) -> None:
-    """A user's `rank` must not make another rank's series."""
+    """A user's `rank` must not make another rank's series, nor a user's `job` take the scrape's, on the page or in a push."""
     assert labels.of_attributes([(name, "x")]) == {f"exported_{name.replace('.', '_')}": "x"}
+    assert labels.pushed_name(name) == f"exported_{name.replace('.', '_')}"
+
+
+@pytest.mark.parametrize("name", ["a.b", "1st", "_z", "größe", "key____", "exported.x", "http.route"])
+def test_a_name_that_prometheus_accepts_is_pushed_as_it_is(name: str) -> None:
+    """Other receivers keep it."""
+    assert labels.pushed_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "__", "_", "ключ", "__name__", "__address__", "é_x"])
+def test_a_name_that_prometheus_refuses_or_drops_is_pushed_as_its_label(name: str) -> None:
+    """One such name would cost the whole request."""
+    assert {labels.pushed_name(name): "x"} == labels.of_attributes([(name, "x")])
 
 
 @pytest.mark.parametrize("name", ["__name__", "__address__", "__", "_", ""])
@@ -76,6 +89,8 @@ def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
         "ho.st": "x",
         "ho-st": "y",
         "run.id": "liar",
+        "job": "mine",
+        "instance": "this",
     }
     assert labels.of_info(resource) == {
         "local_rank": "0",
@@ -84,6 +99,8 @@ def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
         "team": "vision",
         "ho_st": "x;y",
         "exported_run_id": "liar",
+        "exported_job": "mine",
+        "exported_instance": "this",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
 IDENTITY = ("job_name", "run_id", "rank")
 """The labels on every series of a rank."""
 
-_RESERVED = frozenset({*IDENTITY, "le"})
+RESERVED = frozenset({*IDENTITY, "job", "instance", "le"})
+"""Labels that an application's own attributes do not get: those of a rank, and those that Prometheus sets itself."""
 _FACTS = ("local_rank", "local_world_size", "host", "script", "launcher", "torch_version", "python_version", "torchobs_version")
 _NOT_LABELS = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", "launched_by"})
 """Fields of a rank's resource that are exported otherwise or not at all; the others were set by the user."""
 
 _NUMBER_LIMIT = 1 << 53
+_ASCII = re.compile(r"[A-Za-z0-9]")
 _cached_label = lru_cache(256)(prometheus_label)
 
 
@@ -42,20 +45,33 @@ def identity(resource: Mapping[str, Any]) -> tuple[str, str, str]:
     return job_name, run_id, "unknown" if rank is None else str(rank)
 
 
-def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] = _RESERVED) -> dict[str, str]:
+def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] = RESERVED) -> dict[str, str]:
     """Translate attributes as Prometheus' OTLP endpoint does; reserved names get the prefix ``exported_``.
 
     Attributes that map to the same label share it, with their values joined by a semicolon.
     """
     labels: dict[str, str] = {}
     for name, value in attributes:
-        label = prometheus_label(name)
-        if label in taken:
-            label = f"exported_{label}"
-        elif label.startswith("__"):  # reserved by Prometheus, which drops them
-            label = f"key{label}"
+        label = _label(name, taken)
         labels[label] = f"{labels[label]};{text(value)}" if label in labels else text(value)
     return {label: value for label, value in labels.items() if value}
+
+
+def pushed_name(name: str) -> str:
+    """Return the name under which an attribute is pushed over OTLP: its own, unless Prometheus would refuse or drop that.
+
+    Then it is the label that the attribute has on the metrics page: ``key____`` for a name of four letters that are not ASCII.
+    """
+    label = _label(name, RESERVED)
+    is_same = label in {prometheus_label(name), name} and label != "key__name__"
+    return name if is_same and _ASCII.search(name) else label
+
+
+def _label(name: str, taken: Collection[str]) -> str:
+    label = prometheus_label(name)
+    if label in taken:
+        return f"exported_{label}"
+    return f"key{label}" if label.startswith("__") else label  # reserved by Prometheus, which drops them
 
 
 def of_catalog(attributes: Mapping[str, str]) -> dict[str, str]:
@@ -67,4 +83,4 @@ def of_info(resource: Mapping[str, Any]) -> dict[str, str]:
     """Return a rank's descriptive labels: facts of its process, Kubernetes names, and the user's resource attributes."""
     facts = of_attributes((name, value) for name, value in resource.items() if name in _FACTS)
     given = [(name, value) for name, value in resource.items() if name not in _FACTS and name not in _NOT_LABELS]
-    return {**of_attributes(given, _RESERVED | facts.keys()), **facts}
+    return {**of_attributes(given, RESERVED | facts.keys()), **facts}

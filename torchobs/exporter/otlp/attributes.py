@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from torchobs.catalog import UNNAMED, prometheus_name
 from torchobs.flight.format.layout import encodable
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torchobs.catalog import Kind
     from torchobs.flight.format.layout import Header
 
 SCOPE = "torchobs"
@@ -41,6 +43,23 @@ _OWN = (
     "torch_version",
 )  # fmt: skip
 _LEFT_OUT = frozenset({"trace_id", "pid", "launched_by"})
+
+
+def named(attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Return attributes by names that Prometheus' OTLP endpoint accepts: for one that it does not, it refuses the request.
+
+    As on the metrics page, those that get one name share it, with their values joined by a semicolon.
+    """
+    found: dict[str, object] = {}
+    for name, value in attributes:
+        accepted = labels.pushed_name(name)
+        found[accepted] = f"{labels.text(found[accepted])};{labels.text(value)}" if accepted in found else value
+    return found
+
+
+def metric_name(name: str, unit: str, kind: Kind) -> str:
+    """Return the name under which a metric is pushed: its own, if anything is left of it in Prometheus."""
+    return UNNAMED if prometheus_name(name, unit, kind) == UNNAMED else name
 
 
 def cleaned(attributes: Iterable[tuple[str, object]]) -> dict[str, Any]:
@@ -111,12 +130,12 @@ def own_scope(resource: Resource) -> InstrumentationScope:
 def resource_of(header: Header) -> Resource:
     """Return the resource of an incarnation, with the semantic conventions' names where they exist.
 
-    Attributes from ``OTEL_RESOURCE_ATTRIBUTES``, and Kubernetes' attributes, keep their names.
+    Attributes from ``OTEL_RESOURCE_ATTRIBUTES``, and Kubernetes' attributes, keep their names where Prometheus accepts them.
     """
     job_name, _, _ = labels.identity(header.resource)
     given = {name: value for name, value in header.resource.items() if name not in _LEFT_OUT}
     own = {f"{SCOPE}.{name}": given.pop(name) for name in _OWN if name in given}
-    named = {known: given.pop(name) for name, known in _NAMED.items() if name in given}
+    conventional = {known: given.pop(name) for name, known in _NAMED.items() if name in given}
     fixed = {
         "service.name": job_name,
         "service.instance.id": header.incarnation.hex(),
@@ -124,4 +143,4 @@ def resource_of(header: Header) -> Resource:
         "telemetry.sdk.name": SCOPE,
         "telemetry.sdk.language": "python",
     }
-    return Resource(cleaned({**given, **own, **named, **fixed}.items()))
+    return Resource(cleaned({**named(given.items()), **own, **conventional, **fixed}.items()))

@@ -1,20 +1,25 @@
 """Delivery of one signal's requests: a bounded queue with its counters, and the thread that sends them.
 
-The oldest are sent first, and each is tried until it is accepted or refused. When the queue is full, the oldest are dropped:
-the newest are worth most, for they hold the final state of ranks that have ended, and cumulative points supersede older ones.
+The oldest are sent first, and each is tried until it is accepted or refused. A refused request goes out once more in parts, one
+for each rank: one rank's data may be the cause, and must not cost the others theirs. When the queue is full, the oldest are
+dropped: the newest are worth most, for they hold the final state of ranks that have ended, and cumulative points supersede
+older ones.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from random import Random
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.exporter.otlp.request_size import by_resource
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torchobs.exporter.otlp.transport import Outcome, Transport
 
@@ -28,6 +33,9 @@ LAST_S = 2.0
 
 LONGEST_RETRY_AFTER_S = 300.0
 """Upper limit of ``Retry-After``: a mistaken value of a year must not stop the push."""
+
+_NUMBER = re.compile(r"[0-9]+")
+_MOST_CAUSES, _PAST_S = 100, 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +61,8 @@ class Batch(NamedTuple):
 
     body: bytes
     items: int
+    of: str = ""
+    """the rank that a part of a refused request is of, in words; empty: it is no such part"""
 
 
 class Counts(NamedTuple):
@@ -128,6 +138,16 @@ class RequestQueue:
             self._drop(rejected, "refused" if outcome.kind == "refused" else "rejected")
             self._counts = self._counts._replace(sent=self._counts.sent + batch.items - rejected)
 
+    def divide(self, batch: Batch, parts: Sequence[Batch]) -> None:
+        """Replace the batch taken by its parts, which have as many items and are the oldest then."""
+        with self._changed:
+            if self._in_hand is not batch:
+                return  # closed meanwhile
+            self._in_hand = None
+            self._waiting.extendleft(reversed(parts))
+            self._bytes += sum(len(part.body) for part in parts) - len(batch.body)
+            self._make_room()
+
     def pause(self, seconds: float, least_s: float = 0.0) -> None:
         """Wait before the next attempt: shorter during shutdown, and not at all before the first attempt after its start.
 
@@ -186,6 +206,22 @@ class Backoff:
         return waiting_s if after_s is None else max(waiting_s, min(after_s, LONGEST_RETRY_AFTER_S))
 
 
+class RefusalCauses:
+    """Causes that are on the log: each is logged once, and again when it comes back after an hour without it."""
+
+    def __init__(self) -> None:
+        self._latest_s: dict[str, float] = {}
+
+    def is_new(self, words: str, now_s: float) -> bool:
+        """Return whether to log a refusal in these words. Numbers in them, such as times, make no other cause."""
+        cause = _NUMBER.sub("0", words)
+        before_s = self._latest_s.pop(cause, None)
+        self._latest_s[cause] = now_s  # at the end
+        if len(self._latest_s) > _MOST_CAUSES:
+            del self._latest_s[next(iter(self._latest_s))]
+        return before_s is None or now_s - before_s > _PAST_S
+
+
 class Sender:
     """Sends one signal, so that a receiver of spans that hangs does not delay metrics."""
 
@@ -193,7 +229,8 @@ class Sender:
         self._signal, self._queue, self._transport = signal, queue, transport
         self._backoff = Backoff()
         self._refused = False
-        """the last request was, and that is on the log"""
+        """the last request was, whatever it held, and that is on the log"""
+        self._causes = RefusalCauses()
         self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
 
     def start(self) -> None:
@@ -209,16 +246,31 @@ class Sender:
     def _run(self) -> None:
         while (batch := self._queue.take()) is not None:
             outcome = self._transport.send(batch.body)
+            of = batch.of
+            if outcome.kind == "refused" and not outcome.of_address and not of:
+                parts = self._parts(batch)
+                if len(parts) > 1:
+                    self._queue.divide(batch, parts)
+                    continue
+                of = parts[0].of
             self._queue.settle(batch, outcome)
-            self._log_outcome(outcome)
+            self._log_outcome(outcome, of)
             if outcome.kind == "retry":
                 self._queue.pause(self._backoff.next_s(outcome.after_s), outcome.after_s or 0.0)
             else:
                 self._backoff.succeeded()
         self._transport.close()
 
-    def _log_outcome(self, outcome: Outcome) -> None:
-        if outcome.kind == "refused":
+    def _parts(self, batch: Batch) -> list[Batch]:
+        parts = by_resource(self._signal, self._transport.unpack(batch.body))
+        return [Batch(self._transport.pack(part.message), part.items, part.of) for part in parts]
+
+    def _log_outcome(self, outcome: Outcome, of: str) -> None:
+        """Log it; ``of``: the only rank that the request was of, or empty."""
+        if outcome.kind == "refused" and of:
+            if self._causes.is_new(outcome.words, time.monotonic()):
+                _log.error("OTLP %s: the receiver refuses those of %s: %s", self._signal, of, outcome.words)
+        elif outcome.kind == "refused":
             if not self._refused:  # a receiver without this signal would fill the log
                 _log.error("OTLP %s: the receiver refuses them: %s", self._signal, outcome.words)
             self._refused = True

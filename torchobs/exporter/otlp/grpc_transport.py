@@ -37,6 +37,15 @@ RETRYABLE = frozenset(
     }
 )
 """Retryable codes of the specification; RESOURCE_EXHAUSTED is one, too, if the receiver sends ``RetryInfo``."""
+OF_ADDRESS = frozenset(
+    {
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Codes of a receiver that takes nothing of this signal, or with these credentials."""
 _PORT = 4317
 
 
@@ -54,6 +63,9 @@ class GrpcTransport:
     def pack(self, message: bytes) -> bytes:
         """See :class:`Transport`; gRPC compresses the message itself."""
         return message
+
+    def unpack(self, body: bytes) -> bytes:
+        return body
 
     def send(self, body: bytes) -> Outcome:
         outcome = self._send(body)
@@ -109,7 +121,9 @@ def _failed(error: Any) -> Outcome:
     code, after_s = error.code(), _retry_after_s(error)
     words = printable(f"{code.name} {error.details() or ''}")
     again = code in RETRYABLE or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and after_s is not None)
-    return Outcome("retry", after_s=after_s, words=words) if again else Outcome("refused", words=words)
+    if again:
+        return Outcome("retry", after_s=after_s, words=words)
+    return Outcome("refused", words=words, of_address=code in OF_ADDRESS)
 
 
 def _retry_after_s(error: Any) -> float | None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 RETRYABLE = frozenset({429, 502, 503, 504})
 """Retryable status codes of the specification; every other error means that the request or its URL is wrong."""
+OF_ADDRESS = frozenset({401, 403, 404, 405, 407, 410, 415, 501})
+"""Status codes of a receiver that takes nothing at this URL or with these credentials; so does a redirect."""
 
 _LEVEL = 1
 _LONGEST_ANSWER = 64 * 1024
@@ -57,6 +59,9 @@ class HttpTransport:
 
     def pack(self, message: bytes) -> bytes:
         return gzip.compress(message, _LEVEL, mtime=0) if self._target.gzip else message
+
+    def unpack(self, body: bytes) -> bytes:
+        return gzip.decompress(body) if self._target.gzip else body
 
     def send(self, body: bytes) -> Outcome:
         late = self._late = Event()
@@ -115,7 +120,8 @@ class HttpTransport:
         words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(content)}"
         if answer.status in RETRYABLE:
             return Outcome("retry", after_s=_retry_after_s(answer), words=printable(words))
-        return Outcome("refused", words=printable(words))
+        of_address = answer.status < HTTPStatus.BAD_REQUEST or answer.status in OF_ADDRESS
+        return Outcome("refused", words=printable(words), of_address=of_address)
 
     def _connect(self) -> PoolManager:
         proxy = _proxy_of(self._target.url)

@@ -65,7 +65,8 @@ class PushedSeries:
     ) -> None:  # fmt: skip
         """``known``: an earlier exporter may have sent what the series counted so far."""
         self.series, self.scope, self.survives = series, scope, survives
-        self.key: _Key = (series.name, series.kind, series.unit, series.brief)
+        name = otlp_attributes.metric_name(series.name, series.unit, series.kind)
+        self.key: _Key = (name, series.kind, series.unit, series.brief)
         self.is_open = False
         """whether the last point sent has a value, which receivers keep until a point ends the series"""
         self._attributes = otlp_attributes.cleaned(attributes)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import BY_NAME, cumulative, prometheus_label
+from torchobs.catalog import BY_NAME, cumulative
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.metric_encoder import PushedSeries
 from torchobs.exporter.prometheus.name_registry import COMMON_METRICS, EXPORTER_S
 from torchobs.flight.format.series import Scope, Series, ValueType
-from torchobs.ranks import exemplars, labels
+from torchobs.ranks import exemplars
 from torchobs.ranks.exemplars import NONE
 
 if TYPE_CHECKING:
@@ -112,11 +112,14 @@ class Source:
     def _open(self, series: Series) -> PushedSeries | None:
         stream = self._by_series.get(series)
         if stream is None and len(self._taken) < self._limit and not _is_forged(series):
-            key = series.scope, series.name, repr(series.attributes)
+            is_exporter_s = series.block < 0  # its attributes are labels already
+            given = dict(series.attributes) if is_exporter_s else otlp_attributes.named(series.attributes)
+            own = {**given, **self._identity}
+            key = series.scope, series.name, repr(own)
             if key not in self._taken:
                 self._taken.add(key)
-                scope, own = self._scope(series.scope), self._attributes(series)
-                stream = PushedSeries(series, scope, own, survives=_survives(series), known=self._known)
+                scope, survives = self._scope(series.scope), _survives(series)
+                stream = PushedSeries(series, scope, own.items(), survives=survives, known=self._known)
                 self._by_series[series] = stream
         return stream
 
@@ -124,13 +127,6 @@ class Source:
         if given not in self._scopes:
             self._scopes[given] = otlp_attributes.own_scope(self._resource) if given is None else otlp_attributes.scope(*given)
         return self._scopes[given]
-
-    def _attributes(self, series: Series) -> list[tuple[str, object]]:
-        own: list[tuple[str, object]] = []
-        for name, value in series.attributes:
-            label = prometheus_label(name)
-            own.append((f"exported_{label}" if label in labels.IDENTITY else name, value))
-        return [*own, *self._identity.items()]
 
 
 def _is_forged(series: Series) -> bool:

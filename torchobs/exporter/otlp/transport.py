@@ -22,6 +22,8 @@ class Outcome:
     after_s: float | None = None
     words: str = ""
     """message of the receiver or of the operating system, printable"""
+    of_address: bool = False
+    """the receiver refuses whatever is sent to this address, with these credentials"""
 
 
 class Transport(Protocol):
@@ -29,6 +31,9 @@ class Transport(Protocol):
 
     def pack(self, message: bytes) -> bytes:
         """Return a serialised request as it will be sent: compressed, if the transport does that."""
+
+    def unpack(self, body: bytes) -> bytes:
+        """Return the serialised request of a packed one."""
 
     def send(self, body: bytes) -> Outcome:
         """Send a packed request and wait for the response, at most the timeout. Network errors are outcomes, not raised."""
