@@ -945,6 +945,12 @@ EXPORTER_READ_ERRORS = _counter(
 EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s").described(
     "Duration of the last scan of all flight files."
 )
+EXPORTER_SCRAPES = _counter("torchobs.exporter.scrapes", "{scrape}").described(
+    "Pages that were sent to scrapers, and to anybody else who asked for the metrics."
+)
+EXPORTER_SCRAPE_TIME = _counter("torchobs.exporter.scrape.time", "s").described(
+    "Time from these requests to the end of their answers, waiting for a scan and for the client included."
+)
 EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "").described(
     "0 while part of the configuration is invalid or cannot be applied."
 )

@@ -108,6 +108,21 @@ def exporters() -> tuple[Panel, ...]:
             Query(worst(f"max by (instance) ({select(catalog.EXPORTER_SCAN_DURATION, *EXPORTERS)})"), "{{instance}}"),
         ),
         panels.lines(
+            "Scrapes",
+            "Scrapes that were answered in a second, by exporter. Good: steady, one in each interval of each Prometheus.",
+            "short",
+            Query(worst(rate(catalog.EXPORTER_SCRAPES, *EXPORTERS)), "{{instance}}"),
+        ),
+        panels.lines(
+            "Scrape duration",
+            f"Mean time that the {MOST} slowest exporters took to answer a scrape. Good: far below the scrape's timeout.",
+            "s",
+            Query(
+                worst(f"{rate(catalog.EXPORTER_SCRAPE_TIME, *EXPORTERS)} / {rate(catalog.EXPORTER_SCRAPES, *EXPORTERS)}"),
+                "{{instance}}",
+            ),
+        ),
+        panels.lines(
             "Connections refused",
             "Connections closed or not accepted, by reason. Good: 0.",
             "short",

@@ -48,6 +48,10 @@ class ScrapeInput(NamedTuple):
     lost: Lost = NOTHING_LOST
     host: HostFacts | None = None
     """the machine's metrics; ``None``: not collected, or not yet"""
+    scrapes: int = 0
+    """pages of metrics that were sent"""
+    scrape_time_s: float = 0.0
+    """time that answering these took"""
 
 
 class Sample(NamedTuple):
@@ -126,6 +130,8 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
     yield from by_attribute(catalog.EXPORTER_FILES, snapshot.files)
     yield from by_attribute(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": scrape.timeouts})
     yield Sample(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
+    yield Sample(catalog.EXPORTER_SCRAPES, {}, scrape.scrapes)
+    yield Sample(catalog.EXPORTER_SCRAPE_TIME, {}, scrape.scrape_time_s)
     yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not scrape.problems))
     yield Sample(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
     yield from by_attribute(catalog.EXPORTER_SERIES_DROPPED, dropped)

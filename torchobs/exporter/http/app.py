@@ -37,6 +37,7 @@ class Site:
         problems: Callable[[], tuple[str, ...]], evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
     ) -> None:  # fmt: skip
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
+        self._scrapers = scrapers
         self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
@@ -52,7 +53,8 @@ class Site:
     def scrape_input(self, snapshot: Snapshot) -> ScrapeInput:
         """Return the input of a metrics page of that snapshot."""
         host = self.host.latest if self.host is not None else None
-        return ScrapeInput(snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.lost, host)
+        scrapes = self._scrapers.scrapes, self._scrapers.time_s
+        return ScrapeInput(snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.lost, host, *scrapes)
 
     def app(self, more: Iterable[BaseRoute] = ()) -> ASGIApp:
         """Return the application; ``more``: additional routes of a listener."""

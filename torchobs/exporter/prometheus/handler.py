@@ -47,6 +47,7 @@ class MetricsPage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        began_s = time.monotonic()
         if scope["method"] not in _METHODS:
             await _not_allowed(scope, receive, send)
             return
@@ -70,7 +71,8 @@ class MetricsPage:
         if scope["method"] == "GET":
             who = f"{scope['client'][0] if scope['client'] else ''} {headers.get(b'user-agent', '')[:200]}"
             declared = _SCRAPE_TIMEOUT in headers
-            self._scrapers.note(who, page.number, time.monotonic(), declared=declared, final=page.final)
+            now_s = time.monotonic()
+            self._scrapers.note(who, page.number, now_s, declared=declared, final=page.final, took_s=now_s - began_s)
 
     def _is_meant_for_another(self, scope: Scope) -> bool:
         """Return True if the query names a pod, and another one: on the node's network two pods have one address."""
