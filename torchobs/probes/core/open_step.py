@@ -221,6 +221,10 @@ class OpenStep:
         pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
+    def phase_begun(self, phase: int) -> int:
+        """Return when the last such phase of the step in progress began, in ns; 0 if none is in the trace."""
+        return next((stamp >> 4 for stamp in reversed(self.trace) if PHASE_OF[stamp & 15] == phase), 0)
+
     def unwritten(self) -> Sequence[StepEnd]:
         """Return the provisional ends, which may turn out to be parts of the step in progress."""
         raise NotImplementedError

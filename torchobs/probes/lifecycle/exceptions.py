@@ -8,6 +8,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from torchobs.detect import collective_timeout
+from torchobs.probes.core.timeline import BACKWARD, DATA, OPTIMIZER
 from torchobs.probes.lifecycle.exception_message import first_line, message
 from torchobs.probes.lifecycle.worker_exceptions import worker_exception
 from torchobs.probes.memory.source_lines import is_installed
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MAX_CHAIN = 100
+_PHASES = (
+    ("torch/utils/data/dataloader.py", "__next__", DATA), ("torch/utils/data/dataloader.py", "__iter__", DATA),
+    ("torch/autograd/graph.py", "_engine_run_backward", BACKWARD), ("torch/autograd/__init__.py", "backward", BACKWARD),
+    ("torch/optim/optimizer.py", "wrapper", OPTIMIZER),
+)  # fmt: skip
+"""Functions of torch that are a phase: file, name, phase"""
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
@@ -44,6 +51,15 @@ def _described(error: BaseException) -> dict[str, Any]:
         named = _named(root.kind, first_line(root.message), _places(root.frames), "cause.")
         return attributes | named | {"cause.origin": remote.origin}
     return attributes if first is error else attributes | _located(first, "cause.")
+
+
+def phase_of(error: BaseException) -> int | None:
+    """Return the phase of a step that the exception, or the first of its chain, has left; ``None`` if it is not seen."""
+    found = None
+    for frame, _ in traceback.walk_tb(root_cause(error).__traceback__):
+        code = frame.f_code
+        found = next((phase for end, name, phase in _PHASES if code.co_name == name and code.co_filename.endswith(end)), found)
+    return found
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -15,13 +15,15 @@ import signal
 import sys
 import threading
 import traceback
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format.layout import Exit
 from torchobs.identity.process import exit_status
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.lifecycle.exceptions import describe, root_cause
+from torchobs.probes.core.training_state import LeftPhase
+from torchobs.probes.lifecycle.exceptions import describe, phase_of, root_cause
 from torchobs.probes.memory.oom import host_shortage
 from torchobs.support import signal_handlers
 from torchobs.support.error_guard import call, settle
@@ -180,6 +182,7 @@ class ExitProbe:
             self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
         if id(error) != self._followed:
             self._followed = id(error)
+            self._note_phase(context, error)
             shortage = call(context.breaker("oom"), host_shortage, context, root_cause(error))
             if shortage is not None:
                 context.event(catalog.EVENT_OUT_OF_MEMORY, shortage)
@@ -190,6 +193,13 @@ class ExitProbe:
             cause, code = _cause(error), INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
             self._fatal = Ending(_by_signal(cause, code, Exit.EXCEPTION), code, cause)
             context.writer.exit(self._fatal.reason, code)
+
+    def _note_phase(self, context: ProbeContext, error: BaseException) -> None:
+        """Note in which phase the training thread was: as the exception leaves it, its hooks record its end."""
+        phase = phase_of(error) if threading.get_ident() == context.training.thread else None
+        begun_ns = context.recorder.phase_begun(phase) if phase is not None else 0
+        if phase is not None and begun_ns:
+            context.training.left = LeftPhase(phase, begun_ns, monotonic_ns())
 
     def note_sys_exit(self, status: object, handled: BaseException | None, caught: BaseException | None = None) -> None:
         """Note a call of ``sys.exit``; an exception that is being handled then is the reason, or a signal whose handler runs.
