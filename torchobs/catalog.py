@@ -1505,6 +1505,8 @@ EVENT_STACKS = _info(
     Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run", unit="s"),
     Attribute("quiet_s", "for one that stood still: seconds without a sign of a step", unit="s"),
     Attribute("phase", "for one that stood still: the phase in which it did"),
+    Attribute("workers", "state of at most eight worker processes of its data loaders, those first that the next batch is of"),
+    Attribute("awaited", "the worker that the next batch is expected of"),
 )
 LACK = Attribute("detail", "the system's error message, or the space needed")
 EVENT_STACKS_FAILED = _warning(

@@ -68,7 +68,7 @@ def fetching(error: BaseException) -> Callable[[torch.optim.Optimizer], None]:
 def in_backward(optimizer: torch.optim.Optimizer) -> None:
     """A training in which a backward pass raises."""
     step(optimizer, torch.ones(1, 2))
-    Refused.apply(MODEL(torch.ones(1, 2)).sum()).backward()
+    Refused.apply(MODEL(torch.ones(1, 2)).sum()).backward()  # type: ignore[no-untyped-call]
 
 
 def elsewhere(optimizer: torch.optim.Optimizer) -> None:
@@ -111,6 +111,5 @@ def test_a_rank_ends_in_the_phase_that_raised(
 def test_who_goes_on_is_in_a_phase_of_its_own(run: Recording) -> None:
     """Promise: an exception that somebody has caught is past with the next batch."""
     raised(fetching(LookupError()), LookupError)
-    batches = iter(DataLoader([torch.ones(2)] * 2))
-    next(batches)
+    next(iter(DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 2)))))
     assert phase(run) == "forward"

@@ -254,10 +254,11 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
 
 def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    frames, crashed = _frames(directory, own, report), _crash(directory, report)
+    dump, crashed = _stacks(directory, own, report), _crash(directory, report)
+    frames, of_workers = stack_text.main_frames(dump), stack_text.worker_frames(dump)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
     unwritten = silent and not _written_in_memory(report.header, directory)
-    return replace(report, left=tuple(own), frames=frames, crash=crashed, unwritten=unwritten)
+    return replace(report, left=tuple(own), frames=frames, worker_frames=of_workers, crash=crashed, unwritten=unwritten)
 
 
 def _written_in_memory(header: Header, directory: Path) -> bool:
@@ -273,8 +274,8 @@ def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
     return ()
 
 
-def _frames(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> tuple[str, ...]:
-    """Return the training thread's frames in the latest stacks written after the rank's last step."""
+def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> str:
+    """Return the latest stacks written after the rank's last step; empty if there are none."""
     since_ms = 1e3 * (report.steps[-1].end_s if report.steps else report.start_s)
     dumps = [one for one in left if one.kind != PROFILE and (not one.number or one.number >= since_ms)]
     with suppress(OSError):  # artifacts are optional
@@ -283,8 +284,8 @@ def _frames(directory: Path, left: Sequence[ArtifactName], report: RankReport) -
             with opened(directory, link=True) as directory_fd:
                 fd, size = artifacts.open_checked(directory_fd, newest, None)
             with os.fdopen(fd, "rb") as file:
-                return stack_text.main_frames(file.read(size).decode(errors="replace"))
-    return ()
+                return file.read(size).decode(errors="replace")
+    return ""
 
 
 def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:

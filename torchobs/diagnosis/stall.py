@@ -81,7 +81,8 @@ def stalled(report: RankReport) -> Iterator[Finding]:
     patient = found.phase in state.PATIENT_PHASES and not found.lock_held
     severity = ERROR if found.hung or found.lock_held else INFO if patient or not found.long else WARNING
     text = _held(found, report) if found.lock_held else _quiet(found, report)
-    yield Finding(severity, "stalled", f"{text} {_where(found, report)}")
+    awaited = _awaited(report) if found.phase == "data" else ""
+    yield Finding(severity, "stalled", f"{text} {_where(found, report)}{awaited}")
 
 
 def _quiet(found: Stall, report: RankReport) -> str:
@@ -119,6 +120,19 @@ def _where(found: Stall, report: RankReport) -> str:
     if found.phase == "idle":
         return "That is no hang."
     return "No stacks of that time are here: `torchobs stacks` asks for them while it lasts, and an exporter once a rank hangs."
+
+
+def _awaited(report: RankReport) -> str:
+    """Return a sentence on the worker of a data loader that the next batch is expected of; empty if it is unknown."""
+    since_s = report.steps[-1].end_s if report.steps else report.start_s
+    dumps = [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s and fact.text("awaited")]
+    if not dumps:
+        return ""
+    name = dumps[-1].text("awaited")
+    state = next((text.removeprefix(name) for text in dumps[-1].texts("workers") if text.startswith(f"{name}: ")), "")
+    frames = next((frames for pid, frames in report.worker_frames.items() if f"(pid {pid})" in name), ())
+    at = f", at {stack_text.place(frames)}" if frames else ""
+    return f" The next batch was to come from the loader's {name}{state.replace(': ', ', then ', 1)}{at}."
 
 
 def _stacks(report: RankReport, since_s: float) -> tuple[str, ...]:

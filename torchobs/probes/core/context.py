@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.step_recorder import StepRecorder
     from torchobs.probes.core.training_state import TrainingState
     from torchobs.probes.core.user_scalars import Scalars
+    from torchobs.probes.data.worker_states import LoaderWorker
 
 
 class Probe(Protocol):
@@ -87,6 +88,8 @@ class ProbeContext:
     """Functions that return the gradient norm of each layer in so many of the last measured steps; as ``blown_layer``"""
     after_anomaly: list[Callable[[Anomaly], object]] = field(default_factory=list)
     """Called for each anomaly, by the sampler thread, when its event has been written. None, or the activation probe's"""
+    loader_workers: list[Callable[[], list[LoaderWorker]]] = field(default_factory=list)
+    """Functions that return the worker processes of the loaders in use, for the sampler thread. None, or the loader probe's"""
     explain_error: list[Callable[[BaseException], dict[str, Any] | None]] = field(default_factory=list)
     """Functions that return more attributes for the event of an exception. None, or the distributed probe's"""
     watched: list[ref[Any]] = field(default_factory=list)

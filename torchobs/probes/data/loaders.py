@@ -26,6 +26,7 @@ from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.no_batches import NoBatches
 from torchobs.probes.data.pinned_memory_hint import PinningHint
 from torchobs.probes.data.replica_batches import ReplicaBatches
+from torchobs.probes.data.worker_states import LoaderWorker
 from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.support import signal_handlers
 from torchobs.support.after_fork import renew_in_child
@@ -75,6 +76,7 @@ class LoaderProbe:
         self._no_batches = NoBatches(context)
         self._pinning, self._infers = PinningHint(context), context.settings.infer_throughput
         self._batches, self._replica_batches = BatchWatch(self._breaker, self._look), ReplicaBatches(context, self._replicas)
+        context.loader_workers.append(self._workers)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
         self._import = after_import(STATEFUL, lambda: self._watch(sys.modules[STATEFUL].StatefulDataLoader))
@@ -82,6 +84,8 @@ class LoaderProbe:
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         cancel(self._import)
+        if self._workers in self._context.loader_workers:
+            self._context.loader_workers.remove(self._workers)
         for patch in self._patches:
             patch.undo()
         if self._batches is not None:
@@ -135,6 +139,16 @@ class LoaderProbe:
         self._rounds += 1
         if not self._rounds % _ROUNDS:
             self._check_workers()
+
+    def _workers(self) -> list[LoaderWorker]:
+        """Return the living workers of iterators in use, those first that the next batch is expected of."""
+        found: list[LoaderWorker] = []
+        for iterator in [pool.iterator() for pool in self._pools]:
+            if iterator is not None and not iterator._shutdown:
+                awaited = _awaited(iterator)
+                alive = [(index, worker.pid) for index, worker in enumerate(iterator._workers) if exit_code(worker) is None]
+                found += [LoaderWorker(index, pid, index == awaited) for index, pid in alive]
+        return sorted(found, key=lambda worker: not worker.awaited)
 
     def observe(self) -> None:
         """Look at a batch."""
@@ -203,6 +217,12 @@ def exit_code(worker: Any) -> int | None:
         if ended is not None:
             return int(ended.si_status) if ended.si_code == os.CLD_EXITED else -int(ended.si_status)
     return None
+
+
+def _awaited(iterator: Any) -> int | None:
+    """Return the index of the worker that the next batch is expected of; ``None`` if it is there, or may be anybody's."""
+    task = iterator._task_info.get(iterator._rcvd_idx) if getattr(iterator, "_in_order", True) else None
+    return task[0] if task is not None and len(task) == 1 else None
 
 
 def _ready(iterator: Any) -> float | None:
