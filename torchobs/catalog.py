@@ -937,7 +937,13 @@ BUILD_INFO = _gauge(
     "torchobs.build.info", "", Attribute("version", "torchobs version"), Attribute("python", "Python version")
 ).described("Constant 1; its labels are the exporter's versions.")
 EXPORTER_FILES = _gauge(
-    "torchobs.exporter.files", "{file}", Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad"))
+    "torchobs.exporter.files",
+    "{file}",
+    Attribute(
+        "status",
+        "outcome of reading; left_out: beyond the 4,096 that are read, living ranks' first",
+        ("served", "superseded", "expired", "bad", "left_out"),
+    ),
 ).described("Flight files in the directory, by status.")
 EXPORTER_READ_ERRORS = _counter(
     "torchobs.exporter.read_errors", "{error}", Attribute("reason", "why", ("header", "io", "kind", "memory", "timeout"))

@@ -40,6 +40,7 @@ from torchobs.flight.format.layout import (
 )
 from torchobs.flight.format.series import Scope, Series, ValueType, encode
 from torchobs.flight.reader import reader
+from torchobs.identity.process import boot_id
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot
 
@@ -119,7 +120,7 @@ def test_what_cannot_be_asked_for_at_present_makes_nobody_dead(
     """Names, files and locks that cannot be opened: who was alive stays so by its heartbeat, and unresponsive without one."""
     assert states(scanner.scan()) == {"0": "alive"}
     with monkeypatch.context() as failing:
-        for module, name in ((reader, "names"), (lock, "_probe"), (lock, "held_here")):
+        for module, name in ((reader, "list_names"), (lock, "_probe"), (lock, "held_here")):
             failing.setattr(module, name, _Refusing(number))
         (flight_dir / "new").touch()
         clock.seconds = 0.5
@@ -236,7 +237,8 @@ def forged(flight_dir: Path, series: int) -> Path:
     for region, length in sizes.items():
         regions[region] = Extent(offset, length, items[region])
         offset += length
-    header = replace(File(flight_dir, rank=1, seed=9).header, file_size=MAX_READ_SIZE, regions=regions)
+    born = replace(File(flight_dir, rank=1, seed=9).header, monotonic_ns=time.monotonic_ns(), wall_ns=time.time_ns())
+    header = replace(born, boot_id=boot_id(), file_size=MAX_READ_SIZE, regions=regions)
     raw = bytearray(MAX_READ_SIZE)
     raw[:HEADER_SIZE] = encode_header(header)
     entries = (

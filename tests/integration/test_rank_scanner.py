@@ -45,7 +45,7 @@ def test_a_living_rank_is_served_up_to_its_last_step(scanner: Scanner, rank: Cal
     assert (seen.job_name, seen.run_id, seen.rank) == ("gpt", "run-1", "0")
     assert (seen.state, seen.up, seen.progress_age_s, seen.ended_in) == ("alive", True, 0.25, None)
     assert steps(snapshot) == {"0": 7}
-    assert snapshot.files == {"served": 1, "superseded": 0, "expired": 0, "bad": 0}
+    assert snapshot.files == {"served": 1, "superseded": 0, "expired": 0, "bad": 0, "left_out": 0}
     assert not snapshot.problems
 
 

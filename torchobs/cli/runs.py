@@ -46,14 +46,14 @@ def main(given: Sequence[str]) -> int:
     options = parser().parse_args(list(given))
     directory = arguments.found(lambda: options.flight_dir or choose.default_directory())
     try:
-        runs, bad = arguments.found(lambda: list_runs(directory))
+        runs, bad, left_out, notes = arguments.found(lambda: list_runs(directory))
     except CommandError as problem:
         raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
     out = tolerant(sys.stdout)
     if options.json:
         made = {
             "version": VERSION, "directory": str(directory), "runs": [run.to_dict() for run in runs],
-            "unreadable": [{"file": name, "reason": why} for name, why in bad],
+            "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": left_out,
         }  # fmt: skip
         out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
         return 0
@@ -63,6 +63,7 @@ def main(given: Sequence[str]) -> int:
         if runs
         else [f"no runs in {text_format.clean(directory)}: a training writes them with torchobs.init()"]
     )
+    lines += notes
     lines += [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
     out.write("".join(f"{line}\n" for line in lines))
     return 0

@@ -70,7 +70,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             found, others = _run(listed.found, run)
             more = read(found)
             ranks, bad, launchers = ranks + more.ranks, bad + more.bad, launchers + more.launchers
-            notes += [*more.notes, *_other_runs(others)]
+            notes += [*more.notes, *_other_runs(others), *listed.notes]
     if not ranks:
         raise NoRunError(_nothing(paths, bad, run, others))
     return Chosen(ranks, bad, notes, launchers)

@@ -33,10 +33,9 @@ from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Value
 from torchobs.flight.reader.reader import FlightFile, View
-from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, candidate_of, open_tracked
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.state import last_memory
 
@@ -58,10 +57,19 @@ class LoadedFlight(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Contents of a directory: readable files, and the others with the reason."""
+    """Contents of a directory: readable files, the others with the reason, and how many more are not read."""
 
     found: tuple[LoadedFlight, ...]
     bad: tuple[tuple[str, str], ...]
+    left_out: int = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence about the files that are not read, if there are any."""
+        if not self.left_out:
+            return []
+        more = text_format.plural(self.left_out, "more flight file")
+        return [f"{more} in this directory: {reader.MAX_FILES:,} are read, those of living ranks first, then the newest"]
 
 
 def listing(directory: Path) -> Listing:
@@ -69,13 +77,14 @@ def listing(directory: Path) -> Listing:
     found, bad = [], []
     now = system_clock()
     with opened(directory, link=True) as fd:
-        for name in reader.names(fd):
+        names, left_out = reader.list_names(fd)
+        for name in names:
             try:
                 with closing(reader.open_file(fd, name)) as file:
                     found.append(_found(directory / name, file, now))
             except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
-    return Listing(tuple(found), tuple(bad))
+    return Listing(tuple(found), tuple(bad), left_out)
 
 
 def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[LoadedFlight]]:
@@ -87,13 +96,15 @@ def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[Load
     return sorted(chosen, key=lambda item: _by_rank(item.claim)), sorted(others, key=lambda item: item.header.wall_ns)
 
 
-def load_reports(paths: Sequence[Path], limit: int | None = None) -> tuple[list[RankReport], list[tuple[str, str]]]:
-    """Read flight files and their artifacts; ``limit``: most step records per file.
+def load_reports(
+    paths: Sequence[Path], limit: int | None = None, *, evidence: bool = True
+) -> tuple[list[RankReport], list[tuple[str, str]]]:
+    """Read flight files; ``limit``: most step records per file, ``evidence``: with their artifacts.
 
     Returns the reports, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
     second later, when their death is certain.
     """
-    left = {directory: _left(directory) for directory in {path.parent for path in paths}}
+    left = {directory: _left(directory) for directory in {path.parent for path in paths if evidence}}
     found = [_look(path, limit) for path in paths]
     if any(isinstance(one, _Look) and one.fading for one in found):
         time.sleep(rank_state.FADED_AFTER_S)
@@ -101,7 +112,8 @@ def load_reports(paths: Sequence[Path], limit: int | None = None) -> tuple[list[
             _look(path, limit) if isinstance(one, _Look) and one.fading else one for path, one in zip(paths, found, strict=True)
         ]
     told = list(zip(paths, found, strict=True))
-    reports = [_with(one.report, path.parent, left[path.parent]) for path, one in told if isinstance(one, _Look)]
+    looks = [(path.parent, one.report) for path, one in told if isinstance(one, _Look)]
+    reports = [_with(report, directory, left[directory]) if evidence else report for directory, report in looks]
     return reports, [(path.name, one) for path, one in told if isinstance(one, str)]
 
 
@@ -289,14 +301,9 @@ def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankReport) -
 
 
 def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:
-    header, heartbeat_ns = file.header, file.live().heartbeat_ns or 0
-    last_ns = header.wall_ns + (heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
-    same_boot = header.boot_id == now.boot_id
-    born_ns = header.monotonic_ns if same_boot else header.wall_ns
-    restart = labels.number(header.resource, "restart") or 0
-    rank = labels.identity(header.resource)
-    claim = RankCandidate(rank, header.incarnation.hex(), same_boot, born_ns, restart, heartbeat_ns)
-    return LoadedFlight(path, header, claim, last_ns)
+    header, live = file.header, file.live()
+    last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
+    return LoadedFlight(path, header, candidate_of(header, live, same_boot=header.boot_id == now.boot_id), last_ns)
 
 
 def _by_rank(claim: RankCandidate) -> tuple[int, str]:

@@ -44,11 +44,13 @@ class Directory:
         self.path = ""
         self.owner: int | None = None
         self._names: list[str] = []
+        self.left_out = 0
+        """number of flight files beyond those that are listed"""
         self._listed_ns = -1
         self._scans = 0
 
     def names(self, wall_ns: int) -> list[str]:
-        """Return the names of the flight files. Raises ``OSError`` when the directory is missing or unreadable.
+        """Return the names of the flight files (``reader.list_names``). Raises ``OSError`` when there is no directory to read.
 
         A listing of 10^5 names takes 50 ms, so it is repeated only when the directory has changed.
         """
@@ -57,7 +59,7 @@ class Directory:
         self._scans += 1
         settled = abs(wall_ns - changed_ns) > _SETTLED_NS
         if not settled or changed_ns != self._listed_ns or self._scans >= _LIST_ANYWAY:
-            self._names = self._listed()
+            self._names, self.left_out = self._listed()
             self._listed_ns = changed_ns if settled else -1
             self._scans = 0
         return self._names
@@ -69,9 +71,9 @@ class Directory:
         if fd >= 0:
             os.close(fd)
 
-    def _listed(self) -> list[str]:
+    def _listed(self) -> reader.Names:
         try:
-            return reader.names(self.fd)
+            return reader.list_names(self.fd)
         except OSError as problem:
             problem.filename = self.path
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +24,8 @@ from torchobs.ranks.memory_budget import RANK
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torchobs.flight.format.layout import Header
+    from torchobs.flight.format.live_words import LiveWords
     from torchobs.flight.format.series import Series
 
 READ_ERRORS = (
@@ -41,7 +43,7 @@ _PASSING = frozenset(
 
 REPORTED_NS = 10_000_000_000
 """How long a superseded rank stays in snapshots after its end: a client that polls every second misses none."""
-_SURELY_DEAD_S = 10.0
+SURELY_DEAD_S = 10.0
 _NEVER_NS = -(1 << 62)
 
 
@@ -59,6 +61,18 @@ class Now(NamedTuple):
     monotonic_ns: int
     wall_ns: int
     boot_id: bytes
+
+
+class Look(NamedTuple):
+    """What a flight file's header, live words and lock say, without its values."""
+
+    candidate: RankCandidate
+    lock_held: bool
+    beat_age_s: float
+
+    def is_past(self, grace_s: float) -> bool:
+        """Return True if the rank is surely dead, and has been for longer than the grace."""
+        return not self.lock_held and self.beat_age_s > max(grace_s, SURELY_DEAD_S)
 
 
 class RankFile:
@@ -83,8 +97,6 @@ class RankFile:
         self.opened = 0
         self.state = "alive"
         self.fading = False
-        self.retired = ""
-        """why it is no longer served: ``superseded`` or ``expired``; empty while it is"""
         self._closed = False
         self.suffix: str | None = None
         """what was appended to its rank when it was last served; ``None``: never served"""
@@ -94,13 +106,11 @@ class RankFile:
         self._durations = _Durations()
         self._learned_s = self._durations.timeout_s(self.view)
         self._looked_ns = _NEVER_NS
-        self._beat_ns = self._first_beat_ns(now)
+        self._beat_ns = beat_ns(header, self.view.live, now)
 
     def candidate(self) -> RankCandidate:
         """Return this incarnation as a candidate for serving."""
-        restart = labels.number(self.header.resource, "restart") or 0
-        born_ns = self.header.monotonic_ns if self.same_boot else self.header.wall_ns
-        return RankCandidate(self.rank, self.incarnation, self.same_boot, born_ns, restart, self.view.live.heartbeat_ns or 0)
+        return candidate_of(self.header, self.view.live, same_boot=self.same_boot)
 
     @property
     def exemplars(self) -> exemplars.Shown:
@@ -110,7 +120,7 @@ class RankFile:
     @property
     def size(self) -> int:
         """Number of series that it counts for in the memory budget (``memory_budget``)."""
-        return 0 if self.retired else RANK + self.file.size
+        return RANK + self.file.size
 
     @property
     def up(self) -> bool:
@@ -167,7 +177,7 @@ class RankFile:
 
     def certainly_dead(self, now: Now) -> bool:
         """Return True if the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
-        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SURELY_DEAD_S)
+        return not self.up and (not self.same_boot or self.beat_age_s(now) > SURELY_DEAD_S)
 
     def final_suffix(self, now: Now) -> str | None:
         """Return the suffix of a superseded rank while its final counts are still to be reported; else ``None``.
@@ -177,7 +187,7 @@ class RankFile:
         dead, which ended before this exporter started.
         """
         is_old = self.suffix is None and self.certainly_dead(now)
-        if self.retired or is_old or (self.up and not self.fading):
+        if is_old or (self.up and not self.fading):
             return None
         if self._superseded_ns is None:
             self._superseded_ns = now.monotonic_ns
@@ -202,13 +212,6 @@ class RankFile:
         """Close the file and keep the view. Idempotent."""
         self._closed = True
         self.file.close()
-
-    def retire(self, why: str) -> None:
-        """Drop the view as well, but stay a candidate, so that no older incarnation is served instead."""
-        self.release()
-        self.retired = why
-        self.view = View(self.header, self.view.live, (), None)
-        self._exemplars, self.exception = exemplars.Exemplars(self.header), {}
 
     def _read(self, now: Now) -> None:
         before, self.view = self.view.live.heartbeat_ns, self._with_mark(self.file.read(final=not self.up))
@@ -246,13 +249,33 @@ class RankFile:
             hang_timeout_s=hang_timeout_s,
         )
 
-    def _first_beat_ns(self, now: Now) -> int:
-        """Return the time of the last heartbeat on our CLOCK_MONOTONIC, as far as known from the file."""
-        beat_ns = self.view.live.heartbeat_ns or self.header.monotonic_ns
-        if self.same_boot:
-            return min(now.monotonic_ns, beat_ns)
-        ago_ns = now.wall_ns - (self.header.wall_ns + beat_ns - self.header.monotonic_ns)
-        return now.monotonic_ns - max(0, ago_ns)
+
+def candidate_of(header: Header, live: LiveWords, *, same_boot: bool) -> RankCandidate:
+    """Return an incarnation as a candidate for serving its rank."""
+    restart = labels.number(header.resource, "restart") or 0
+    born_ns = header.monotonic_ns if same_boot else header.wall_ns
+    rank, incarnation = labels.identity(header.resource), header.incarnation.hex()
+    return RankCandidate(rank, incarnation, same_boot, born_ns, restart, live.heartbeat_ns or 0)
+
+
+def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
+    """Return the time of the last heartbeat on our CLOCK_MONOTONIC, as far as known from the file."""
+    last_ns = live.heartbeat_ns or header.monotonic_ns
+    if header.boot_id == now.boot_id:
+        return min(now.monotonic_ns, last_ns)
+    ago_ns = now.wall_ns - (header.wall_ns + last_ns - header.monotonic_ns)
+    return now.monotonic_ns - max(0, ago_ns)
+
+
+def look(directory_fd: int, name: str, owner: int | None, now: Now) -> Look:
+    """Read header and live words of a flight file, some 5 KiB of it. Raises one of :data:`READ_ERRORS`."""
+    with closing(reader.open_file(directory_fd, name, owner)) as file:
+        _check_name(file, name)
+        header, same_boot = file.header, file.header.boot_id == now.boot_id
+        is_held = same_boot and _is_held(directory_fd, lock_name(name), before=False)
+        live = file.live()  # after the lock: if that is free, these are the final ones
+        age_s = (now.monotonic_ns - beat_ns(header, live, now)) / 1e9
+        return Look(candidate_of(header, live, same_boot=same_boot), is_held, age_s)
 
 
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
@@ -265,12 +288,16 @@ def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most
         if (size := file.header.regions[Region.SERIES].length) > most:
             msg = f"no memory to read its {size >> 10} KiB of names"
             raise MemoryError(msg)
-        if name != file_name(file.header):
-            raise BadFlightFileError("a copy: its name is not the one that its header gives")
+        _check_name(file, name)
         return RankFile(file, name, now, owner)
     except READ_ERRORS:
         file.close()
         raise
+
+
+def _check_name(file: FlightFile, name: str) -> None:
+    if name != file_name(file.header):
+        raise BadFlightFileError("a copy: its name is not the one that its header gives")
 
 
 def _is_held(directory_fd: int, name: str, *, before: bool) -> bool:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries
 from torchobs.flight.format.layout import MAX_READ_SIZE
+from torchobs.flight.reader.reader import MAX_FILES
 from torchobs.identity.process import boot_id
-from torchobs.ranks import memory_budget
+from torchobs.ranks import memory_budget, rank_file
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
@@ -28,10 +29,11 @@ from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.reader.reader import FlightFile
+    from torchobs.ranks.incarnations import RankCandidate
 
 OPENING_S = 1.0
 """Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""
@@ -56,6 +58,8 @@ class Scanner:
         self._config, self._clock, self._series_limit = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
+        self._past: dict[str, RankCandidate] = {}
+        """files that are served no more, of dead ranks: they stay candidates, so that no older incarnation is served instead"""
         self._bad: dict[str, int] = {}
         self._too_large: dict[str, int] = {}
         """bad files with too many series, and their numbers of series"""
@@ -63,7 +67,7 @@ class Scanner:
         """number of series in the open files"""
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
-        self._number = self._opened = 0
+        self._number = self._opened = self._left_out = 0
         self._comparator = RankComparator()
 
     def scan(self) -> Snapshot:
@@ -72,6 +76,7 @@ class Scanner:
         self._number += 1
         names, problems = self._names(now)
         if names is not None:
+            self._note_left_out(self._directory.left_out)
             self._forget(names)
             self._open_new(names, now)
         for tracked in self._tracked.values():
@@ -99,7 +104,7 @@ class Scanner:
 
         Raises one of :data:`READ_ERRORS` if it is unreadable or gone.
         """
-        found = next((one for one in self._tracked.values() if one.incarnation == incarnation and not one.retired), None)
+        found = next((one for one in self._tracked.values() if one.incarnation == incarnation), None)
         if found is None:
             raise FileNotFoundError(incarnation)
         with found.access(self._directory.fd) as file:
@@ -121,6 +126,8 @@ class Scanner:
     def _forget(self, names: list[str]) -> None:
         for name in self._tracked.keys() - set(names):
             self._tracked.pop(name).release()
+        for name in self._past.keys() - set(names):
+            del self._past[name]
         for name in self._bad.keys() - set(names):
             del self._bad[name]
             self._too_large.pop(name, None)
@@ -132,12 +139,40 @@ class Scanner:
             except READ_ERRORS as problem:
                 if not is_passing(problem):
                     self._tracked.pop(name).release()  # reopened below and then served or counted as bad
-        new = (name for name in names if name not in self._tracked and name not in self._bad)
         until_s = time.thread_time() + OPENING_S
-        for name in chain(new, self._due(now)[:_RETRIES_PER_SCAN]):
+        new = (name for name in names if not (name in self._tracked or name in self._past or name in self._bad))
+        for name in chain(self._living_first(new, now, until_s), self._due(now)[:_RETRIES_PER_SCAN]):
             self._open(name, now)
             if time.thread_time() > until_s:
                 break
+
+    def _living_first(self, new: Iterable[str], now: Now, until_s: float) -> Iterator[str]:
+        """Yield the new files to open, those of living ranks first; those of ranks that are long dead need no opening."""
+        rest = []
+        for name in new:
+            try:
+                look = rank_file.look(self._directory.fd, name, self._directory.owner, now)
+            except READ_ERRORS:
+                yield name  # opened again, and then counted as bad
+                continue
+            if look.is_past(self._config.grace_s):
+                self._past[name] = look.candidate
+            elif look.lock_held:
+                yield name
+            else:
+                rest.append(name)
+            if time.thread_time() > until_s:
+                break
+        yield from rest
+
+    def _note_left_out(self, left_out: int) -> None:
+        if left_out and not self._left_out:
+            _log.warning(
+                "flight directory: %d flight files are left out: %d are read, those of living ranks first, then the newest",
+                left_out,
+                MAX_FILES,
+            )
+        self._left_out = left_out
 
     def _due(self, now: Now) -> list[str]:
         """Return the bad files to retry; of those that were too large the ones that fit into memory now."""
@@ -191,10 +226,12 @@ class Scanner:
             tracked.release()
 
     def _select(self, now: Now) -> tuple[tuple[Rank, ...], tuple[Rank, ...], dict[str, int]]:
-        suffixes = resolve(tracked.candidate() for tracked in self._tracked.values())
-        files = dict.fromkeys(STATUSES, 0) | {"bad": len(self._bad)}
+        suffixes = resolve(chain((tracked.candidate() for tracked in self._tracked.values()), self._past.values()))
+        files = dict.fromkeys(STATUSES, 0) | {"bad": len(self._bad), "left_out": self._left_out}
+        for candidate in self._past.values():
+            files["expired" if candidate.incarnation in suffixes else "superseded"] += 1
         ranks, left = [], []
-        for tracked in self._tracked.values():
+        for name, tracked in [*self._tracked.items()]:
             status = self._status(tracked, suffixes, now)
             files[status] += 1
             if status == "served":
@@ -203,12 +240,11 @@ class Scanner:
             elif status == "superseded" and (suffix := tracked.final_suffix(now)) is not None:
                 left.append(self._rank(tracked, suffix, now))
             elif tracked.certainly_dead(now):
-                tracked.retire(status)
+                self._tracked.pop(name).release()
+                self._past[name] = tracked.candidate()
         return tuple(sorted(_with_patience(ranks), key=_order)), tuple(left), files
 
     def _status(self, tracked: RankFile, suffixes: Mapping[str, str], now: Now) -> str:
-        if tracked.retired:
-            return tracked.retired
         if tracked.incarnation not in suffixes:
             return "superseded"
         return "expired" if not tracked.up and tracked.beat_age_s(now) > self._config.grace_s else "served"

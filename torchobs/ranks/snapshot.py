@@ -12,7 +12,7 @@ from torchobs.flight.reader.reader import View
 from torchobs.ranks.exemplars import Shown
 from torchobs.ranks.state import ending, last_memory
 
-STATUSES = ("served", "superseded", "expired", "bad")
+STATUSES = catalog.EXPORTER_FILES.attributes[0].values
 REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchobs.diagnosis import choose, load
 from torchobs.diagnosis.choose import RunFiles
@@ -39,18 +39,27 @@ class RunSummary:
         return made
 
 
-def list_runs(directory: Path) -> tuple[list[RunSummary], list[tuple[str, str]]]:
-    """Return the runs, the latest first, and the unreadable files with reasons. Raises ``OSError`` for the directory."""
+class RunList(NamedTuple):
+    """The runs in a directory, the latest first; the unreadable files with reasons; files that are not read, in words."""
+
+    runs: list[RunSummary]
+    bad: list[tuple[str, str]]
+    left_out: int
+    notes: list[str]
+
+
+def list_runs(directory: Path) -> RunList:
+    """Return the runs in a directory. Raises ``OSError`` when it cannot be read."""
     listed = load.listing(directory)
     bad = list(listed.bad)
     found = []
     for run in choose.runs_of(listed.found):
         newest, _ = load.newest(run.files)
-        reports, worse = load.load_reports([item.path for item in newest], _RECORDS)
+        reports, worse = load.load_reports([item.path for item in newest], _RECORDS, evidence=False)
         bad += worse
         if reports:
             found.append(_summary(run, reports))
-    return found, bad
+    return RunList(found, bad, listed.left_out, listed.notes)
 
 
 def _summary(run: RunFiles, reports: Sequence[RankReport]) -> RunSummary:

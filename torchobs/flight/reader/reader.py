@@ -8,15 +8,16 @@ decreases: a snapshot in which one would is not served.
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import stat
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.flight.files import entries
-from torchobs.flight.files.create import SUFFIX
+from torchobs.flight.files import entries, lock
+from torchobs.flight.files.create import SUFFIX, lock_name
 from torchobs.flight.format import documents, event_ring
 from torchobs.flight.format.layout import (
     BLOCK_WORDS,
@@ -56,6 +57,7 @@ _NO_BLOCK = DecodedBlock()
 MAX_WORDS = 16_384
 """Most words of series: twice as many as a file of this version has. Forged series of 16 MiB would take 80 MB and seconds."""
 MAX_FILES = 4096
+"""Most flight files of a directory that are read."""
 _WORDS_PER_SERIES = 16
 """Measured with 16,000 gauges (650 bytes each, of which 96 are its entry) and with histograms of 500 buckets."""
 
@@ -77,12 +79,44 @@ class View:
         return tuple(chain.from_iterable(block.points() for block in self.blocks))
 
 
-def names(directory_fd: int) -> list[str]:
-    """Return the names of flight files in a directory: at most 4,096, among at most 200,000 entries.
+class Names(NamedTuple):
+    """Names of the flight files in a directory, sorted, and how many more there are."""
 
-    Raises ``OSError``.
+    names: list[str]
+    left_out: int = 0
+
+
+def list_names(directory_fd: int) -> Names:
+    """Return the names of flight files in a directory, among at most 200,000 entries: at most 4,096.
+
+    Where there are more, those of living ranks come first, by their locks, then the files that were written last. Raises
+    ``OSError``.
     """
-    return sorted(islice(filter(is_name, entries.names(directory_fd)), MAX_FILES))
+    found = [*filter(is_name, entries.names(directory_fd))]
+    if len(found) > MAX_FILES:
+        ranked = ((_is_held(directory_fd, name), _mtime_ns(directory_fd, name), name) for name in found)
+        chosen = heapq.nlargest(MAX_FILES, ranked)
+        return Names(sorted(name for _, _, name in chosen), len(found) - MAX_FILES)
+    return Names(sorted(found))
+
+
+def names(directory_fd: int) -> list[str]:
+    """Return the names of :func:`list_names`. Raises ``OSError``."""
+    return list_names(directory_fd).names
+
+
+def _is_held(directory_fd: int, name: str) -> bool:
+    try:
+        return lock.is_held(directory_fd, lock_name(name))
+    except OSError:
+        return False
+
+
+def _mtime_ns(directory_fd: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def is_name(name: str) -> bool:
