@@ -398,7 +398,7 @@ GRAD_LAYERS_FOLDED = _gauge("torchobs.grad.layers_folded", "{layer}", quiet=0.0)
     "Layers without series of their own, combined as 'other'."
 )
 GRAD_UNMOVED_LAYERS = _gauge("torchobs.grad.unmoved_layers", "{layer}", survives=True, quiet=0.0).described(
-    "Layers that have learned nothing for a while: gradients too small to change a weight, or inputs that are all zero."
+    "Layers that have learned nothing for a while: gradients too small to change a weight, none, or inputs that are all zero."
 )
 GRAD_ZERO = _gauge("torchobs.grad.zero", "1", quiet=0.0).described(
     "Share of the parameters whose gradient is exactly zero in every element."
@@ -1300,14 +1300,19 @@ EVENT_STEP_HELD = _warning(
     Attribute("parameters", "how many had such gradients"),
     Attribute("held", "steps held back so far"),
 )
+STUCK_CAUSES = ("vanishing", "cut_off", "dead_units")
 EVENT_UNMOVED_LAYERS = _warning(
     "torchobs.grad.unmoved",
-    "Layers learn nothing: the gradient vanishes before it reaches them or is cut off, or the units before a layer are dead.",
+    "Layers learn nothing, all for one cause: each cause has an event of its own in that step.",
     Attribute("layers", "which, the first eight in the model's order"),
     Attribute("layers_affected", "how many"),
-    Attribute("layers_measured", "of how many"),
-    Attribute("cause", "why", ("vanishing", "dead_units", "cut_off")),
-    Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
+    Attribute("layers_total", "of how many that the model has"),
+    Attribute(
+        "cause",
+        "why: the gradient that reaches them is tiny, or there is none, or the units before them are dead",
+        STUCK_CAUSES,
+    ),
+    Attribute("at", "the first with only zeros as input, else the layer nearest to the loss"),
 )
 EVENT_NO_PROGRESS = _warning(
     "torchobs.progress.none",

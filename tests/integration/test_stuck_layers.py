@@ -73,19 +73,30 @@ def test_the_first_layers_of_a_deep_sigmoid_network(run: Recording, kind: Any, r
     (told,) = train(run, (model, kind(model.parameters(), lr=rate)), rows)
     assert told["cause"] == "vanishing"
     assert told["layers"][:3] == ["0", "2", "4"]
-    assert 6 <= told["layers_affected"] < told["layers_measured"] == 25
+    assert 6 <= told["layers_affected"] < told["layers_total"] == 25
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] >= told["layers_affected"]
 
 
 def test_units_that_are_dead_are_found_by_the_layer_behind_them(run: Recording) -> None:
-    """The bias of -10 is layer 4's: nothing gets through to 0 and 2, and only zeros come into 6, which has a bias to learn."""
+    """The bias of -10 is layer 4's: no gradient comes to 0, 2 and 4, and only zeros come into 6, which has a bias to learn."""
     model = chain(nn.ReLU, 5)
     with torch.no_grad():
         model[4].bias.fill_(-10.0)
-    (told,) = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
-    assert told["cause"] == "dead_units"
-    assert told["at"] == "6"
-    assert told["layers"] == ["0", "2", "4", "6"]
+    dead, blocked = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
+    assert (dead["cause"], dead["at"], dead["layers"]) == ("dead_units", "6", ["6"])
+    assert (blocked["cause"], blocked["at"], blocked["layers"]) == ("cut_off", "4", ["0", "2", "4"])
+    assert dead["layers_total"] == blocked["layers_total"] == 6
+
+
+def test_the_layers_of_the_model_are_counted_whatever_is_trained(run: Recording) -> None:
+    """Also those that are frozen, and in no optimizer; not those of another model that nothing trains."""
+    teacher = chain(nn.ReLU, 9)
+    frozen, trained = chain(nn.ReLU, 3), chain(nn.ReLU, 5)
+    model = nn.ModuleDict({"frozen": frozen.requires_grad_(requires_grad=False), "trained": trained})
+    trained[4].bias.data.fill_(-10.0)
+    dead, _ = train(run, (trained, torch.optim.Adam(model["trained"].parameters(), lr=1e-3)), rows)
+    assert dead["layers_total"] == 4 + 6
+    assert not any(parameter.grad is not None for parameter in teacher.parameters())
 
 
 class Translator(nn.Module):

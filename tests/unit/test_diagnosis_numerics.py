@@ -221,19 +221,25 @@ def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
     ("given", "said"),
     [
         (
-            {"layers": ["a", "b", "c", "d"], "layers_affected": 12, "layers_measured": 25, "cause": "vanishing", "at": "l"},
-            "12 of 25 layers learned nothing (a, b, c and 9 more): the gradient vanishes on its way back to l.",
+            [{"layers": ["a", "b", "c", "d"], "layers_affected": 12, "layers_total": 25, "cause": "vanishing", "at": "l"}],
+            "12 of 25 layers learned nothing: the gradient is tiny on its way back to l (a, b, c and 9 more).",
         ),
         (
-            {"layers": ["a", "b"], "layers_affected": 2, "layers_measured": 3, "cause": "dead_units", "at": "b"},
-            "2 of 3 layers learned nothing (a, b): nothing but zeros comes into b, the units before it are dead.",
+            [
+                {"layers": ["b"], "layers_affected": 1, "layers_total": 3, "cause": "dead_units", "at": "b"},
+                {"layers": ["a"], "layers_affected": 1, "layers_total": 3, "cause": "cut_off", "at": "a"},
+            ],
+            "2 of 3 layers learned nothing: nothing but zeros comes into b, the units before it are dead (b); no gradient at all"
+            " comes back to a, because of saturated or dead units behind it, or a part that is cut off from the loss (a).",
         ),
     ],
 )
-def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: str) -> None:
-    """How many, which, and why."""
-    told_of = fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, **given)
-    assert told(facts(steps(300), events=[told_of]))["unmoved_layers"] == said
+def test_layers_that_learned_nothing_are_named(given: list[dict[str, object]], said: str) -> None:
+    """How many of how many, and for each cause which; of the last step that has them, and not once they learn again."""
+    earlier = fact(catalog.EVENT_UNMOVED_LAYERS, 4.0, 150, layers=["z"], layers_affected=1, layers_total=3, cause="vanishing")
+    events = [earlier, *(fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, **one) for one in given)]
+    assert told(facts(steps(300), events=events))["unmoved_layers"] == said
+    assert "unmoved_layers" not in told(facts(steps(300), events=events, values={catalog.GRAD_UNMOVED_LAYERS: 0.0}))
 
 
 @pytest.mark.parametrize("zero", [0.5, 1.0])

@@ -13,7 +13,7 @@ from torchobs.detect.stragglers import SLOW, Slowness
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.rank_report import Fact
-from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_of
+from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_of, stuck_layers_of
 from torchobs.exporter.ui.view_model import METRICS, NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -53,6 +53,34 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
     assert mistakes_of([stopped], ("gradients_kept",)) == ("gradients_kept", "gradients_stopped")
     assert mistakes_of([stopped, again], ("gradients_kept",)) == ("gradients_kept",)
     assert mistakes_of([again, told("unheard of", 1), told(["list"], 1)], ("gradients_stopped",)) == ()
+
+
+@pytest.mark.parametrize(
+    ("causes", "said"),
+    [
+        ({"dead_units": 1}, "1 of 12 layers learns nothing: only zeros come into it, from dead units."),
+        ({"vanishing": 3}, "3 of 12 layers learn nothing: only a tiny gradient reaches them."),
+        (
+            {"dead_units": 1, "vanishing": 2, "cut_off": 1},
+            "4 of 12 layers learn nothing: only zeros come into 1, from dead units; only a tiny gradient reaches 2;"
+            " no gradient reaches 1.",
+        ),
+    ],
+)
+def test_layers_that_learn_nothing_are_counted_for_each_cause(causes: dict[str, int], said: str) -> None:
+    """As their events have it, out of the layers that the model has. A cause that nobody knows is left out."""
+    facts = [
+        Fact(
+            catalog.EVENT_UNMOVED_LAYERS.name, 1.0, 200,
+            {"cause": cause, "layers": ["a"], "layers_affected": count, "layers_total": 12, "at": "a"},
+        )
+        for cause, count in {**causes, "unheard of": 1}.items()
+    ]  # fmt: skip
+    stuck = row(0, steps=None, loss=None, values={catalog.GRAD_UNMOVED_LAYERS.name: {(): float(sum(causes.values()))}})
+    status = replace(stuck.status, stuck=stuck_layers_of(facts))
+    found = health(RunStatus([status], 1, 1))
+    assert found.text == f"Starting: 1 of 1 rank alive, no step yet. {said}"
+    assert found.level is Severity.WARNING
 
 
 def test_a_misused_scheduler_is_a_mistake_of_the_loop() -> None:
@@ -179,7 +207,7 @@ def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
         ),
         (
             [row(0, steps=None, loss=None, values={catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}})],
-            "Starting: 1 of 1 rank alive, no step yet. 12 layers learn nothing: hardly any gradient reaches them.",
+            "Starting: 1 of 1 rank alive, no step yet. 12 layers learn nothing.",
             Severity.WARNING,
         ),
         (

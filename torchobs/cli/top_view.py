@@ -25,6 +25,7 @@ from torchobs.diagnosis.status import (
     RankStatus,
     Replicas,
     RunStatus,
+    StuckLayers,
     left_s,
     status_of,
 )
@@ -67,6 +68,8 @@ class RankView:
     """of the training loop"""
     replicas: Replicas = NO_REPLICAS
     newest: Newest = NOTHING_NEW
+    stuck: tuple[StuckLayers, ...] = ()
+    """the layers that learn nothing, by cause"""
 
     @cached_property
     def readings(self) -> Readings:
@@ -202,7 +205,8 @@ def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termi
 def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
     per_s = one.speed.per_s if one.speed else None
     status = status_of(
-        one.rank, one.readings, one.newest, per_s=per_s, replicas=one.replicas, mistakes=one.mistakes, lately=one.lately
+        one.rank, one.readings, one.newest, per_s=per_s, replicas=one.replicas, mistakes=one.mistakes, lately=one.lately,
+        stuck=one.stuck,
     )
     return replace(status, slowness=slow.get(one.rank.incarnation))
 

@@ -22,7 +22,7 @@ It belongs to the finding in a layer before a lost or unfed one, which blocks th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -64,6 +64,16 @@ class StuckLayers(NamedTuple):
     def all(self) -> tuple[str, ...]:
         """All of them, in the order ``before``, ``cut``, ``lost``, ``unfed``."""
         return (*self.before, *self.cut, *self.lost, *self.unfed)
+
+    def by_cause(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield each cause that there is, its layers, and the one that it is seen at. What blocks the gradient comes first."""
+        if self.unfed:
+            yield "dead_units", self.unfed, self.unfed[0]
+        if self.lost:
+            yield "vanishing", self.lost, self.lost[-1]
+        blocked = (*self.before, *self.cut)
+        if blocked:
+            yield "cut_off", blocked, blocked[-1]
 
 
 class _Low(NamedTuple):

@@ -17,8 +17,8 @@ from torchobs.detect.loss_scaler import is_stuck
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
-from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST, UNTIL_A_STEP
-from torchobs.diagnosis.status import WORKER_DIED, RankStatus, RunStatus
+from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST, STUCK, UNTIL_A_STEP
+from torchobs.diagnosis.status import WORKER_DIED, RankStatus, RunStatus, StuckLayers
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
@@ -327,9 +327,18 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield stuck layers, also of an ended run, for its result suffers."""
     layers = max((rank.unmoved_layers for rank in ranks), default=0)
     if layers:
-        verb, them = ("learns", "it") if layers == 1 else ("learn", "them")
-        text = f"{text_format.plural(layers, 'layer')} {verb} nothing: hardly any gradient reaches {them}."
-        yield Finding(WARNING, "unmoved_layers", text)
+        stuck = max((rank.stuck for rank in ranks), key=lambda stuck: sum(one.layers for one in stuck))
+        text = f"{text_format.plural(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing."
+        yield Finding(WARNING, "unmoved_layers", stuck_layers(stuck) if stuck else text)
+
+
+def stuck_layers(stuck: Sequence[StuckLayers]) -> str:
+    """Return how many layers learn nothing, and how many of them for each cause."""
+    count = sum(one.layers for one in stuck)
+    them = ["it" if count == 1 else "them"] if len(stuck) == 1 else [f"{one.layers:,}" for one in stuck]
+    causes = [STUCK[one.cause].format(them=each) for one, each in zip(stuck, them, strict=True)]
+    verb = "learns" if count == 1 else "learn"
+    return f"{count:,} of {text_format.plural(max(one.total for one in stuck), 'layer')} {verb} nothing: {'; '.join(causes)}."
 
 
 def failed_saves(ranks: Sequence[RankStatus], why: str = "", last_good: str = "None was since.") -> Iterator[Finding]:

@@ -25,6 +25,12 @@ PAST = {
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
     "diverged": ("loss that diverged", "losses that diverged"),
 }
+STUCK = {
+    "cut_off": "no gradient reaches {them}",
+    "vanishing": "only a tiny gradient reaches {them}",
+    "dead_units": "only zeros come into {them}, from dead units",
+}
+"""Why layers learn nothing"""
 MISTAKES = {
     "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
     "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",

@@ -18,6 +18,7 @@ from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.no_progress import no_progress
 from torchobs.diagnosis.nonfinite_origins import origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
+from torchobs.diagnosis.status import stuck_layers_of
 
 _BEFORE = 50
 """Steps before a bad loss that are searched for its cause."""
@@ -31,6 +32,14 @@ _GREW = 10.0
 """Growth of loss or norm within a run's first steps that counts as divergence: an order of magnitude."""
 _MANY_SKIPPED = 0.05
 """Share of all steps. A healthy scaler doubles its scale every 2,000 steps, and skips one if that was too much."""
+
+_STUCK = {
+    "dead_units": "nothing but zeros comes into {at}, the units before it are dead",
+    "cut_off": "no gradient at all comes back to {at}, because of saturated or dead units behind it, or a part that is cut off "
+    "from the loss",
+    "vanishing": "the gradient is tiny on its way back to {at}",
+}
+"""Why layers learn nothing"""
 
 
 class Rise(NamedTuple):
@@ -319,17 +328,17 @@ def _faded(report: RankReport) -> Iterator[Finding]:
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:
-    """Yield the layers that have not changed, by the last event."""
-    for fact in report.events_named(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
-        count, of = fact.count("layers_affected"), fact.count("layers_measured")
-        names, at = fact.texts("layers", 3, 80), fact.text("at")
-        more = f" and {count - len(names):,} more" if count > len(names) else ""
-        why = {
-            "dead_units": f"nothing but zeros comes into {at}, the units before it are dead",
-            "cut_off": f"no gradient at all comes back to {at}: saturated units, or a part that is cut off from the loss",
-        }.get(fact.text("cause"), f"the gradient vanishes on its way back to {at}")
-        text = f"{count:,} of {of:,} layers learned nothing ({', '.join(names)}{more}): {why}."
-        yield Finding(WARNING, "unmoved_layers", text)
+    """Yield the layers that have not changed, by cause, unless they learn by now."""
+    stuck = stuck_layers_of(report.events)
+    if not stuck or report.value(catalog.GRAD_UNMOVED_LAYERS) == 0:
+        return
+    causes = []
+    for one in stuck:
+        more = f" and {one.layers - len(one.names):,} more" if one.layers > len(one.names) else ""
+        causes.append(f"{_STUCK[one.cause].format(at=one.at)} ({', '.join(one.names)}{more})")
+    count, total = sum(one.layers for one in stuck), max(one.total for one in stuck)
+    text = f"{count:,} of {text_format.plural(total, 'layer')} learned nothing: {'; '.join(causes)}."
+    yield Finding(WARNING, "unmoved_layers", text)
 
 
 def _scaler(report: RankReport) -> Iterator[Finding]:

@@ -26,6 +26,8 @@ from torchobs.ranks.metric_values import Readings
 from torchobs.ranks.snapshot import Rank
 
 LAST_LOSSES = 64
+MOST_STUCK = 3
+"""Layers that are named for one cause, of those that learn nothing"""
 _LARGEST = 1e150
 """Its square is finite"""
 LATELY_S = 600.0
@@ -54,6 +56,22 @@ class Newest(NamedTuple):
 
 
 NOTHING_NEW = Newest()
+
+
+class StuckLayers(NamedTuple):
+    """Layers that learn nothing for one cause, as an event has them."""
+
+    cause: str
+    """one of ``catalog.STUCK_CAUSES``"""
+    layers: int
+    """number of them"""
+    total: int
+    """number of layers that the model has"""
+    names: tuple[str, ...]
+    """the first of them"""
+    at: str
+    """the layer that the cause is seen at"""
+    step: int | None
 
 
 class Replicas(NamedTuple):
@@ -102,6 +120,8 @@ class RankStatus:
     scaled: bool = False
     """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
+    stuck: tuple[StuckLayers, ...] = ()
+    """the layers that learn nothing, by cause, as far as known from events"""
     saves_failed: int = 0
     """number of checkpoints whose saving raised"""
     saves_failed_last: float | None = None
@@ -250,7 +270,7 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
 
 def status_of(
     rank: Rank, readings: Readings, known: Newest, *, per_s: float | None, replicas: Replicas, mistakes: tuple[str, ...],
-    lately: Mapping[str, int],
+    lately: Mapping[str, int], stuck: tuple[StuckLayers, ...],
 ) -> RankStatus:  # fmt: skip
     """Return the status of a rank of a snapshot, with what its records and events tell."""
     live = rank.view.live
@@ -268,6 +288,7 @@ def status_of(
         per_s=per_s,
         lately=lately,
         mistakes=mistakes,
+        stuck=stuck,
         slowness=rank.standing.slowness if rank.standing else None,
         alike_norms=known.norms,
         replicas=replicas,
@@ -331,6 +352,18 @@ def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str,
     return tuple(found)
 
 
+def stuck_layers_of(events: Iterable[Fact], known: tuple[StuckLayers, ...] = ()) -> tuple[StuckLayers, ...]:
+    """Return the layers that learn nothing, by cause, of the last step that has such events; ``known``: from earlier ones."""
+    stuck = known
+    for event in events:
+        cause = event.text("cause")
+        if event.name == catalog.EVENT_UNMOVED_LAYERS.name and cause in catalog.STUCK_CAUSES:
+            count, names = event.count("layers_affected"), event.texts("layers", MOST_STUCK, 80)
+            layers = StuckLayers(cause, count, event.count("layers_total"), tuple(names), event.text("at", 80), event.step)
+            stuck = (*(one for one in stuck if one.step == event.step and one.cause != cause), layers)
+    return stuck
+
+
 def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Replicas = NO_REPLICAS) -> Replicas:
     """Return what a rank has written down to be compared with others, with what was ``known`` before; ``losses``: by step."""
     weights, batches = dict(known.weights), dict(known.batches)
@@ -388,6 +421,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         per_s=report.pace.per_s if trains and report.pace else None,
         lately=recent_anomalies(anomalies_of(report.events), last_s),
         mistakes=mistakes_of(report.events),
+        stuck=stuck_layers_of(report.events),
         alike_norms={one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
         replicas=replicas_of(report.events, {step.step: step.loss for step in report.steps if step.loss is not None}),
         zero_rate=zero_rate_of(report),

@@ -138,8 +138,7 @@ def _gradient_vanishing() -> Alert:
         summary="does not learn, or a part of its model does not.",
         description=(
             'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes whose gradient had all but '
-            "disappeared, or has as many layers that hardly any gradient reaches: such weights stay as they are, whatever the "
-            "loss does."
+            "disappeared, or has as many layers that learn nothing: such weights stay as they are, whatever the loss does."
         ),
         culprits=Culprits(
             f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",

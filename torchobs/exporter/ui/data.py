@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.diagnosis import scalars
 from torchobs.diagnosis.rank_report import events_of
-from torchobs.diagnosis.status import NO_REPLICAS, NOTHING_NEW, Newest, Replicas, mistakes_of, newest, replicas_of
+from torchobs.diagnosis.status import (
+    NO_REPLICAS,
+    NOTHING_NEW,
+    Newest,
+    Replicas,
+    StuckLayers,
+    mistakes_of,
+    newest,
+    replicas_of,
+    stuck_layers_of,
+)
 from torchobs.exporter.ui import events
 from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -64,6 +74,8 @@ class RankDetails(NamedTuple):
     """the scalars that the script logs"""
     mistakes: tuple[str, ...] = ()
     """of the training loop, each once"""
+    stuck: tuple[StuckLayers, ...] = ()
+    """the layers that learn nothing, by cause"""
     replicas: Replicas = NO_REPLICAS
     """what the rank has written down to be compared with others, of the last steps"""
     curves: Curves = Curves()
@@ -167,6 +179,7 @@ class _RankReader:
                 events=rows,
                 scalars=logged,
                 mistakes=mistakes_of(facts, known.mistakes),
+                stuck=stuck_layers_of(facts, known.stuck),
                 replicas=Replicas(weights, batches),
             )
             self._newest_event = max((position for position, _ in new), default=self._newest_event)

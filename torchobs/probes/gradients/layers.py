@@ -161,6 +161,11 @@ class Layers:
         found = (parameter() for parameter in known.parameters.values()) if known else ()
         return any(parameter is not None and parameter.requires_grad for parameter in found)
 
+    def count(self) -> int:
+        """Return how many layers the models have that are trained, frozen and unused ones included."""
+        trained = {key for layer in self._layers.values() for key in layer.parameters}
+        return max(self.names.count_layers(trained), len(self._layers))
+
     def begin_model(self) -> None:
         """Drop the layers of deleted models, and the baselines of all others."""
         self._plans.clear()

@@ -21,7 +21,7 @@ from torchobs.support.living_objects import living
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
@@ -61,6 +61,19 @@ class ParameterNames:
         """Return the outermost modules that are known without a scan."""
         found = [module for root in list(self._roots) if (module := root.module()) is not None]
         return found + roots(self.built_modules.modules())
+
+    def count_layers(self, trained: Collection[int]) -> int:
+        """Return the number of layers of all models that are known without a scan and have a trained parameter (ids)."""
+        layers, counted = set[tuple[int, str]](), set[int]()
+        for number, module in enumerate(self.outermost()):
+            try:
+                names = {id(parameter): layer_of(clean(name)) for name, parameter in self._parameters(module)}
+            except RuntimeError:  # a dictionary changed size
+                continue
+            if any(key in trained for key in names):
+                layers.update((number, name) for key, name in names.items() if key not in counted)  # not again as its wrapper's
+                counted.update(names)
+        return len(layers)
 
     def take_group(self, group: dict[str, Any]) -> None:
         """Use the names in an optimizer's group: made from ``named_parameters()``, on torch ≥ 2.6."""
@@ -125,14 +138,17 @@ class ParameterNames:
 
     def _named(self, module: Any, wanted: set[int]) -> list[tuple[str, Any]]:
         """Return the wanted ones of a module's parameters; none if the module is being changed meanwhile."""
-        found, parameters = [], module.named_parameters()
         try:
-            while chunk := list(islice(parameters, _CHUNK // 20)):
-                found += [(name, parameter) for name, parameter in chunk if id(parameter) in wanted]
-                self._yield_gil()
+            return [(name, parameter) for name, parameter in self._parameters(module) if id(parameter) in wanted]
         except RuntimeError:  # a dictionary changed size
             return []
-        return found
+
+    def _parameters(self, module: Any) -> Iterator[tuple[str, Any]]:
+        """Yield a module's parameters by name; raise ``RuntimeError`` if the module is being changed meanwhile."""
+        parameters = module.named_parameters()
+        while chunk := list(islice(parameters, _CHUNK // 20)):
+            yield from chunk
+            self._yield_gil()
 
 
 class BuiltModules:

@@ -38,6 +38,11 @@ _NAMED = 8
 _MATRIX = 2
 """Least dimensions of a weight: gates, biases and scales have fewer"""
 _MOST_PLANS = 64
+_REASONS = {
+    "dead_units": "only zeros come into {at}",
+    "vanishing": "the gradient has all but vanished in {at}",
+    "cut_off": "no gradient at all comes to {at} (saturated or dead units behind it, or a part that is cut off from the loss)",
+}
 
 
 class ZeroWatch:
@@ -232,7 +237,7 @@ class StuckLayersWatch:
         found = self._without_frozen(found._replace(cut=tuple(name for name in found.cut if name not in unsure)))
         self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, len(found.all))
         if set(found.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
-            self._report(found, step, len(seen))
+            self._report(found, step)
 
     def _without_frozen(self, found: StuckLayers) -> StuckLayers:
         """Return the findings without layers cut off on purpose: frozen after ``zero_grad(set_to_none=False)``."""
@@ -250,26 +255,16 @@ class StuckLayersWatch:
             self._plans[keys] = [_part(layer, key, groups.get(key), self._layers) for key, layer in found]
         return self._plans[keys]
 
-    def _report(self, found: StuckLayers, step: int, layers: int) -> None:
-        self._reported, self._reported_s = frozenset(found.all), monotonic()
-        cause, at = (
-            ("dead_units", found.unfed[0])
-            if found.unfed
-            else ("vanishing", found.lost[-1])
-            if found.lost
-            else ("cut_off", found.cut[-1])
-        )
-        attributes = {
-            "layers": list(found.all[:_NAMED]), "layers_affected": len(found.all), "layers_measured": layers, "cause": cause,
-            "at": at,
-        }  # fmt: skip
-        self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
-        why = {
-            "dead_units": f"only zeros come into {at}",
-            "vanishing": f"the gradient has all but vanished in {at}",
-            "cut_off": f"no gradient at all comes to {at} (saturated units, or a part that is cut off from the loss)",
-        }[cause]
-        self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
+    def _report(self, stuck: StuckLayers, step: int) -> None:
+        self._reported, self._reported_s = frozenset(stuck.all), monotonic()
+        total, reasons = max(self._layers.count(), len(stuck.all)), []
+        for cause, layers, at in stuck.by_cause():
+            attributes = {
+                "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at,
+            }  # fmt: skip
+            self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
+            reasons.append(_REASONS[cause].format(at=at))
+        self._context.warn_limited("unmoved layers", f"{len(stuck.all)} of {total} layers learn nothing: {'; '.join(reasons)}")
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
