@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import ZeroRate
-from torchobs.diagnosis.status import NO_REPLICAS, RankStatus, Replicas, completed, last_loss
+from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon
 from torchobs.exporter.ui import data as page_data
 from torchobs.exporter.ui import sse
@@ -69,7 +69,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
         loss=last_loss(readings.get, newest_loss),
         per_s=PACE.per_s if state == "alive" and phase != "idle" and recorded and not reason else None,
         lately=lately or {},
-        mistakes=mistakes,
+        events=EventSummary(mistakes),
         slowness=slow,
         replicas=replicas,
         zero_rate=rate,

@@ -1294,6 +1294,12 @@ EVENT_NONFINITE_ORIGIN = _error(
     Attribute("inputs", "statistics of the operator's inputs"),
     Attribute("note", "how it was found, or what makes such values there"),
 )
+EVENT_NONFINITE_REST = _info(
+    "torchobs.nonfinite.rest",
+    "What NaN or infinity has left in parameters and buffers, looked for after fifty steps without either.",
+    Attribute("parameters_affected", "how many hold such values; 0: all are finite"),
+    Attribute("parameter", "name of the first"),
+)
 EVENT_STEP_HELD = _warning(
     "torchobs.step.held",
     "debug.nan_guard() held an optimizer's step back: gradients were not finite.",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from tests.diagnosis_files import fact, facts, step, steps, told
 from torchobs import catalog
-from torchobs.diagnosis.diagnosis import diagnose, worst
+from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose, diagnose_run, worst
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.flight.reader.decode import Distribution
 
 NAN = math.nan
@@ -120,11 +122,64 @@ def test_a_warm_up_is_no_leap() -> None:
     assert "had risen" not in told(facts(history))["nonfinite_loss"]
 
 
+def alone(history: list[Step], events: list[Fact], values: dict[Any, float]) -> RankReport:
+    """The only rank of a run that finished."""
+    sizes = {"world_size": 1, "local_world_size": 1}
+    return facts(history, state="finished", reason="finished", events=events, values=values, resource=sizes)
+
+
 def test_a_loss_that_recovered_is_no_error() -> None:
-    """The last one was finite."""
-    history = [*steps(100), step(101, NAN, NAN), *(step(n) for n in range(102, 200))]
-    found = diagnose(facts(history, state="finished", reason="finished", values={(catalog.ANOMALIES, "nonfinite_loss"): 1}))
-    assert [(finding.kind, finding.severity) for finding in found] == [("finished", "info"), ("nonfinite_loss", "warning")]
+    """The last one was finite; after fifty of them it is past, and no warning any more."""
+    for last, severity in ((150, "warning"), (151, "info"), (200, "info")):
+        history = [*steps(100), step(101, NAN, NAN), *(step(n) for n in range(102, last + 1))]
+        values = {(catalog.ANOMALIES, "nonfinite_loss"): 1}
+        found = diagnose(facts(history, state="finished", reason="finished", values=values))
+        assert [(finding.kind, finding.severity) for finding in found] == [("finished", "info"), ("nonfinite_loss", severity)]
+
+
+def test_where_a_value_was_born_is_past_when_the_training_has_recovered() -> None:
+    """With the steps since. Not while a parameter holds it: that no loss shows it proves nothing."""
+    born = {"operator": "log", "module": "blocks.3"}
+    events = [
+        fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, 101, origin="operator", **born),
+        fact(catalog.EVENT_ANOMALY, 1.0, 101, kind="nonfinite_loss", value=NAN, baseline=2.5),
+    ]
+    history = [*steps(100), step(101, NAN, 1.0), *(step(n) for n in range(102, 172))]
+    values = {(catalog.ANOMALIES, "nonfinite_loss"): 1}
+
+    def run(*more: Fact) -> RunDiagnosis:
+        return diagnose_run([alone(history, [*events, *more], values)])
+
+    past = run()
+    assert past.verdict.text.startswith("All well.")
+    assert "Past: 1 loss that was not finite (step 101); the last 70 steps were healthy." in past.health.text
+    (origin,) = (one for one in past.by_rank[0] if one.kind == "nonfinite_origin")
+    assert (origin.severity, origin.text.endswith("It is past: the last 70 steps were healthy.")) == ("info", True)
+    spoiled = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.1, 101, origin="parameter", parameter="bn.weight")
+    mean = "bn.running_mean"
+    rest = [fact(catalog.EVENT_NONFINITE_REST, 2.0, 160, parameters_affected=n, parameter=mean) for n in (2, 0)]
+    for held, name in (([spoiled], "bn.weight"), ([rest[0]], mean), ([spoiled, rest[0]], mean)):
+        found = run(*held)
+        assert found.verdict.text.startswith("Trouble.")
+        assert f"{name} held NaN or infinity, and was not found to be finite since." in found.health.text
+    assert run(spoiled, rest[1]).verdict.text.startswith("All well.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "level", "is_past"),
+    [
+        ("loss_spike", 40.0, 2.5, True),
+        ("loss_spike", 40.0, 4.0, False),  # the baseline has followed: no spike, and nothing is well
+    ],
+)
+def test_spikes_are_past_when_the_loss_has_come_back(kind: str, value: float, level: float, *, is_past: bool) -> None:
+    """To where it was: one that stays high has not recovered, whatever its baseline says."""
+    history = [*steps(100), *(step(n, value) for n in range(101, 106)), *(step(n, level) for n in range(106, 200))]
+    events = [fact(catalog.EVENT_ANOMALY, 1.0, n, kind=kind, value=value, baseline=2.5) for n in range(101, 106)]
+    values = {(catalog.ANOMALIES, kind): 5}
+    found = diagnose_run([alone(history, events, values)])
+    assert found.health.text.endswith("Past: 5 loss spikes (until step 105); the last 94 steps were healthy.") == is_past
+    assert found.verdict.text.startswith("All well." if is_past else "Worth a look.")
 
 
 @pytest.mark.parametrize(
@@ -229,8 +284,11 @@ def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
                 {"layers": ["b"], "layers_affected": 1, "layers_total": 3, "cause": "dead_units", "at": "b"},
                 {"layers": ["a"], "layers_affected": 1, "layers_total": 3, "cause": "cut_off", "at": "a"},
             ],
-            "2 of 3 layers learned nothing: nothing but zeros comes into b, the units before it are dead (b); no gradient at all"
-            " comes back to a, because of saturated or dead units behind it, or a part that is cut off from the loss (a).",
+            (
+                "2 of 3 layers learned nothing: nothing but zeros comes into b, the units before it are dead (b); "
+                "no gradient at all comes back to a, because of saturated or dead units behind it, or a part that is cut off "
+                "from the loss (a)."
+            ),
         ),
     ],
 )

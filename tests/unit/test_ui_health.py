@@ -13,7 +13,7 @@ from torchobs.detect.stragglers import SLOW, Slowness
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.rank_report import Fact
-from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_of, stuck_layers_of
+from torchobs.diagnosis.status import Replicas, RunStatus, alike_norms, completed, mistakes_of, summary_of
 from torchobs.exporter.ui.view_model import METRICS, NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -62,8 +62,10 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         ({"vanishing": 3}, "3 of 12 layers learn nothing: only a tiny gradient reaches them."),
         (
             {"dead_units": 1, "vanishing": 2, "cut_off": 1},
-            "4 of 12 layers learn nothing: only zeros come into 1, from dead units; only a tiny gradient reaches 2;"
-            " no gradient reaches 1.",
+            (
+                "4 of 12 layers learn nothing: only zeros come into 1, from dead units; only a tiny gradient reaches 2; "
+                "no gradient reaches 1."
+            ),
         ),
     ],
 )
@@ -77,7 +79,7 @@ def test_layers_that_learn_nothing_are_counted_for_each_cause(causes: dict[str, 
         for cause, count in {**causes, "unheard of": 1}.items()
     ]  # fmt: skip
     stuck = row(0, steps=None, loss=None, values={catalog.GRAD_UNMOVED_LAYERS.name: {(): float(sum(causes.values()))}})
-    status = replace(stuck.status, stuck=stuck_layers_of(facts))
+    status = replace(stuck.status, events=summary_of(facts))
     found = health(RunStatus([status], 1, 1))
     assert found.text == f"Starting: 1 of 1 rank alive, no step yet. {said}"
     assert found.level is Severity.WARNING
@@ -310,6 +312,20 @@ def test_what_was_a_moment_ago_is_worth_a_look_as_long_as_the_alert_fires() -> N
     assert health.level is Severity.WARNING
     once = run(row(0, values=anomalies(loss_spike=9), lately={"loss_spike": 1})).health
     assert (once.text.endswith("Earlier: 9 loss spikes."), once.level) == (True, Severity.INFO)
+
+
+def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None:
+    """On all ranks, with the least number of healthy steps; also of what the alert still fires for."""
+    values, lately = anomalies(nonfinite_loss=1, loss_spike=20), {"nonfinite_loss": 1, "loss_spike": 20}
+    both = {"nonfinite_loss": 60, "loss_spike": 75}
+    for state, reason in (("alive", ""), ("finished", "finished")):
+        ranks = [row(rank, state, reason=reason, values=values, lately=lately).status for rank in (0, 1)]
+        found = health(RunStatus([replace(rank, past=both) for rank in ranks], 2, 2))
+        said = "Past: 1 loss that was not finite and 20 loss spikes; the last 60 steps were healthy."
+        assert (found.text.endswith(said), found.level) == (True, Severity.INFO)
+        partly = health(RunStatus([replace(ranks[0], past={"loss_spike": 75}), replace(ranks[1], past=both)], 2, 2))
+        assert "1 loss that was not finite. Past: 20 loss spikes; the last 75 steps were healthy." in partly.text
+        assert partly.level is Severity.WARNING
 
 
 def test_what_goes_on_is_not_said_to_be_over() -> None:

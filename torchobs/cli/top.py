@@ -18,7 +18,7 @@ from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import events_of, steps_of
-from torchobs.diagnosis.status import anomalies_of, mistakes_of, newest, recent_anomalies, replicas_of, stuck_layers_of
+from torchobs.diagnosis.status import anomalies_of, newest, recent_anomalies, replicas_of, summary_of
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -101,7 +101,7 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, events: bool, logged: 
             lately = recent_anomalies(anomalies_of(told), time.time())
             known = newest(records)
             replicas, steps = replicas_of(told, known.losses), steps_of(records, file.header)
-            return RankView(rank, steps, pace(records), found, lately, mistakes_of(told), replicas, known, stuck_layers_of(told))
+            return RankView(rank, steps, pace(records), found, lately, summary_of(told), replicas, known)
     except READ_ERRORS:
         return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 

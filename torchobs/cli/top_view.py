@@ -19,13 +19,14 @@ from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.rank_report import Step, last_known
 from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import (
+    NO_EVENTS,
     NO_REPLICAS,
     NOTHING_NEW,
+    EventSummary,
     Newest,
     RankStatus,
     Replicas,
     RunStatus,
-    StuckLayers,
     left_s,
     status_of,
 )
@@ -64,12 +65,9 @@ class RankView:
     scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
     lately: Mapping[str, int] = field(default_factory=dict)
     """recent anomalies by kind"""
-    mistakes: tuple[str, ...] = ()
-    """of the training loop"""
+    events: EventSummary = NO_EVENTS
     replicas: Replicas = NO_REPLICAS
     newest: Newest = NOTHING_NEW
-    stuck: tuple[StuckLayers, ...] = ()
-    """the layers that learn nothing, by cause"""
 
     @cached_property
     def readings(self) -> Readings:
@@ -205,8 +203,7 @@ def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termi
 def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
     per_s = one.speed.per_s if one.speed else None
     status = status_of(
-        one.rank, one.readings, one.newest, per_s=per_s, replicas=one.replicas, mistakes=one.mistakes, lately=one.lately,
-        stuck=one.stuck,
+        one.rank, one.readings, one.newest, per_s=per_s, replicas=one.replicas, events=one.events, lately=one.lately
     )
     return replace(status, slowness=slow.get(one.rank.incarnation))
 

@@ -120,6 +120,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from batches_alike(ranks)
     yield from _anomalies(ranks)
     yield from _lost(ranks)
+    yield from _spoiled(ranks)
     yield from _past(ranks)
     yield from _skips(ranks)
     yield from _mistakes(ranks)
@@ -251,22 +252,48 @@ def _lost(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield Finding(ERROR, "nonfinite_loss", f"The loss was not finite at the end{_where(lost, ranks)}.")
 
 
+def _spoiled(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield parameters that were not finite, of a run where no loss shows that."""
+    shown = any("nonfinite_loss" in rank.anomalies or (rank.loss is not None and not isfinite(rank.loss)) for rank in ranks)
+    spoiled = [rank for rank in ranks if rank.events.spoiled]
+    if spoiled and not shown:
+        name = spoiled[0].events.spoiled
+        text = f"{name} held NaN or infinity{_where(spoiled, ranks)}, and was not found to be finite since."
+        yield Finding(ERROR, "nonfinite_parameters", text)
+
+
 def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield past anomalies; a run that continues may have recovered, so only its recent ones make a warning."""
+    """Yield past anomalies; one from which the training has not recovered for certain is a warning, if it is a recent one."""
     ended = not any(rank.up for rank in ranks)
     active = {kind for rank in ranks if rank.up for kind in rank.anomalies}
-    seen = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in PAST}
+    counts = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in PAST}
     if any(rank.scaled for rank in ranks):
-        del seen["nonfinite_gradient"]  # part of normal loss scaling
-    seen = {kind: number for kind, number in seen.items() if number and kind not in active}
-    if not seen:
-        return
-    what = [f"{number:,} {PAST[kind][number > 1]}" for kind, number in seen.items()]
-    lately = {kind: max((rank.lately.get(kind, 0) for rank in ranks), default=0) for kind in seen}
-    notable = any(number >= LEAST_NOTABLE.get(kind, 1) for kind, number in (seen if ended else lately).items())
-    word = "There have been" if ended else "Lately:" if notable else "Earlier:"
-    text = f"{word} {text_format.joined(what)}."
-    yield Finding(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
+        del counts["nonfinite_gradient"]  # part of normal loss scaling
+    counts = {kind: number for kind, number in counts.items() if number and kind not in active}
+    unsettled = {kind for rank in ranks for kind, number in rank.counted.items() if number and kind not in rank.past}
+    past = {kind: number for kind, number in counts.items() if kind not in unsettled}
+    recent = {kind: number for kind, number in counts.items() if kind not in past}
+    if recent:
+        what = [f"{number:,} {PAST[kind][number > 1]}" for kind, number in recent.items()]
+        lately = {kind: max((rank.lately.get(kind, 0) for rank in ranks), default=0) for kind in recent}
+        notable = any(number >= LEAST_NOTABLE.get(kind, 1) for kind, number in (recent if ended else lately).items())
+        word = "There have been" if ended else "Lately:" if notable else "Earlier:"
+        text = f"{word} {text_format.joined(what)}."
+        yield Finding(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
+    if past:
+        what = [f"{number:,} {PAST[kind][number > 1]}{_last_step(ranks, kind, number)}" for kind, number in past.items()]
+        healthy = min(rank.past[kind] for rank in ranks for kind in past if kind in rank.past)
+        text = f"Past: {text_format.joined(what)}; the last {healthy:,} steps were healthy."
+        yield Finding(INFO, "past_anomalies", text, "Past: anomalies.")
+
+
+def _last_step(ranks: Sequence[RankStatus], kind: str, number: int) -> str:
+    """Return in words the step of a kind's last anomaly, if it was reported on each rank that has any."""
+    last = [rank.events.anomalies[kind] for rank in ranks if kind in rank.events.anomalies]
+    exact = all(one.reported >= rank.counted.get(kind, 0) for rank in ranks if (one := rank.events.anomalies.get(kind)))
+    if not last or not exact:
+        return ""
+    return f" ({'step' if number == 1 else 'until step'} {max(one.step for one in last):,})"
 
 
 def _skips(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -310,7 +337,7 @@ def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield mistakes of the training loop, also of an ended run."""
     stepped = any(rank.steps for rank in ranks)
-    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.mistakes):
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.events.mistakes):
         if not (kind in UNTIL_A_STEP and stepped):
             yield Finding(WARNING, kind, MISTAKES[kind])
 
@@ -327,7 +354,7 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield stuck layers, also of an ended run, for its result suffers."""
     layers = max((rank.unmoved_layers for rank in ranks), default=0)
     if layers:
-        stuck = max((rank.stuck for rank in ranks), key=lambda stuck: sum(one.layers for one in stuck))
+        stuck = max((rank.events.stuck for rank in ranks), key=lambda stuck: sum(one.layers for one in stuck))
         text = f"{text_format.plural(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing."
         yield Finding(WARNING, "unmoved_layers", stuck_layers(stuck) if stuck else text)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torchobs import catalog
-from torchobs.diagnosis.health import ERROR, Finding
+from torchobs.diagnosis.health import ERROR, INFO, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.diagnosis.status import summary_of
 
 _INSIDE = "Its operators keep nothing by name: torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."
 _DERIVATIVES = (
@@ -23,10 +24,20 @@ _REGIONS = {"compiled_function": "a compiled region", "checkpoint_function": "a 
 """Nodes of the graph that stand for many operators (``probes.nonfinite.operators.OPAQUE``)"""
 
 
-def origins(report: RankReport) -> Iterator[Finding]:
-    """Yield where values that are not finite were born."""
+def origins(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield where values that are not finite were born. ``past``: kinds of anomalies that the training has recovered from."""
+    kinds = {kind for kind in ("nonfinite_loss", "nonfinite_gradient") if report.value(catalog.ANOMALIES, kind)}
+    if report.value(catalog.AMP_STEPS_SKIPPED):
+        kinds.discard("nonfinite_gradient")  # part of normal loss scaling
+    is_past = bool(kinds) and kinds <= past.keys() and not summary_of(report.events).spoiled
+    healthy = healthy_since(min(past[kind] for kind in kinds)) if is_past else ""
     for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
-        yield Finding(ERROR, "nonfinite_origin", _sentences(fact))
+        yield Finding(INFO if is_past else ERROR, "nonfinite_origin", _sentences(fact) + healthy)
+
+
+def healthy_since(steps: int | None) -> str:
+    """Return in words that an anomaly is past; empty if it is not."""
+    return f" It is past: the last {steps:,} steps were healthy." if steps else ""
 
 
 def source(ranks: Sequence[RankReport]) -> RankReport | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, isfinite, isnan
 from statistics import median
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Findi
 from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.no_progress import no_progress
-from torchobs.diagnosis.nonfinite_origins import origins
+from torchobs.diagnosis.nonfinite_origins import healthy_since, origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
-from torchobs.diagnosis.status import stuck_layers_of
+from torchobs.diagnosis.status import past_in, stuck_layers_of
 
 _BEFORE = 50
 """Steps before a bad loss that are searched for its cause."""
@@ -57,16 +57,16 @@ class Rise(NamedTuple):
 
 def numerics(report: RankReport) -> Iterator[Finding]:
     """Yield numerical problems, the loss first."""
-    lost = _onset(report.steps)
+    lost, past = _onset(report.steps), past_in(report)
     if lost is not None:
         yield _nonfinite_loss(report, lost)
     elif not _all_fine(report):
-        yield from _spikes(report)
+        yield from _spikes(report, past)
     yield from learning_rate(report)
     yield from no_progress(report)
-    yield from origins(report)
-    yield from _layers(report)
-    yield from _vanished(report)
+    yield from origins(report, past)
+    yield from _layers(report, past)
+    yield from _vanished(report, past)
     yield from _faded(report)
     yield from _unmoved(report)
     yield from _scaler(report)
@@ -215,7 +215,7 @@ def _all_fine(report: RankReport) -> bool:
     return not any(report.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
 
 
-def _spikes(report: RankReport) -> Iterator[Finding]:
+def _spikes(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
     """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
     told, told_of_rate = report.events_named(catalog.EVENT_ANOMALY), ""
     for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
@@ -229,14 +229,15 @@ def _spikes(report: RankReport) -> Iterator[Finding]:
         known = "" if note == told_of_rate else note
         told_of_rate = note
         # single ones are ordinary, unless the learning rate explains them
-        severity = WARNING if note or count >= LEAST_NOTABLE[kind] else INFO
-        yield Finding(
-            severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{_layer(first)}{known}"
-        )
+        severity = WARNING if (note or count >= LEAST_NOTABLE[kind]) and kind not in past else INFO
+        text = f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{_layer(first)}{known}"
+        yield Finding(severity, kind, text + healthy_since(past.get(kind)))
     count = int(report.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(report, count) else "and whether it recovered is not in this part of the file"
-        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.plural(count, 'step')}, {then}.")
+        text = f"The loss was not finite in {text_format.plural(count, 'step')}, {then}."
+        severity = INFO if "nonfinite_loss" in past else WARNING
+        yield Finding(severity, "nonfinite_loss", text + healthy_since(past.get("nonfinite_loss")))
 
 
 def _layer(fact: Fact) -> str:
@@ -271,7 +272,7 @@ def _index(steps: Sequence[Step], number: int) -> int:
     return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
 
 
-def _layers(report: RankReport) -> Iterator[Finding]:
+def _layers(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite."""
     told = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
     if not told:
@@ -290,7 +291,9 @@ def _layers(report: RankReport) -> Iterator[Finding]:
     elif not word:
         text += " The steps before it were not measured."
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
-    yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
+    hint += healthy_since(past.get("nonfinite_gradient"))
+    severity = INFO if scaled or "nonfinite_gradient" in past else WARNING
+    yield Finding(severity, "nonfinite_gradient", text + hint)
 
 
 def _measured(steps: Sequence[Step], number: int | None) -> bool:
@@ -303,7 +306,7 @@ def _kinds(fact: Fact) -> str:
     return fact.text("kinds").replace("nan", "NaN").replace("inf", "infinite") or "not finite"
 
 
-def _vanished(report: RankReport) -> Iterator[Finding]:
+def _vanished(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
     count = int(report.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
     zero = report.value(catalog.GRAD_ZERO) or 0.0
     if count:
@@ -312,7 +315,8 @@ def _vanished(report: RankReport) -> Iterator[Finding]:
         steps = text_format.plural(count, "step")
         of = f"the {report.norms:,} measured" if report.norms >= count else "those measured"
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of {of}.{zeros}"
-        yield Finding(WARNING, "gradient_vanishing", text)
+        severity = INFO if "gradient_vanishing" in past else WARNING
+        yield Finding(severity, "gradient_vanishing", text + healthy_since(past.get("gradient_vanishing")))
 
 
 def _faded(report: RankReport) -> Iterator[Finding]:

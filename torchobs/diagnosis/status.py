@@ -16,6 +16,7 @@ from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
 from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.growth import NEAR_S
+from torchobs.detect.recovery import LastAnomaly, healthy_steps
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
@@ -30,6 +31,8 @@ MOST_STUCK = 3
 """Layers that are named for one cause, of those that learn nothing"""
 _LARGEST = 1e150
 """Its square is finite"""
+_IN_PARAMETERS = frozenset({"parameter", "optimizer", "overflow"})
+"""Origins of NaN and infinity that are in parameters"""
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 WORKER_DIED = catalog.EVENT_WORKER_DIED.name
@@ -74,6 +77,21 @@ class StuckLayers(NamedTuple):
     step: int | None
 
 
+class EventSummary(NamedTuple):
+    """What the events of a rank say about its training, as far as they are known."""
+
+    mistakes: tuple[str, ...] = ()
+    """of ``catalog.LOOP_MISTAKES`` what the loop was found to do"""
+    stuck: tuple[StuckLayers, ...] = ()
+    anomalies: Mapping[str, LastAnomaly] = MappingProxyType({})
+    """the last one by kind"""
+    spoiled: str = ""
+    """a parameter or buffer that holds NaN or infinity, unless it was found to be finite again"""
+
+
+NO_EVENTS = EventSummary()
+
+
 class Replicas(NamedTuple):
     """What the ranks of DistributedDataParallel have written down, by step, to be compared."""
 
@@ -111,17 +129,16 @@ class RankStatus:
     """kinds that are active now"""
     counted: Mapping[str, int] = field(default_factory=dict)
     """anomalies since the start, by kind"""
+    past: Mapping[str, int] = field(default_factory=dict)
+    """healthy steps since the last anomaly, of the kinds from which the training has recovered (``detect.recovery``)"""
     lately: Mapping[str, int] = field(default_factory=dict)
     """anomalies of the last ten minutes by kind, and workers that died (:data:`WORKER_DIED`), as far as known from events"""
-    mistakes: tuple[str, ...] = ()
-    """of ``catalog.LOOP_MISTAKES`` what the loop was found to do"""
+    events: EventSummary = NO_EVENTS
     no_progress: str = ""
     """of ``catalog.PROGRESS_CAUSES`` why the loss does not fall"""
     scaled: bool = False
     """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
-    stuck: tuple[StuckLayers, ...] = ()
-    """the layers that learn nothing, by cause, as far as known from events"""
     saves_failed: int = 0
     """number of checkpoints whose saving raised"""
     saves_failed_last: float | None = None
@@ -269,8 +286,8 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
 
 
 def status_of(
-    rank: Rank, readings: Readings, known: Newest, *, per_s: float | None, replicas: Replicas, mistakes: tuple[str, ...],
-    lately: Mapping[str, int], stuck: tuple[StuckLayers, ...],
+    rank: Rank, readings: Readings, known: Newest, *, per_s: float | None, replicas: Replicas, events: EventSummary,
+    lately: Mapping[str, int],
 ) -> RankStatus:  # fmt: skip
     """Return the status of a rank of a snapshot, with what its records and events tell."""
     live = rank.view.live
@@ -287,8 +304,8 @@ def status_of(
         loss=last_loss(readings.get, known.loss),
         per_s=per_s,
         lately=lately,
-        mistakes=mistakes,
-        stuck=stuck,
+        events=events,
+        past=past_anomalies(readings.get, events, known.losses, known.norms),
         slowness=rank.standing.slowness if rank.standing else None,
         alike_norms=known.norms,
         replicas=replicas,
@@ -333,6 +350,52 @@ def anomalies_of(events: Iterable[Fact]) -> Iterator[tuple[float, str, int]]:
             yield event.time_s, event.text("kind"), 1 + event.count("left_out")
         elif event.name == WORKER_DIED:
             yield event.time_s, WORKER_DIED, 1
+
+
+def past_anomalies(
+    get: Get, events: EventSummary, losses: Mapping[int, float], norms: Mapping[int, float]
+) -> Mapping[str, int]:
+    """Return the healthy steps since the last anomaly, of the kinds from which the training has recovered.
+
+    ``losses``, ``norms``: by step, of the last steps.
+    """
+    counts = {kind: int(get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS}
+    over = [kind for kind, count in counts.items() if count and not get(catalog.ANOMALY_ACTIVE, kind)]
+    steps = {kind: healthy_steps(kind, counts[kind], events.anomalies.get(kind), losses, norms) for kind in over}
+    return {kind: number for kind, number in steps.items() if number}
+
+
+def past_in(report: RankReport) -> Mapping[str, int]:
+    """Return the healthy steps since the last anomaly, of the kinds from which a rank's training has recovered."""
+    losses = {step.step: step.loss for step in report.steps if step.loss is not None}
+    norms = {step.step: step.grad_norm for step in report.steps if step.grad_norm is not None}
+    return past_anomalies(report.value, summary_of(report.events), losses, norms)
+
+
+def summary_of(events: Iterable[Fact], known: EventSummary = NO_EVENTS) -> EventSummary:
+    """Return what the events say, with what is ``known`` from those before them."""
+    events = list(events)
+    anomalies, spoiled = dict(known.anomalies), known.spoiled
+    for event in events:
+        kind = event.text("kind")
+        if event.name == catalog.EVENT_ANOMALY.name and kind in catalog.ANOMALY_KINDS and event.step is not None:
+            before = anomalies.get(kind)
+            reported = (before.reported if before else 0) + 1 + event.count("left_out")
+            step = max(event.step, before.step if before else 0)
+            anomalies[kind] = LastAnomaly(step, event.number("baseline"), reported)
+        elif event.name == catalog.EVENT_NONFINITE_ORIGIN.name and _spoils(event):
+            spoiled = event.text("parameter", 120)
+        elif event.name == catalog.EVENT_NONFINITE_REST.name:
+            spoiled = event.text("parameter", 120) if event.count("parameters_affected") else ""
+    return EventSummary(
+        mistakes_of(events, known.mistakes), stuck_layers_of(events, known.stuck), anomalies, spoiled,
+    )  # fmt: skip
+
+
+def _spoils(origin: Fact) -> bool:
+    """Return whether parameters held NaN or infinity, by the event on where these were born."""
+    kind = origin.text("origin")
+    return kind in _IN_PARAMETERS or (kind in {"backward", "unknown"} and not origin.text("operator"))
 
 
 def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:
@@ -420,8 +483,8 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
         per_s=report.pace.per_s if trains and report.pace else None,
         lately=recent_anomalies(anomalies_of(report.events), last_s),
-        mistakes=mistakes_of(report.events),
-        stuck=stuck_layers_of(report.events),
+        events=summary_of(report.events),
+        past=past_in(report),
         alike_norms={one.step: one.grad_norm for one in report.steps if one.grad_norm is not None},
         replicas=replicas_of(report.events, {step.step: step.loss for step in report.steps if step.loss is not None}),
         zero_rate=zero_rate_of(report),

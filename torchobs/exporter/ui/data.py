@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.diagnosis import scalars
 from torchobs.diagnosis.rank_report import events_of
 from torchobs.diagnosis.status import (
+    LAST_LOSSES,
     NO_REPLICAS,
     NOTHING_NEW,
+    EventSummary,
     Newest,
     Replicas,
-    StuckLayers,
-    mistakes_of,
     newest,
     replicas_of,
-    stuck_layers_of,
+    summary_of,
 )
 from torchobs.exporter.ui import events
 from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 RECORDS = 16_384
-"""Records read per update over all ranks, at least 32 of each; one takes 2 µs to decode. Beyond 64 ranks, the throughput of
+"""Records read per update over all ranks, at least 64 of each; one takes 2 µs to decode. Beyond 64 ranks, the throughput of
 ranks that are not focused is over fewer steps."""
 
 EVENTS_S = 0.2
@@ -72,10 +72,7 @@ class RankDetails(NamedTuple):
     events: RankEvents = NO_EVENTS
     scalars: Mapping[str, tuple[Point, ...]] = MappingProxyType({})
     """the scalars that the script logs"""
-    mistakes: tuple[str, ...] = ()
-    """of the training loop, each once"""
-    stuck: tuple[StuckLayers, ...] = ()
-    """the layers that learn nothing, by cause"""
+    summary: EventSummary = EventSummary()
     replicas: Replicas = NO_REPLICAS
     """what the rank has written down to be compared with others, of the last steps"""
     curves: Curves = Curves()
@@ -178,8 +175,7 @@ class _RankReader:
             self.details = known._replace(
                 events=rows,
                 scalars=logged,
-                mistakes=mistakes_of(facts, known.mistakes),
-                stuck=stuck_layers_of(facts, known.stuck),
+                summary=summary_of(facts, known.summary),
                 replicas=Replicas(weights, batches),
             )
             self._newest_event = max((position for position, _ in new), default=self._newest_event)
@@ -195,7 +191,7 @@ class PageData:
     def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
         """Read the data of all ranks in a snapshot, and the curves of the incarnations in ``focused``."""
         chosen = list(dict.fromkeys(focused))[:MOST_HISTORIES]
-        limit = min(LATEST, max(32, RECORDS // max(1, len(snapshot.ranks))))
+        limit = min(LATEST, max(LAST_LOSSES, RECORDS // max(1, len(snapshot.ranks))))
         self._readers = {rank.incarnation: self._readers.get(rank.incarnation) or _RankReader() for rank in snapshot.ranks}
         for rank in snapshot.ranks:
             self._readers[rank.incarnation].read_records(scan, rank, limit, focused=rank.incarnation in chosen)

@@ -208,8 +208,7 @@ class Modeller:
             details.newest,
             per_s=pace.per_s if trains and pace else None,
             replicas=details.replicas._replace(losses=details.newest.losses),
-            mistakes=details.mistakes,
-            stuck=details.stuck,
+            events=details.summary,
             lately=recent_anomalies(recent_kinds(details.events.newest), time.time()),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)

@@ -260,7 +260,8 @@ class StuckLayersWatch:
         total, reasons = max(self._layers.count(), len(stuck.all)), []
         for cause, layers, at in stuck.by_cause():
             attributes = {
-                "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at,
+                "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause,
+                "at": at,
             }  # fmt: skip
             self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
             reasons.append(_REASONS[cause].format(at=at))

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.detect.recovery import HEALTHY
 from torchobs.probes.nonfinite import ending, last_step, overflow, rank_notices
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
@@ -24,6 +25,7 @@ from torchobs.probes.nonfinite.gradients import bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames
 from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import (
+    UNNAMED,
     WITHIN_STEP,
     GraphTracer,
     NonfiniteOrigin,
@@ -81,6 +83,10 @@ class NonfiniteProbe:
         """An origin that the graph of the next loss may explain"""
         self._was_spoiled = False
         """Whether a parameter was not finite already when that was found; else it is what a step has made of it since"""
+        self._has_rest = False
+        """Whether parameters and buffers are still to be searched for what such a value has left in them"""
+        self._rest = -1
+        """In how many such values were, by the last search"""
         self._calls = CompiledCalls()
         self._armed = 0
         self._watch: BackwardWatch | None = None
@@ -98,7 +104,7 @@ class NonfiniteProbe:
             self._breaker, partial(context.at_backward, self._breaker.guard(self._arrived))
         )
         context.hooks.ends_by_error.register(self._breaker, self._ending)
-        context.hooks.ends.register(self._breaker, self._last_gradients)
+        context.hooks.ends.register(self._breaker, self._end)
         self._calls.install(context, self._breaker)
         if "nonfinite" in context.settings.raise_on:
             self._raising = NonfiniteRaiser(context, self._breaker, self._gradient)
@@ -117,6 +123,8 @@ class NonfiniteProbe:
     def sample(self) -> None:
         """Log what was found; what was held back, once the training is two steps on."""
         self._warn_of_open_step()
+        if self._is_rest_due() and self._traces.take(monotonic(), "rest"):
+            self._context.at_backward(self._breaker.guard(self._find_rest))
         held = self._held  # the training thread may take it at any time
         if held is not None and self._context.recorder.step > (held.step or 0):
             self._release()
@@ -315,6 +323,31 @@ class NonfiniteProbe:
             if logged:
                 context.warn_limited("anomaly nonfinite_gradient", f"nonfinite gradient in step {step}")
 
+    def _end(self) -> None:
+        self._last_gradients()
+        if self._is_rest_due():
+            self._find_rest()
+
+    def _is_rest_due(self) -> bool:
+        return self._has_rest and self._context.recorder.step - self._lost_step >= HEALTHY
+
+    def _find_rest(self) -> None:
+        """Report what is left in parameters and buffers, if anything is: a running mean stays NaN for ever."""
+        if not self._is_rest_due() or self._context.device.cuda.capturing():
+            return
+        models, parameters = self._known()
+        if not parameters:
+            return  # the optimizers are gone
+        names = ModuleNames(parameters, models)
+        buffers = [each for module in names.modules.values() for each in module.buffers(recurse=False)]
+        bad = ending.bad_parameters(parameters)
+        bad += [each for each in ending.bad_parameters(buffers) if bool(each.isnan().any())]  # infinity may be meant
+        if len(bad) == self._rest:
+            return
+        self._has_rest, self._rest = bool(bad), len(bad)
+        attributes = {"parameters_affected": len(bad)} | ({"parameter": names.of(bad[0]) or UNNAMED} if bad else {})
+        self._context.writer.event(catalog.EVENT_NONFINITE_REST.name, attributes, self._context.recorder.step)
+
     def _arrived(self) -> None:
         """Watch after a loss of a device, as seldom as traces are made: each look at such a loss waits for the device."""
         if self._traces.take(monotonic(), "arrived"):
@@ -368,7 +401,7 @@ class NonfiniteProbe:
     def _report(self, origin: NonfiniteOrigin | None) -> None:
         if origin is None:
             return
-        self._found = origin
+        self._found, self._has_rest, self._rest = origin, True, -1
         context, step = self._context, origin.step or 0
         origins = context.origins
         if len(origins) >= _MOST_KEPT:
