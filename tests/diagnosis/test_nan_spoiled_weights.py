@@ -91,7 +91,7 @@ def overwritten(players: Players, number: int) -> None:
 def test_the_gradient_is_told_and_the_optimizer_that_used_it(
     make: Make, name: str, spoil: Callable[[Players, int], None]
 ) -> None:
-    """What the optimizer keeps is not finite; with the usual causes, and with what names the operator."""
+    """What the optimizer keeps is not finite; with what names the operator, and no guess at it."""
     observed = run(make, spoil)
     told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
     assert (told.attributes["origin"], told.step) == ("backward", AT + (spoil is one))
@@ -100,7 +100,8 @@ def test_the_gradient_is_told_and_the_optimizer_that_used_it(
     text = observed.text("nonfinite_origin")
     assert f"came with the gradient of {told.attributes['parameter']}: it was not finite in the last backward pass" in text
     assert f"the optimizer ({name}) wrote it into the weights" in text
-    assert "sqrt" in text
+    assert "sqrt" not in text
+    assert "measured" not in text
     assert 'torchobs.debug.context("step", anomaly="warn")' in text
     assert "born" not in text
     assert "before the step" not in text

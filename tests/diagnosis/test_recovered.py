@@ -78,7 +78,8 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head, self.rows = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 1), (0, 1, 2, 3)
+        self.table, self.head = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 1)
+        self.rows: tuple[int, ...] = (0, 1, 2, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One number a sample."""

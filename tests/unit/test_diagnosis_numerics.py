@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_warm_up_is_no_leap() -> None:
     assert "had risen" not in told(facts(history))["nonfinite_loss"]
 
 
-def alone(history: list[Step], events: list[Fact], values: dict[Any, float]) -> RankReport:
+def alone(history: list[Step], events: list[Fact], values: Mapping[Any, float]) -> RankReport:
     """The only rank of a run that finished."""
     sizes = {"world_size": 1, "local_world_size": 1}
     return facts(history, state="finished", reason="finished", events=events, values=values, resource=sizes)

@@ -10,10 +10,23 @@ from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import summary_of
 
 _INSIDE = "Its operators keep nothing by name: torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."
-_DERIVATIVES = (
-    "Mostly it is the derivative of sqrt, of a norm or of log at 0;"
-    ' torchobs.debug.context("step", anomaly="warn") around a step names the operator and the line.'
-)
+_NAMES_OPERATOR = 'torchobs.debug.context("step", anomaly="warn") around a step names the operator and the line.'
+_LIKELY = "most likely: "
+"""How a note begins that is known by the graph's structure alone (``probes.nonfinite.causes.LIKELY``)"""
+_INFINITE = {
+    "at 0": {"sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "xlogy", "special_xlogy", "hypot"},
+    "at 0, if its exponent is below 1": {"pow"},
+    "where all values are 0": {"norm", "linalg_vector_norm"},
+    "where two points are the same": {"cdist", "euclidean_dist"},
+    "where all values are the same": {"std", "std_mean"},
+    "at 1 and -1": {"acos", "asin", "atanh"},
+    "at 1": {"acosh"},
+    "at -1": {"log1p"},
+    "at 0 and 1": {"logit", "special_logit", "binary_cross_entropy"},
+    "where its divisor is 0": {"div"},
+    "where both arguments are 0": {"atan2"},
+}
+"""Operators by where their derivative is infinite, or undefined"""
 _WITHIN_STEP = "an optimizer had stepped in this step already"
 """Note on a parameter that this optimizer may have spoiled (``probes.nonfinite.origin.WITHIN_STEP``)"""
 _REFUSED = "refused by torch, in a forward pass without a graph"
@@ -58,7 +71,7 @@ def _sentences(fact: Fact) -> str:
         names = f"{name} {fact.text('note', 80)}"
         return f"Parameters ({names}) were NaN or infinite before step {fact.step or 0:,}; what made them so was not seen."
     if origin == "backward" and name and not operator:
-        return f"The NaN or infinity{step} came with the gradient of {name}: {fact.text('note', 200)}. {_DERIVATIVES}"
+        return f"The NaN or infinity{step} came with the gradient of {name}: {fact.text('note', 200)}. {_NAMES_OPERATOR}"
     if origin == "overflow":
         return _overflow(name, fact.text("note", 80), step)
     if origin == "optimizer":
@@ -78,16 +91,25 @@ def _born(fact: Fact, step: str, operator: str, name: str) -> str:
         return f"Where the NaN or infinity{step} began was not found: it passed {where}{at}{f'; {why}' if why else ''}."
     sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
     parameter = "a parameter of no module" if name == _UNNAMED else f"the parameter {name}"
+    note = fact.text("note", 300)
+    likely, why = ("most likely ", note.removeprefix(_LIKELY)) if note.startswith(_LIKELY) else ("", note)
     told = {
         "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
         "parameter": f"in {parameter}, before {'this loss' if fact.text('note') == _WITHIN_STEP else 'the step'}",
         "backward": f"in the derivative of {where}",
     }.get(origin, f"in {where}")
-    text = f"The NaN or infinity{step} was born {told}{at}."
+    text = f"The NaN or infinity{step} was {likely}born {told}{at}."
     if fact.text("note") == _REFUSED:
         seen = f"{name}{sample}{at}, the outermost variable that held it"
         text = f"The NaN or infinity{step} was seen in {seen}; {operator} refused what came of it."
-    return f"{text} {_INSIDE}" if operator in _REGIONS and origin == "operator" else text
+    if origin == "backward":
+        infinite = next((where for where, operators in _INFINITE.items() if operator in operators), "")
+        return f"{text} That derivative is infinite {infinite}." if infinite else text
+    if origin != "operator":
+        return text
+    if operator in _REGIONS:
+        return f"{text} {_INSIDE}"
+    return f"{text[:-1]}: {why}{'' if why.endswith('?') else '.'}" if why else text
 
 
 def _overflow(name: str, note: str, step: str) -> str:

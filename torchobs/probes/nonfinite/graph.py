@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_NODES = 100_000
 _RAW, _SAVED = "_raw_saved_", "_saved_"
 _NUMBERED = re.compile(r"Backward\d*$")
-_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z])(?![DP](?:[A-Z]|$))|(?<=[A-Z])(?=[A-Z][a-z])")
 _LEAF = "AccumulateGrad"
 _fields: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
@@ -68,7 +68,7 @@ def _signed(value: Any) -> Any:
 
 
 def operator_of(name: str) -> str:
-    """Return the operator's name as torch spells it: ``LogSoftmaxBackward0`` → ``log_softmax``."""
+    """Return the operator's name as torch spells it: ``NllLoss2DBackward0`` → ``nll_loss2d``."""
     return _HUMP.sub("_", _NUMBERED.sub("", name.rpartition("::")[2])).lower()
 
 

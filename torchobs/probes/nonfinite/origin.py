@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import likely_node
+from torchobs.probes.nonfinite.causes import LIKELY, MASKED_ROW, NAME, Cause, cause_of, likely_masked
 from torchobs.probes.nonfinite.code import is_users, locals_of
 from torchobs.probes.nonfinite.forward import Birth, first_birth
 from torchobs.probes.nonfinite.graph import GraphNode, read_graph
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, memory_of
-from torchobs.probes.nonfinite.operators import MASKABLE, OPAQUE
+from torchobs.probes.nonfinite.operators import OPAQUE
 from torchobs.probes.nonfinite.overflow import SHARE_OF_STEP
 from torchobs.probes.nonfinite.values import (
     Condition,
@@ -103,7 +104,10 @@ class NonfiniteOrigin(Result):
                 "rank": f"The averaged gradients brought them from{several}; this rank's own loss was finite.",
             }[self.kind]
         if self.kind == "operator":
-            return f"The operator {self.operator} in {where} made them of finite inputs{at}."
+            likely, words = (
+                ("most likely ", self.note.removeprefix(LIKELY)) if self.note.startswith(LIKELY) else ("", self.note)
+            )
+            return f"The operator {self.operator} in {where} {likely}made them of finite inputs{at}{words and f': {words}'}."
         if self.kind == "backward":
             likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
             rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
@@ -153,7 +157,7 @@ def from_optimizer(optimizer: str, name: str, note: str, step: int) -> Nonfinite
 
 def from_gradient(spoiled: NonfiniteOrigin, optimizer: str) -> NonfiniteOrigin:
     """Return the origin of a parameter that the optimizer (its class) has spoiled with a gradient that was not finite."""
-    passed = "it was not finite in the last backward pass that reached it, of a step that was not measured"
+    passed = "it was not finite in the last backward pass that reached it"
     note = f"{passed}; the optimizer ({optimizer}) wrote it into the weights{_ranks()}"
     return replace(spoiled, kind="backward", operator="", line="", inputs=(), elements=(), note=note)
 
@@ -234,7 +238,17 @@ class GraphTracer:
         if birth.operand is not None or birth.is_constant:
             return self._operand(birth.operand, self._user_of(node), place, inputs, is_leaf=birth.is_leaf)
         kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
-        return self._made("operator" if kind == "operator" else kind, node, place, inputs, _remark(node))
+        made = self._made(kind, node, place, inputs, _remark(node))
+        return made if kind == "unknown" else self._explained(made, cause_of(node, operands))
+
+    def _explained(self, made: NonfiniteOrigin, cause: Cause | None) -> NonfiniteOrigin:
+        """Return the origin with the reason why the operator made such values, and the variable that explains it."""
+        if cause is None:
+            return made
+        memory = memory_of(cause.tensor)
+        name = next((path for path, item in self._variables_held() if memory and memory_of(item) == memory), "")
+        words = cause.words.replace(NAME, f" ({name})" if name else "")
+        return replace(made, note=words, parameter=name, elements=cause.elements or made.elements)
 
     def _user_of(self, node: GraphNode) -> GraphNode:
         """Return the operator that a view or cast of a parameter is made for."""
@@ -247,6 +261,9 @@ class GraphTracer:
 
     def gradients(self, bad: set[int]) -> NonfiniteOrigin | None:
         """Return the origin of non-finite gradients of these parameters (ids), of a finite loss."""
+        masked = likely_masked(self.nodes, bad)
+        if masked is not None:
+            return self._made("operator", masked, self.locator.place(masked), (), LIKELY + MASKED_ROW)
         node = likely_node(self.nodes, bad)
         note = f"from the graph's structure: the values were freed by the backward{_ranks()}"
         return None if node is None else self._backward(node, note)
@@ -345,11 +362,7 @@ def _ranks() -> str:
 
 
 def _remark(node: GraphNode) -> str:
-    if node.operator in OPAQUE:
-        return "born within; torchobs.debug.trace_nan(model, batch) looks inside"
-    if node.operator in MASKABLE:
-        return "a row in which everything is masked (negative infinity) gives NaN"
-    return ""
+    return "born within; torchobs.debug.trace_nan(model, batch) looks inside" if node.operator in OPAQUE else ""
 
 
 def _described(operands: dict[str, Any]) -> tuple[TensorStatistics, ...]:

@@ -1,0 +1,268 @@
+"""A NaN that a loss makes of finite values is explained: by what was averaged over nothing, or by a row that was all masked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.diagnosis.observing import Look, observe
+from tests.diagnosis_files import fact, facts, steps, told
+from torchobs import catalog
+from torchobs.probes.nonfinite.graph import operator_of
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+IGNORED = "all 4 targets of the batch (tags) are ignored (ignore_index=-100), and the mean over none is NaN"
+SELECTION = "it is over nothing, since the selection (index) before it left no element, and the mean over none is NaN"
+EMPTY = "it is over nothing, since the batch is empty, and the mean over none is NaN"
+ZERO = "it divided 0 by 0, as a mean over a mask that leaves nothing does"
+INFINITY = float("inf")
+
+
+def origin_of(loss: torch.Tensor) -> NonfiniteOrigin:
+    """What is said of a loss that is not finite, by the caller's variables."""
+    assert not loss.isfinite()
+    found = GraphTracer([loss], user_frames(sys._getframe(1)), 1).forward()
+    assert found is not None
+    return found
+
+
+def entropy(**settings: Any) -> Loss:
+    """A cross entropy of all targets."""
+    return lambda scores, tags, _: functional.cross_entropy(scores, tags, **settings)
+
+
+@pytest.mark.filterwarnings(r"ignore:std\(\)")  # torch's own
+@pytest.mark.parametrize(
+    ("loss", "operator", "why"),
+    [
+        (entropy(), "nll_loss", IGNORED),
+        (entropy(label_smoothing=0.1), "nll_loss", IGNORED),
+        (lambda y, t, _: functional.nll_loss(y.log_softmax(1), t) / 2, "nll_loss", IGNORED),
+        (lambda y, t, _: functional.cross_entropy(y.view(1, 4, 7).transpose(1, 2), t.view(1, 4)), "nll_loss2d", IGNORED),
+        (lambda y, t, _: functional.cross_entropy(y, t * 0, ignore_index=0), "nll_loss", "are ignored (ignore_index=0)"),
+        (
+            lambda y, t, _: functional.cross_entropy(y, t * 0, weight=torch.tensor([0.0, 1, 1, 1, 1, 1, 1])),
+            "nll_loss",
+            "the class weights of all 4 targets of the batch are 0, and 0 / 0 is NaN",
+        ),
+        (lambda y, t, _: functional.cross_entropy(y[:0], t[:0]), "nll_loss", "the selection (slice) before it"),
+        (lambda y, t, m: functional.cross_entropy(y[m], t[m]), "nll_loss", SELECTION),
+        (lambda y, _, m: y[m].mean(), "mean", SELECTION),
+        (lambda y, _, m: y[m].mean(0).sum(), "mean", SELECTION),
+        (lambda y, t, m: functional.cross_entropy(y, t * 0, reduction="none")[m].mean(), "mean", SELECTION),
+        (lambda y, _, m: y.masked_select(m[:, None]).mean(), "mean", "the selection (masked_select) before it"),
+        (lambda y, _, m: functional.mse_loss(y[m], torch.zeros(0, 7)), "mse_loss", SELECTION),
+        (lambda y, _, m: functional.l1_loss(y[m], torch.zeros(0, 7)), "mean", SELECTION),
+        (lambda y, _, m: functional.huber_loss(y[m], torch.zeros(0, 7)), "huber_loss", SELECTION),
+        (
+            lambda y, _, m: functional.binary_cross_entropy_with_logits(y[m], torch.zeros(0, 7)),
+            "binary_cross_entropy_with_logits",
+            SELECTION,
+        ),
+        (lambda y, _, m: (y * m[:, None]).sum() / m.sum(), "div", ZERO),
+        (lambda y, t, _: functional.cross_entropy(y, t, reduction="sum") / (t != -100).sum(), "div", ZERO),
+        (lambda y, _, m: y[m].sum() / torch.tensor(float(m.sum())), "div", "it divided 0 by 0: the sum is over nothing"),
+        (
+            lambda y, _, m: torch.where(m[:, None], y, 0).sum() / m.sum(),
+            "div",
+            "its divisor is 0, as that of a mean over a mask that leaves nothing is",
+        ),
+        (
+            lambda y, _, m: ((y * m[:, None].float()).sum(1) / torch.tensor([7.0, 0, 7, 7])).mean(),
+            "div",
+            "it divided 0 by 0 in 1 of 4 elements",
+        ),
+        (lambda y, _, __: y[0, :1].std(), "std", "the deviation of a single value is NaN"),
+    ],
+)
+def test_a_mean_over_nothing_is_named_as_that(loss: Loss, operator: str, why: str) -> None:
+    """With what left nothing to average: ignored targets, weights of zero, an empty selection or batch, a mask."""
+    tags, nobody = torch.full((4,), -100), torch.zeros(4, dtype=torch.bool)
+    origin = origin_of(loss(nn.Linear(5, 7)(torch.randn(4, 5)), tags, nobody))
+    assert (origin.kind, origin.operator) == ("operator", operator)
+    assert why in origin.note
+    assert why in origin.sentence()
+    assert origin.parameter == ("tags" if "(tags)" in why else "")
+
+
+def test_a_batch_without_a_sample_is_named_as_that() -> None:
+    """The model has had it, and made an empty output of it."""
+    scores = nn.Linear(5, 7)(torch.randn(0, 5))
+    assert origin_of(functional.cross_entropy(scores, torch.zeros(0, dtype=torch.long))).note == EMPTY
+    assert origin_of(functional.mse_loss(scores, torch.zeros(0, 7))).note == EMPTY
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: (y * 0).sum().log(),
+        lambda y: (y * 0 - 1).sum().sqrt(),
+        lambda y: (y * 1e30).exp().mean() * 0,
+        lambda y: (y * 1e38 * 1e38).softmax(-1).mean(),
+    ],
+)
+def test_what_has_another_cause_has_no_such_explanation(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Values outside of a function's domain, or too large."""
+    note = origin_of(loss(nn.Linear(5, 7)(torch.ones(4, 5)).abs() + 1)).note
+    assert "nothing" not in note
+    assert "masked" not in note
+    assert "divisor" not in note
+
+
+class Attention(nn.Module):
+    """Self-attention that puts its mask on in one of several ways; sample 2 is padding alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner, self.qkv, self.out = (
+            way,
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Linear(8, 24),
+            nn.Linear(8, 5),
+        )
+
+    def forward(self, x: torch.Tensor, pad: torch.Tensor) -> Any:
+        """Of shape (batch, time, 8)."""
+        if self.way.startswith("multihead"):
+            given = torch.zeros(pad.shape).masked_fill(pad, -INFINITY) if "float" in self.way else pad
+            return self.out(self.inner(x, x, x, key_padding_mask=given)[0])
+        query, key, value = self.qkv(x).chunk(3, -1)
+        scores, mask = query @ key.transpose(-1, -2), pad[:, None]
+        if self.way == "masked_fill":
+            scores = scores.masked_fill(mask, -INFINITY)
+        elif self.way == "add":
+            scores = scores + torch.zeros(mask.shape).masked_fill(mask, -INFINITY)
+        elif self.way == "where":
+            scores = torch.where(mask, torch.tensor(-INFINITY), scores)
+        return self.out(scores.softmax(-1) @ value)
+
+
+def padded() -> torch.Tensor:
+    """A mask of four sequences."""
+    pad = torch.zeros(4, 6, dtype=torch.bool)
+    pad[:, 5] = pad[2] = True
+    return pad
+
+
+@pytest.mark.parametrize("way", ["masked_fill", "add", "where", "multihead", "multihead float"])
+def test_a_softmax_of_a_row_that_is_all_masked_is_named_as_that(way: str) -> None:
+    """However the mask was put on; the elements are those of the row."""
+    model = Attention(way)
+    origin = origin_of(model(torch.randn(4, 6, 8), padded()).square().mean())
+    assert (origin.kind, origin.operator) == ("operator", "softmax")
+    assert "every value of a row that it was given was masked (negative infinity)" in origin.note
+    assert origin.module in {"inner", "Attention"}
+    assert origin.elements[0][0] == (4 if "multihead" in way else 2)  # of batch times heads there
+
+
+class Tagger(nn.Module):
+    """Names a class for each token, by their attention to each other; perhaps with a root in its loss."""
+
+    def __init__(self, *, rooted: bool) -> None:
+        super().__init__()
+        self.embed, self.attention, self.rooted = nn.Embedding(9, 8), Attention("masked_fill"), rooted
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        x = self.embed(tokens)
+        scores: torch.Tensor = self.attention(x + (x - x).abs().sqrt() if self.rooted else x, tokens == 0)
+        return scores
+
+
+def tag(*, rooted: bool, at: int = 12) -> Callable[[Look], None]:
+    """Train; in one step a sequence is padding alone, which the loss leaves out."""
+
+    def train(look: Look) -> None:
+        model = Tagger(rooted=rooted)
+        optimizer = torch.optim.Adam(model.parameters())
+        for number in range(1, at + 4):
+            tokens = torch.randint(1, 5, (4, 6))
+            if number == at:
+                tokens[2] = 0
+            loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), ignore_index=0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            look.stepped()
+
+    return train
+
+
+def test_a_masked_row_that_the_loss_leaves_out_is_found_by_the_gradients() -> None:
+    """The loss is finite, and no operator has a derivative that is not: the NaN was there before."""
+    observed = observe(tag(rooted=False), grad_interval=1)
+    born = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
+    assert (born.step, born.text("origin"), born.text("operator"), born.text("module")) == (
+        12,
+        "operator",
+        "softmax",
+        "attention",
+    )
+    text = observed.text("nonfinite_origin")
+    assert "of step 12 was most likely born in softmax in attention" in text
+    assert "is a sequence of the batch padding alone?" in text
+    assert "sqrt" not in text
+    said = observed.text("nonfinite_origin", "nonfinite_gradient")
+    assert "first in step 12" in said
+    assert "not measured" not in said
+
+
+def test_a_masked_row_is_not_blamed_where_a_root_may_be() -> None:
+    """What cannot be told apart is not told."""
+    observed = observe(tag(rooted=True), grad_interval=1)
+    assert "padding alone" not in observed.text("nonfinite_origin")
+
+
+@pytest.mark.parametrize(
+    ("operator", "hint"),
+    [
+        ("sqrt", " That derivative is infinite at 0."),
+        ("div", " That derivative is infinite where its divisor is 0."),
+        ("mul", ""),
+    ],
+)
+def test_where_a_derivative_is_infinite_is_said_of_the_operator_that_is_meant(operator: str, hint: str) -> None:
+    """Of others it says nothing."""
+    event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head")
+    text = told(facts(steps(3), events=[event]))["nonfinite_origin"]
+    assert text == f"The NaN or infinity was born in the derivative of {operator} in head.{hint}"
+
+
+def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:
+    """With the variable's name, and as past after fifty steps: the gradients of ignored targets are zero."""
+
+    def train(look: Look) -> None:
+        model = nn.Linear(5, 7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, 80):
+            tags = torch.full((4,), -100) if number == 15 else torch.randint(0, 7, (4,))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(torch.randn(4, 5)), tags).backward()
+            optimizer.step()
+            look.stepped()
+
+    observed = observe(train, grad_interval=1)
+    text = observed.text("nonfinite_origin")
+    assert "of step 15 was born in nll_loss" in text
+    assert IGNORED in text
+    assert observed.diagnosis.verdict.text.startswith("All well.")
+
+
+def test_operators_have_the_names_that_torch_gives_them() -> None:
+    """Digits and what follows them are one word."""
+    names = {
+        "NllLoss2DBackward0": "nll_loss2d",
+        "MaxPool2DWithIndicesBackward0": "max_pool2d_with_indices",
+        "Log1PBackward0": "log1p",
+        "SmoothL1LossBackward0": "smooth_l1_loss",
+        "LogSoftmaxBackward0": "log_softmax",
+    }
+    assert {name: operator_of(name) for name in names} == names
