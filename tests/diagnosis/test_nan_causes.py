@@ -189,7 +189,7 @@ def tag(*, rooted: bool, at: int = 12) -> Callable[[Look], None]:
                 tokens[2] = 0
             loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), ignore_index=0)
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             look.stepped()
 
@@ -245,7 +245,7 @@ def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:
         for number in range(1, 80):
             tags = torch.full((4,), -100) if number == 15 else torch.randint(0, 7, (4,))
             optimizer.zero_grad()
-            functional.cross_entropy(model(torch.randn(4, 5)), tags).backward()
+            torch.autograd.backward(functional.cross_entropy(model(torch.randn(4, 5)), tags))
             optimizer.step()
             look.stepped()
 

@@ -111,8 +111,6 @@ def _ignored_targets(node: GraphNode) -> Cause | None:
 
 
 def _zero_by_zero(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
-    import torch  # torch is optional until training begins
-
     other, numerator, summed = operands.get("other"), operands.get("self"), node.inputs[0][0]
     if other is None or not other.numel() or bool((other != 0).all()):
         return None
@@ -120,8 +118,7 @@ def _zero_by_zero(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
         return Cause(f"it divided 0 by 0: the sum is over nothing, since {_why_empty(summed)}")
     zero = other == 0
     if numerator is not None:
-        zero, above = torch.broadcast_tensors(zero, numerator)
-        zero = zero & (above == 0)
+        zero = zero & (numerator == 0)
     if numerator is None or not bool(zero.any()):
         return Cause("its divisor is 0, as that of a mean over a mask that leaves nothing is")
     many = "" if zero.numel() == 1 else f" in {int(zero.sum()):,} of {zero.numel():,} elements"
