@@ -113,16 +113,15 @@ def trace(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_profile_of_three_steps(run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None]) -> None:
-    """It has three of what a step has, and is over after them; torch is as it was."""
+    """It has three of what a step has, and is over after them; no profiler runs then."""
     step()
-    before = torch.autograd.profiler.profile._prepare_trace
     number = ask(profile_steps=3)
     one = soon(flight_dir, PROFILE, step)
     assert one.number == number
     names = [event.get("name") for event in trace(flight_dir / one.name)]
     assert names.count("Optimizer.step#SGD.step") == 3
     assert names.count("autograd::engine::evaluate_function: MseLossBackward0") == 3
-    assert torch.autograd.profiler.profile._prepare_trace is before
+    assert not torch.autograd.profiler._is_profiler_enabled
     support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
     (begun,), (ended,) = run.frames("torchobs.profile.start"), run.frames("torchobs.profile.end")
     assert begun["attrs"] == {"steps": 3, "evidence": one.id}
@@ -185,7 +184,7 @@ def test_a_profiler_that_raises_hurts_nobody(
     """Training goes on, the event has the exception's class, and the next profile works."""
     step()
     with monkeypatch.context() as patched:
-        patched.setattr(profiler.profile, "start", lambda _: 1 / 0)
+        patched.setattr(profiler.profile, "start_trace", lambda _: 1 / 0)
         ask(profile_steps=1)
         training(run, step, "torchobs.profile.failed")
     assert run.frames("torchobs.profile.failed")[0]["attrs"]["exception.type"] == "ZeroDivisionError"

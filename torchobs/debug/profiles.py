@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from torchobs.debug import resources
 from torchobs.debug.findings import told
 from torchobs.debug.profile_tables import Profile, filled
+from torchobs.probes.core.torch_profiler import Recording
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import fill
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TOP = 15
+INTERRUPTED = "nothing is kept: the program's own profiler began before this one ended, and torch allows one"
 
 
 @overload
@@ -64,7 +66,7 @@ def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
     Raises:
         TypeError: the first argument is neither.
         ValueError: a number of steps is out of range, or the directory of ``trace`` does not exist.
-        RuntimeError: another profiler is running; torch allows one.
+        RuntimeError: another profiler is running, in whichever thread; torch allows one.
     """
     if not all(map(is_whole, (wait, warmup, active, top))) or wait < 0 or warmup < 0 or active < 1 or top < 1:
         found = ", ".join(map(repr, (wait, warmup, active, top)))
@@ -91,7 +93,7 @@ def profiling_context(  # noqa: PLR0913  # as above
     """Profile a ``with`` block as one step; it yields a :class:`Profile` that the end fills, also when the block raises.
 
     Raises:
-        RuntimeError: another profiler is running; torch allows one.
+        RuntimeError: another profiler is running, in whichever thread; torch allows one.
         ValueError: the directory of ``trace`` does not exist.
 
     The arguments are those of :func:`profile`.
@@ -122,11 +124,12 @@ class Recorder:
 
     def __init__(
         self, name: str, options: dict[str, Any], batch_size: int | None = None, top: int = TOP, trace: Path | None = None,
-        tensorboard: str | Path | None = None,
+        tensorboard: str | Path | None = None, *, all_threads: bool = False,
     ) -> None:  # fmt: skip
         self.result = Profile(name, batch_size=batch_size)
         self._options, self._top, self._trace, self._tensorboard = options, top, trace, tensorboard
-        self._profiler: Any = None
+        self._all_threads = all_threads
+        self._recording: Recording | None = None
         self._begun = 0.0
 
     def prepare(self) -> None:
@@ -135,35 +138,27 @@ class Recorder:
         Raises:
             RuntimeError: another one is running.
         """
-        import torch
-        from torch._C._profiler import _ExperimentalConfig
-
-        autograd: Any = torch.autograd
-        if autograd._profiler_enabled():
-            raise RuntimeError("another profiler is running, and torch allows one: end it first")
-        # without `verbose` events have no stacks
-        config = _ExperimentalConfig(verbose=bool(self._options["with_stack"]))
-        self._profiler = torch.profiler.profile(**self._options, experimental_config=config)
-        self._profiler.prepare_trace()
+        purpose, verbose = f"torchobs.debug, {self.result.name!r}", bool(self._options["with_stack"])  # else events have none
+        self._recording = Recording(purpose, all_threads=self._all_threads, verbose=verbose, **self._options)
 
     def record(self) -> None:
         """Keep what runs from now on."""
-        self._profiler.start_trace()
+        if self._recording is not None:
+            self._recording.start()
         resources.synchronize()
         self._begun = time.perf_counter()
 
     def finish(self, steps: int) -> None:
         """End it, and fill the result from what was recorded in that many steps; with none, only stop."""
-        if self._profiler is None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             return
         resources.synchronize()
-        elapsed, profiler = time.perf_counter() - self._begun, self._profiler
-        self._profiler = None
-        if not self._begun:
-            profiler.start_trace()  # what is prepared must be started to be stopped
-        profiler.stop_trace()
-        if self._begun:
-            self._fill(profiler, steps, elapsed)
+        elapsed = time.perf_counter() - self._begun
+        if not recording.stop():
+            fill(self.result, anomalies=(INTERRUPTED,))
+        elif self._begun:
+            self._fill(recording.profiler, steps, elapsed)
 
     def _fill(self, profiler: Any, steps: int, elapsed: float) -> None:
         # torch 2.13 has crashed when garbage was collected while it parsed its events
@@ -178,9 +173,9 @@ class Recorder:
 
     def cancel(self) -> None:
         """Stop it, and keep nothing."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop_trace()
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.stop()
 
     def _write(self, profiler: Any) -> None:
         if self._trace is None and self._tensorboard is None:
@@ -229,6 +224,6 @@ class ProfiledLoop(Generic[T]):
         finally:
             if not finished:  # the loop has ended, or left by break, return or an exception
                 self._recorder.finish(max(0, min(taken, last) - first))
-                if not self.result.steps:
+                if not self.result.steps and not self.result.anomalies:
                     text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
                     fill(self.result, anomalies=told("profile", [("not_profiled", "profile", text)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from threading import get_ident
 from typing import Any, ClassVar
 
 from torchobs.debug.findings import found, record_series
@@ -11,6 +12,7 @@ from torchobs.debug.profiles import Recorder
 from torchobs.debug.switch_checks import Check
 from torchobs.detect.starvation import BEGINS
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.torch_profiler import ProfilerBusyError
 
 MOST_TRACES = 8
 """Trace files that one ``enable`` writes"""
@@ -23,6 +25,10 @@ class StepProfile(Check):
 
     wanting: ClassVar[list[StepProfile]] = []
     recorder: ClassVar[Recorder | None] = None
+    thread: ClassVar[int] = 0
+    """In which the profiled step began"""
+    just_ended: ClassVar[bool] = False
+    """Whether this optimizer step ended a recording: it runs in a ``record_function`` whose end another must not see"""
 
     def __init__(self, directory: str | None) -> None:
         self.directory, self.written = directory, 0
@@ -31,37 +37,54 @@ class StepProfile(Check):
         self.wanting.append(self)
 
     def begin_step(self) -> None:
-        """Start to record, unless a profiler runs."""
-        import torch
-
-        profiler: Any = torch.autograd
-        if StepProfile.recorder is not None or profiler._profiler_enabled():
+        """Start to record, unless a profiler runs. With ``profile_every=1`` it is every second step."""
+        if StepProfile.just_ended and self.every == 1:
             return
+        if StepProfile.recorder is not None:
+            if StepProfile.thread == get_ident():
+                return
+            self._cancel()  # the other thread has made no step for so long
         writers = [one for one in self.wanting if one.directory is not None and one.written < MOST_TRACES]
         options = dict.fromkeys(("record_shapes", "with_stack", "profile_memory", "with_flops"), False)
-        recorder = Recorder("step", options, tensorboard=writers[0].directory if writers else None)
-        recorder.prepare()
+        directory = writers[0].directory if writers else None
+        # in all threads: where two train, the other one's profiler can end it
+        recorder = Recorder("step", options, tensorboard=directory, all_threads=True)
+        try:
+            recorder.prepare()
+        except ProfilerBusyError as problem:
+            self.last = f"no profile: {problem}"
+            return
         recorder.record()
-        StepProfile.recorder = recorder
+        StepProfile.recorder, StepProfile.thread = recorder, get_ident()
+
+    def before_step(self, model: Any, optimizer: Any) -> None:
+        """Begin another step."""
+        StepProfile.just_ended = False
 
     def after_step(self, model: Any, optimizer: Any) -> None:
         """End it."""
-        recorder, StepProfile.recorder = StepProfile.recorder, None
-        if recorder is None:
+        recorder = StepProfile.recorder
+        if recorder is None or StepProfile.thread != get_ident():
             return
+        StepProfile.recorder, StepProfile.just_ended = None, True
         recorder.finish(1)
         result = recorder.result
         top = result.operators[0].name if result.operators else "none"
         for one in self.wanting:
-            one.last = f"{result.time or 0:.3g} s, top operator {top}"
+            one.last = f"{result.time:.3g} s, top operator {top}" if result.time is not None else "; ".join(result.anomalies)
             if result.tensorboard is not None and one.directory is not None:
                 one.written += 1
                 one.last += f", trace in {result.tensorboard}"
 
     def remove(self) -> None:
         self.wanting.remove(self)
-        if not self.wanting and (recorder := StepProfile.recorder) is not None:
-            StepProfile.recorder = None
+        if not self.wanting:
+            self._cancel()
+
+    @staticmethod
+    def _cancel() -> None:
+        recorder, StepProfile.recorder = StepProfile.recorder, None
+        if recorder is not None:
             recorder.cancel()
 
 

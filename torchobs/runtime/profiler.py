@@ -2,13 +2,11 @@
 
 A profile starts and ends in the training thread when a backward pass begins (:mod:`torchobs.probes.core.safe_point`): there is
 no cost without a request, and a trace of n steps holds n of each phase. A thread of its own writes the trace, because
-compressing takes seconds. torch allows one profiler at a time: ours does not start while the application's runs, and ends
-when the application's is about to start.
+compressing takes seconds. It makes way for the application's own profiler (:mod:`torchobs.probes.core.torch_profiler`).
 """
 
 from __future__ import annotations
 
-import functools
 import gzip
 import os
 import tempfile
@@ -22,7 +20,7 @@ from torchobs import catalog
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import LIMITS, PROFILE, named
 from torchobs.flight.files.headroom import deadly_limit, shortage, survive_limits
-from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.torch_profiler import ProfilerBusyError, Recording
 from torchobs.probes.memory.process_stats import ProcessStats
 from torchobs.support.error_guard import CircuitBreaker, call
 
@@ -56,8 +54,7 @@ class _TooLargeError(Exception):
 class _Run(NamedTuple):
     """A profile in progress."""
 
-    profiler: Any
-    patch: Patch
+    recording: Recording
     steps: int
     wanted: ArtifactName
     first: int
@@ -93,10 +90,9 @@ class Profiles:
             self._fail(requested[1], "no_step")
 
     def close(self) -> None:
-        """Stop a running profile without a trace (only its own thread can), and wait for a trace that is being written."""
+        """Stop a running profile without a trace, and wait for a trace that is being written."""
         self._requested = None
-        if self._running is not None and threading.get_ident() == self._context.training.thread:
-            self._stop()
+        self._stop()
         if self._writing is not None:
             self._writing.join(WRITE_TIMEOUT_S)
 
@@ -132,39 +128,25 @@ class Profiles:
         return "memory" if ProcessStats().resident().all - run.memory > MAX_GROWTH else None
 
     def _start(self, steps: int, wanted: ArtifactName) -> None:
-        from torch import profiler
-        from torch.autograd import profiler as autograd_profiler
-
-        if autograd_profiler._is_profiler_enabled:  # noqa: SLF001  # the flag that torch itself checks
+        try:
+            recording = Recording("torchobs profile", all_threads=True, interrupted=self._interrupted)
+        except ProfilerBusyError:
             self._fail(wanted, "profiler_in_use")
             return
-        profile = profiler.profile()
-        profile.start()
-        patch = Patch(autograd_profiler.profile, "_prepare_trace", self._end_before_other_profiler)
+        recording.start()
         first, deadline_s = self._context.recorder.ended, time.monotonic() + MAX_DURATION_S
-        self._running = _Run(profile, patch, steps, wanted, first, deadline_s, ProcessStats().resident().all)
+        self._running = _Run(recording, steps, wanted, first, deadline_s, ProcessStats().resident().all)
         attributes = {"steps": steps, "evidence": wanted.id}
         self._context.event(catalog.EVENT_PROFILE_START, attributes)
 
-    def _end_before_other_profiler(self, original: Any) -> Any:
-        """Return a ``_prepare_trace`` that ends our profile first: two profilers at once raise in the application."""
-
-        # both ways to start a profiler call it
-        @functools.wraps(original)
-        def prepare(profile: Any) -> Any:
-            if self._running is not None and threading.get_ident() == self._context.training.thread:
-                call(CircuitBreaker("profile"), self._end, "interrupted")
-            return original(profile)
-
-        return prepare
+    def _interrupted(self) -> None:
+        """End the profile with the steps that it has. In the thread in which the application's own profiler begins."""
+        self._end("interrupted")
 
     def _stop(self) -> _Run | None:
-        """Stop the profiler in this thread, which started it."""
+        """Stop the profiler; return None if it was stopped before."""
         run, self._running = self._running, None
-        if run is not None:
-            run.patch.undo()
-            run.profiler.stop()
-        return run
+        return run if run is not None and run.recording.stop() else None
 
     def _end(self, reason: str) -> None:
         place, ended = self._context.writer.place, self._context.recorder.ended
@@ -180,8 +162,8 @@ class Profiles:
         """Write the trace; runs in a thread of its own."""
         survive_limits()
         breaker = CircuitBreaker("profile")
-        done = call(breaker, _export, run.profiler, place, run.wanted)
-        call(CircuitBreaker("profile"), _free_trace, run.profiler)
+        done = call(breaker, _export, run.recording.profiler, place, run.wanted)
+        call(CircuitBreaker("profile"), _free_trace, run.recording.profiler)
         os.close(place.fd)
         if isinstance(done, int):
             self._context.event(catalog.EVENT_PROFILE_END, {**attributes, "size": done})

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
+from torchobs.probes.core.torch_profiler import recorded
 from torchobs.tune.techniques import Reclassed
 
 if TYPE_CHECKING:
@@ -57,11 +56,8 @@ def kernels_of(function: Callable[[], object]) -> dict[str, int]:
     """Return how often each kernel of attention ran during a call, as torch's profiler saw it.
 
     Raises:
-        RuntimeError: a profiler is at work already.
+        RuntimeError: another profiler runs, or the function starts one.
     """
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a profiler is at work: which kernel of attention runs can only be told without it")
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
-        function()
-    events = recorded.events() or ()
+    profiler = recorded("torchobs.tune, kernels of attention", function)
+    events = profiler.events() or ()
     return dict(Counter(_OPERATORS[event.name] for event in events if event.name in _OPERATORS))

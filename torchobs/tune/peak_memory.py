@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+
+from torchobs.probes.core.torch_profiler import ProfilerBusyError, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,11 +41,11 @@ def peak_bytes(function: Callable[[], None], device: str) -> int | None:
 
 
 def _profiled_peak(function: Callable[[], None]) -> int | None:
-    if torch._C._autograd._profiler_enabled():
+    try:
+        profiler = recorded("torchobs.tune, memory of a step", function, profile_memory=True)
+    except ProfilerBusyError:
         return None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
-        function()
-    results = recorded.profiler.kineto_results if recorded.profiler is not None else None
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     return None if results is None else _peak(_changes(results.experimental_event_tree()))
 
 

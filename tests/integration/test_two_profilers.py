@@ -1,0 +1,228 @@
+"""Torch allows one profiler in a process: a script that profiles itself, beside each use that torchobs makes of torch's.
+
+Each case is a process of its own: two profilers at once are a segmentation fault, often only when the interpreter exits.
+"""
+
+import sys
+
+import pytest
+
+from tests import fork_server
+from tests.support import clean_environment
+
+TRAINING = """
+import threading
+import torch
+from torch import nn
+from torchobs import debug
+
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def step():
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def names(profiler):
+    return {event.name for event in profiler.events() or ()}
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+def last(switch):
+    return next(row for row in debug.status().switches if row.name == switch).last
+"""
+OWN_PROFILER = """
+with torch.profiler.profile() as own:
+    model(torch.randn(4, 8))
+assert "aten::addmm" in names(own)
+"""
+OWN_SCHEDULE = """
+schedule = torch.profiler.schedule(wait=1, warmup=2, active=2, repeat=2)
+traces = []
+with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda own: traces.append(names(own))) as own:
+    for _ in range(11):
+        step()
+        own.step()
+assert len(traces) == 2, len(traces)
+assert all("aten::addmm" in trace for trace in traces)
+"""
+
+
+def ends_well(code: str) -> None:
+    """Run a script to the interpreter's own end, where torch crashes if a profiler is left."""
+    command = [sys.executable, "-c", TRAINING + code + "\nprint('ok')"]
+    done = fork_server.run(command, capture_output=True, text=True, timeout=300, env=clean_environment(), finalized=True)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("preset", ["full", "expert", "extreme", "performance_profiling", "autograd_profiler"])
+@pytest.mark.parametrize("own", [OWN_PROFILER, OWN_SCHEDULE], ids=["one", "schedule"])
+def test_a_script_profiles_itself_under_switches(preset: str, own: str) -> None:
+    """Its profiler sees what it would see without ours, and the interpreter exits with 0, with the switches on or off."""
+    ends_well(f"debug.enable({preset!r}, profile_every=2)\n{own}\nfor _ in range(3): step()\ndebug.disable()\n")
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_both_profile_again_and_again(every: int) -> None:
+    """Ours and the script's alternate, and neither is left when the interpreter exits with the switches on."""
+    ends_well(f"""
+debug.enable("full", profile_every={every})
+for number in range(1, 14):
+    if number % 3:
+        step()
+        continue
+    with torch.profiler.profile() as own:
+        step()
+    assert "aten::mse_loss" not in names(own) and "aten::addmm" in names(own)
+assert last("autograd_profiler"), "it never looked"
+""")
+
+
+def test_the_script_s_profiler_may_begin_in_another_thread() -> None:
+    """A profiled step of ours ends for it, and goes on to be recorded in later steps."""
+    ends_well(f"""
+debug.enable("performance_profiling", profile_every=2)
+for _ in range(4): step()
+def profiled():
+{"".join(f"    {line}" + chr(10) for line in OWN_PROFILER.splitlines())}
+in_thread(profiled)
+step()
+assert "own profiler began" in last("autograd_profiler"), last("autograd_profiler")
+for _ in range(4): step()
+assert "top operator" in last("autograd_profiler"), last("autograd_profiler")
+""")
+
+
+@pytest.mark.parametrize("where", ["same", "other"])
+def test_no_profile_beside_one_that_warms_up(where: str) -> None:
+    """A profiler of the script's that is only prepared is seen too, though it began before torchobs was used."""
+    ends_well(f"""
+own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
+own.start()
+def ours():
+    try:
+        with debug.profiling_context("ours"):
+            raise AssertionError("it began")
+    except RuntimeError as error:
+        assert "the program's own" in str(error), error
+{"ours()" if where == "same" else "in_thread(ours)"}
+debug.enable("performance_profiling", profile_every=1)
+step()
+own.step()
+step()
+own.stop()
+assert "aten::addmm" in names(own)
+step(), step()
+assert "top operator" in last("autograd_profiler"), last("autograd_profiler")
+""")
+
+
+def test_two_threads_profile_with_ours() -> None:
+    """The second gets an error that says what is running where; the first has its profile."""
+    ends_well("""
+begun, refused, errors = threading.Event(), threading.Event(), []
+def first():
+    with debug.profiling_context("first") as profile:
+        begun.set()
+        refused.wait()
+        step()
+    assert "aten::addmm" in {row.name for row in profile.operators}
+def second():
+    begun.wait()
+    for start in (debug.profiling_context("second").__enter__, torch.profiler.profile().start):
+        try:
+            start()
+        except RuntimeError as error:
+            errors.append(str(error))
+    refused.set()
+threads = [threading.Thread(target=first, name="trainer"), threading.Thread(target=second)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(errors) == 2 and all("'first' in thread trainer" in error for error in errors), errors
+with debug.profiling_context("after") as profile:
+    step()
+assert profile.steps == 1
+""")
+
+
+def test_threads_that_train_under_switches() -> None:
+    """Steps of several threads are profiled one at a time; a thread that ends within its step leaves nothing behind."""
+    ends_well("""
+def train():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(20):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+debug.enable("full", profile_every=1)
+threads = [threading.Thread(target=train) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+for _ in range(3): step()
+assert not [row.error for row in debug.status().switches if row.error]
+""")
+
+
+@pytest.mark.parametrize("ours", ["profile", "profiling_context"])
+def test_the_script_s_profiler_within_ours(ours: str) -> None:
+    """Ours ends, with nothing kept, and says why."""
+    block = {
+        "profile": "def take():"
+        + OWN_PROFILER.replace("\n", "\n    ")
+        + "\nresult = debug.profile(take, wait=0, warmup=0, active=2)",
+        "profiling_context": "with debug.profiling_context('ours') as result:" + OWN_PROFILER.replace("\n", "\n    "),
+    }[ours]
+    ends_well(f"{block}\nassert result.steps is None and 'own profiler began' in result.anomalies[0], result\n")
+
+
+def test_annotations_for_another_tool_are_a_profiler_too() -> None:
+    """``emit_itt`` and ``emit_nvtx`` use torch's one profiler without preparing it: ours ends for them."""
+    ends_well("""
+debug.enable("performance_profiling", profile_every=1)
+step()
+with torch.autograd.profiler.emit_itt():
+    step()
+step()
+""")
+
+
+def test_tools_for_inference_beside_the_script_s_profiler() -> None:
+    """Where torch's profiler is taken, what needs it says so in words."""
+    ends_well("""
+from torchobs.tune.attention import kernels_of
+from torchobs.tune.peak_memory import peak_bytes
+with torch.profiler.profile() as own:
+    step()
+    assert peak_bytes(step, "cpu") is None
+    try:
+        kernels_of(step)
+    except RuntimeError as error:
+        assert "torch allows one" in str(error)
+    else:
+        raise AssertionError("it ran")
+assert "aten::addmm" in names(own)
+assert peak_bytes(step, "cpu") > 0
+""")
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "threading.Thread(target=raise_soon).start()"])
+def test_a_profile_in_progress_at_the_exit(end: str) -> None:
+    """A thread that still profiles with ours when the interpreter exits does not crash it."""
+    ends_well(f"""
+begun = threading.Event()
+def forever():
+    with debug.profiling_context("forever"):
+        begun.set()
+        threading.Event().wait()
+def raise_soon():
+    step()
+threading.Thread(target=forever, daemon=True).start()
+begun.wait()
+print('ok', flush=True)
+{end}
+""")
