@@ -4,6 +4,7 @@ Each case is a process of its own: two profilers at once are a segmentation faul
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,10 +53,18 @@ assert all("aten::addmm" in trace for trace in traces)
 """
 
 
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces are written below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 def ends_well(code: str) -> None:
     """Run a script to the interpreter's own end, where torch crashes if a profiler is left."""
     command = [sys.executable, "-c", TRAINING + code + "\nprint('ok')"]
-    done = fork_server.run(command, capture_output=True, text=True, timeout=300, env=clean_environment(), finalized=True)
+    done = fork_server.run(
+        command, capture_output=True, text=True, timeout=300, env=clean_environment(), finalized=True, cwd=Path.cwd()
+    )
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
 
