@@ -160,7 +160,7 @@ assert profile.steps == 1
 
 
 def test_threads_that_train_under_switches() -> None:
-    """Steps of several threads are profiled one at a time; a thread that ends within its step leaves nothing behind."""
+    """Where several threads train no step is profiled, which the switch says: another thread's step would crash it."""
     ends_well("""
 def train():
     model = nn.Linear(8, 8)
@@ -173,6 +173,7 @@ threads = [threading.Thread(target=train) for _ in range(3)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 for _ in range(3): step()
+assert "steps come from several threads" in last("autograd_profiler"), last("autograd_profiler")
 assert not [row.error for row in debug.status().switches if row.error]
 """)
 

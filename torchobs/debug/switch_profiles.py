@@ -25,8 +25,8 @@ class StepProfile(Check):
 
     wanting: ClassVar[list[StepProfile]] = []
     recorder: ClassVar[Recorder | None] = None
-    thread: ClassVar[int] = 0
-    """In which the profiled step began"""
+    threads: ClassVar[set[int]] = set()
+    """Those that train"""
     just_ended: ClassVar[bool] = False
     """Whether this optimizer step ended a recording: it runs in a ``record_function`` whose end another must not see"""
 
@@ -38,16 +38,15 @@ class StepProfile(Check):
 
     def begin_step(self) -> None:
         """Start to record, unless a profiler runs. With ``profile_every=1`` it is every second step."""
-        if StepProfile.just_ended and self.every == 1:
+        if self._several_train():
+            self.last = "no profile: steps come from several threads, beside which torch's profiler crashes"
             return
-        if StepProfile.recorder is not None:
-            if StepProfile.thread == get_ident():
-                return
-            self._cancel()  # the other thread has made no step for so long
+        if (StepProfile.just_ended and self.every == 1) or StepProfile.recorder is not None:
+            return
         writers = [one for one in self.wanting if one.directory is not None and one.written < MOST_TRACES]
         options = dict.fromkeys(("record_shapes", "with_stack", "profile_memory", "with_flops"), False)
         directory = writers[0].directory if writers else None
-        # in all threads: where two train, the other one's profiler can end it
+        # in all threads, so that a profiler of the script's that begins in another one can end it
         recorder = Recorder("step", options, tensorboard=directory, all_threads=True)
         try:
             recorder.prepare()
@@ -55,7 +54,7 @@ class StepProfile(Check):
             self.last = f"no profile: {problem}"
             return
         recorder.record()
-        StepProfile.recorder, StepProfile.thread = recorder, get_ident()
+        StepProfile.recorder = recorder
 
     def before_step(self, model: Any, optimizer: Any) -> None:
         """Begin another step."""
@@ -64,7 +63,7 @@ class StepProfile(Check):
     def after_step(self, model: Any, optimizer: Any) -> None:
         """End it."""
         recorder = StepProfile.recorder
-        if recorder is None or StepProfile.thread != get_ident():
+        if recorder is None or self._several_train():
             return
         StepProfile.recorder, StepProfile.just_ended = None, True
         recorder.finish(1)
@@ -80,6 +79,15 @@ class StepProfile(Check):
         self.wanting.remove(self)
         if not self.wanting:
             self._cancel()
+            StepProfile.threads.clear()
+
+    @classmethod
+    def _several_train(cls) -> bool:
+        """Return whether another thread trains, too; then nothing is recorded any more."""
+        cls.threads.add(get_ident())
+        if len(cls.threads) > 1:
+            cls._cancel()
+        return len(cls.threads) > 1
 
     @staticmethod
     def _cancel() -> None:
