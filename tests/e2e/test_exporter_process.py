@@ -136,11 +136,12 @@ def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
 
 def test_a_misspelt_variable_is_told_and_opens_no_door(exporter: Callable[..., Program]) -> None:
     """One by which somebody meant a password serves nothing but health, as a misspelt option does; others are served past."""
-    program = exporter(TORCHOBS_EXPORTER_GARCE="5m")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    program = exporter(TORCHOBS_EXPORTER_GARCE="5m", **pod)
     assert program.value("torchobs_exporter_config_ok") == 0
     assert "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?" in program.log
     for name in ("WEB_CONFIG", "WEB_CONFIG_FIEL", "CONFIG_FILE"):
-        program = exporter(**{f"TORCHOBS_EXPORTER_{name}": "/etc/web.yml"})
+        program = exporter(**{f"TORCHOBS_EXPORTER_{name}": "/etc/web.yml"}, **pod)
         assert program.get("/metrics").status == 503
         assert f"TORCHOBS_EXPORTER_{name} is an unknown option, did you mean TORCHOBS_EXPORTER_WEB_CONFIG_FILE?" in program.log
         assert "web.yml" not in program.log
@@ -209,9 +210,9 @@ def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(
     start: Start, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
     """Unknown options, bad values in both places, no directory: it serves, and says what is wrong in each way it has."""
-    log, port = tmp_path / "log", free_port()
+    log, port, pod = tmp_path / "log", free_port(), {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     arguments = ["--flight-dir", str(tmp_path / "none"), "--grace", "soon", "--no-such-option", "--log.level=loud", "stray"]
-    program = start_program(start, log, port, *arguments, TORCHOBS_EXPORTER_HANG_TIMEOUT="never")
+    program = start_program(start, log, port, *arguments, TORCHOBS_EXPORTER_HANG_TIMEOUT="never", **pod)
     assert program.value("torchobs_exporter_config_ok") == 0
     named = ("--grace 'soon'", "option: '--no-such-option'", "--log.level 'loud'", "'stray'", "_HANG_TIMEOUT='never'")
     for problem in named:
@@ -243,7 +244,7 @@ def test_the_log_names_every_address(start: Start, tmp_path: Path, flight_dir: P
         wait_until(lambda: all(line in program.log for line in said))
 
 
-def test_the_log_has_one_line_per_cause_and_minute(exporter: Callable[..., Program], flight_dir: Path) -> None:
+def test_the_log_has_few_lines_of_one_kind_a_minute(exporter: Callable[..., Program], flight_dir: Path) -> None:
     """However many files are bad, and however often somebody sends nonsense."""
     for number in range(50):
         (flight_dir / f"r{number}-{number:032x}.flight").write_text("garbage")
@@ -254,7 +255,7 @@ def test_the_log_has_one_line_per_cause_and_minute(exporter: Callable[..., Progr
             raw.sendall(b"\0\1\2 nonsense\r\n\r\n")
             raw.recv(1000)
     lines = program.log.splitlines()
-    assert len([line for line in lines if "flight file not served" in line]) == 1
+    assert len([line for line in lines if "flight file not served" in line]) <= log_file.BURST
     assert len([line for line in lines if "Invalid HTTP request" in line]) == 1
     assert len(lines) < 8
 

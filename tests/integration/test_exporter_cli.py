@@ -95,22 +95,54 @@ def test_the_version_is_told() -> None:
     )
 
 
+WRONG = [
+    (("--garce", "5m"), "no such option: '--garce', did you mean --grace?"),
+    (("--grace", "soon"), "--grace 'soon': expected a duration such as 90s, 5m or 1h30m"),
+    (("--grace",), "--grace '': expected a duration such as 90s, 5m or 1h30m"),
+    (("somewhere",), "no such argument: 'somewhere'"),
+    (("--log.level", "loud"), "--log.level 'loud': expected debug, info, warn or error"),
+    (("--web.listen-address", "10960"), "--web.listen-address '10960': expected host:port with a port up to 65535"),
+    (
+        ("--web.listen-address", "127.0.0.1:109600"),
+        "--web.listen-address '127.0.0.1:109600': expected host:port with a port",
+    ),
+    (("--version=1",), "ignored explicit argument '1'"),
+    (("--otlp.endpoint", "collector"), "--otlp.endpoint 'collector': expected"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_what_is_wrong_ends_it_with_one_line_and_nothing_starts(arguments: tuple[str, ...], said: str) -> None:
+    """What was given, and what is allowed; exit status 2, whether a person reads it or a log does."""
+    done = torchobs("exporter", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("torchobs exporter: ")
+    assert said in line
+    assert line.endswith("`torchobs exporter --help` has all options and variables")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("variables", "said"),
     [
-        (("--garce", "5m"), "no such option: '--garce', did you mean --grace?"),
-        (("--grace", "soon"), "--grace 'soon': expected a duration such as 90s, 5m or 1h30m"),
-        (("--grace",), "--grace '': expected a duration such as 90s, 5m or 1h30m"),
-        (("somewhere",), "no such argument: 'somewhere'"),
-        (("--log.level", "loud"), "--log.level 'loud': expected debug, info, warn or error"),
-        (("--web.listen-address", "10960"), "--web.listen-address '10960': expected host:port"),
+        ({"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": "0.0.0.0:x"}, "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS='0.0.0.0:x': expected"),
+        ({"TORCHOBS_EXPORTER_GARCE": "5m"}, "TORCHOBS_EXPORTER_GARCE is an unknown option"),
+        ({"TORCHOBS_EXPORTER_SERIES_LIMIT": "0"}, "TORCHOBS_EXPORTER_SERIES_LIMIT='0': expected"),
     ],
 )
-def test_a_person_is_told_what_is_wrong_and_nothing_starts(arguments: tuple[str, ...], said: str) -> None:
-    """What was given, and what is allowed; exit status 2."""
-    code, shown = on_a_terminal("exporter", *arguments)
+def test_a_wrong_variable_ends_it_as_well(variables: dict[str, str], said: str) -> None:
+    """It is an option in another place."""
+    done = torchobs("exporter", **variables)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_person_is_told_on_a_terminal() -> None:
+    """The same line."""
+    code, shown = on_a_terminal("exporter", "--garce", "5m")
     assert code == 2
-    assert said in " ".join(shown.split())
+    assert "did you mean --grace?" in " ".join(shown.split())
 
 
 def test_without_arguments_everything_is_the_default() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -94,6 +95,21 @@ def _answers(client: Client) -> bool:
         return client.get("/-/ready").status == 200
     except OSError:
         return False
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("arguments", [("--web.listen-address", "127.0.0.1:109600"), ("--web.listen-adress", ":9000")])
+def test_a_sidecar_that_cannot_read_where_to_listen_does_so_on_loopback(
+    start: Start, flight_dir: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """It serves on, for the pod waits for it, but not to the network. The port is the default one, or retried."""
+    environ = {**clean_environment(), "KUBERNETES_SERVICE_HOST": "10.96.0.1", "TORCHOBS_EXPORTER_FLIGHT_DIR": str(flight_dir)}
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = start(*EXPORTER, *arguments, stderr=out, env=environ)
+    wait_until(lambda: process.poll() is not None or re.search("listen(ing)? on", log.read_text()), timeout_s=60)
+    assert process.poll() is None
+    assert re.search(r"listen(ing)? on 127\.0\.0\.1:10960", log.read_text()), log.read_text()
 
 
 @pytest.mark.parametrize("mode", ["sidecar", "node"])

@@ -114,12 +114,12 @@ def test_a_receiver_that_is_not_there_is_no_reason_to_stay(
     assert "OTLP" in exporter.log
 
 
-def test_a_wrong_option_is_a_problem_and_no_end(
+def test_a_wrong_option_of_a_sidecar_is_a_problem_and_no_end(
     start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
 ) -> None:
     """The exporter serves; the page says that the configuration is not honoured."""
     options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", "collector:4318")
-    exporter = start_program(start, tmp_path / "log", free_port(), *options)
+    exporter = start_program(start, tmp_path / "log", free_port(), *options, KUBERNETES_SERVICE_HOST="10.96.0.1")
     assert exporter.value("torchobs_exporter_config_ok") == 0
     assert "--otlp.endpoint" in exporter.log
 

@@ -139,8 +139,31 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
     chosen = config.parse({field: [text], "drain_timeout_s": ["7"]}, {})
     (option,) = (option for option in config.OPTIONS if option.name == field)
     assert chosen.problems == (f"{option.flag} {text!r}: expected {option.kind.allowed}",)
-    assert getattr(chosen, field) == getattr(ExporterConfig(), field)
+    if field != "listen":  # it has a test of its own
+        assert getattr(chosen, field) == getattr(ExporterConfig(), field)
     assert chosen.drain_timeout_s == 7.0
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "mistakes"),
+    [
+        ({"listen": ["127.0.0.1:109600"]}, {}, ()),
+        ({"mode": ["nod"]}, {}, ()),
+        ({}, {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": "localhost"}, ()),
+        ({}, {"TORCHOBS_EXPORTER_LISTEN_ADDRESS": "127.0.0.1:9000"}, ()),
+        ({}, {}, ("no such option: '--web.listen-adress', did you mean --web.listen-address?",)),
+        ({}, {}, ("no such argument: '127.0.0.1:9000'",)),
+    ],
+)
+def test_where_to_listen_cannot_be_read_is_loopback_only(
+    given: dict[str, list[str]], environ: dict[str, str], mistakes: tuple[str, ...]
+) -> None:
+    """Whoever said where to listen, and mistyped it, did not say "everywhere"; other mistakes leave the default."""
+    chosen = config.parse(given, environ, mistakes)
+    assert chosen.addresses == (Address("127.0.0.1", 10960),)
+    assert chosen.problems
+    assert config.parse({"grace_s": ["soon"]}, {}).addresses == (Address("", 10960),)
+    assert config.parse({**given, "listen": [":9000"]}, environ, mistakes).addresses == (Address("", 9000),)
 
 
 def test_a_regular_expression_in_the_drop_list_is_told_what_to_do_instead() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from torchobs._version import __version__
 from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError
 from torchobs.config import option_types, settings
 from torchobs.exporter import config, log_format
+from torchobs.node import launch
 
 _DESCRIPTION = """\
 Serve the metrics of training processes to Prometheus, and a live page for people.
@@ -26,9 +27,11 @@ examples:
   torchobs exporter --web.listen-address 127.0.0.1:9000 --web.listen-address '[::1]:9000'
   curl -s localhost:10960/metrics | grep torchobs_rank_state
 
-In Kubernetes it is a native sidecar. As kubelet starts no training beside a sidecar that fails, it never ends by itself there,
-whatever is wrong with its configuration: it serves what it can, and torchobs_exporter_config_ok is 0. On SIGTERM it waits until
-every scraper that it knows has fetched the final state. Every option is also an environment variable, which it overrides."""
+An option or a variable that is wrong ends it with exit status 2, before it listens anywhere. In Kubernetes it is a native
+sidecar. As kubelet starts no training beside a sidecar that fails, it never ends by itself there, whatever is wrong with its
+configuration: it serves what it can, on loopback only if it cannot read where, and torchobs_exporter_config_ok is 0. On SIGTERM
+it waits until every scraper that it knows has fetched the final state. Every option is also an environment variable, which it
+overrides."""
 
 _GROUPS = {
     "where to serve": ("--web.",),
@@ -46,12 +49,10 @@ class _MistakeError(Exception):
 
 
 class _Parser(arguments.Parser):
-    """A parser that exits on errors only when a person is there to read the message."""
+    """A parser that raises its errors: in a sidecar they are no end."""
 
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`."""
-        if _is_watched():
-            super().error(message)
         raise _MistakeError(message)
 
 
@@ -73,7 +74,11 @@ def parser(*, lenient: bool = False) -> arguments.Parser:
 
 
 def main(given: Sequence[str]) -> int:
-    """Run the exporter until it is signalled to end, and return its exit status."""
+    """Run the exporter until it is signalled to end, and return its exit status.
+
+    Raises:
+        CommandError: an option or a variable is wrong, and this is no sidecar.
+    """
     made, mistakes = parser(lenient=True), []
     # from Python 3.12 on argparse takes each for `-h`, prints the help and ends
     clustered = [word for word in given if word.startswith("-h") and word != "-h"]
@@ -86,8 +91,8 @@ def main(given: Sequence[str]) -> int:
     mistakes += [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in (*clustered, *rest)]
     found = {name: texts for name, texts in vars(options).items() if texts is not None}
     chosen = config.parse(found, settings.environment(), mistakes)
-    if chosen.problems and _is_watched():
-        made.error("\n".join(chosen.problems))
+    if chosen.problems and not launch.in_kubernetes(settings.environment()):
+        raise CommandError(f"{'; '.join(chosen.problems)}; `torchobs exporter --help` has all options and variables", 2)
     from torchobs.exporter.daemon import serve
 
     log_format.configure(chosen.log_level, chosen.log_format)
@@ -96,8 +101,3 @@ def main(given: Sequence[str]) -> int:
 
 def _hint(word: str) -> str:
     return f"{word!r}{option_types.closest(word.partition('=')[0], [option.flag for option in config.EVERY_OPTION])}"
-
-
-def _is_watched() -> bool:
-    """Return True if a person can read a message: on a terminal, but not in a pod with ``tty: true``."""
-    return sys.stderr.isatty() and "KUBERNETES_SERVICE_HOST" not in settings.environment()

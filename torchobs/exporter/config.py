@@ -24,6 +24,9 @@ Mode = Literal["sidecar", "node"]
 _PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
 """Matches messages about a misspelt flag or variable that may have been meant to set the web configuration."""
 
+_ADDRESS = re.compile(r"listen|address|bind|--mode|EXPORTER_MODE|systemd|:\d+'", re.IGNORECASE)
+"""Matches messages about a flag or variable that says, or may have been meant to say, where to listen."""
+
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
@@ -149,7 +152,7 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "where trainers of this user, or of this pod, put them", ("TORCHOBS_DIR",), flag="--flight-dir", metavar="DIR",
     ),
     Option(
-        "listen", ValueKind("host:port or unix:/path", _listen_address),
+        "listen", ValueKind(f"{kinds.ADDRESS.allowed}, or unix:/path", _listen_address),
         "HOST:PORT or unix:/PATH to listen on.",
         ":10960, with --mode node 127.0.0.1:10960", flag="--web.listen-address", metavar="ADDRESS", several=True,
     ),
@@ -281,7 +284,8 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     """Return the configuration for the command line's values (``given``: texts by option name) and the environment.
 
     An invalid value is ignored and listed in ``problems`` instead of raised: a sidecar that exits keeps the pod's training from
-    starting. ``mistakes``: other errors of the command line, to be listed as well.
+    starting. If it may have said where to listen, that is loopback only. ``mistakes``: other errors of the command line, to be
+    listed as well.
     """
     complaints = [*mistakes, *unknown_variables(environ)]
     if any(map(_PROTECTION.search, complaints)):
@@ -294,6 +298,12 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
             chosen[option.name] = tuple(values) if option.several else values[-1]
         elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
             chosen[option.name] = ""  # refuse all requests: the page was meant to be protected
+    if (
+        "listen" not in chosen
+        and chosen.get("mode") != "node"
+        and any(map(_ADDRESS.search, [*complaints, *map(str, problems)]))
+    ):
+        chosen["listen"] = (settings.EXPORTER_ADDRESS,)
     push, push_problems = otlp.parse(given, environ)
     found = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
     return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(found))  # type: ignore[arg-type]  # each option's kind has its field's type

@@ -1,4 +1,4 @@
-"""Logging of the exporter to standard error, as logfmt or JSON lines, at most one per cause and minute."""
+"""Logging of the exporter to standard error, as logfmt or JSON lines, each line at most once a minute."""
 
 from __future__ import annotations
 

@@ -55,6 +55,11 @@ GRACE_S = 90.0
 """How long a rank's last state is kept for a scraper: longer than Prometheus' default scrape interval, a minute."""
 
 
+def in_kubernetes(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a container of a pod, where kubelet starts the exporter, as a sidecar that never ends by itself."""
+    return "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir()
+
+
 def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s: float = GRACE_S) -> None:
     """Start an exporter for the flight directory unless there is one. Failures are logged, each once, and never raised.
 
@@ -63,7 +68,7 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
     the default address or the next free port.
     """
     environ = settings.environment()
-    if "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir():
+    if in_kubernetes(environ):
         _warn_once(log, "no exporter is started in Kubernetes: there it is a sidecar of the pod")
         return
     try:

@@ -1,7 +1,7 @@
 """``exporter.log`` in the flight directory: the exporter's log, of bounded size.
 
-The directory is memory (tmpfs) and nobody watches the file: at most one line per cause and minute, and the older half is
-dropped when it grows too large.
+The directory is memory (tmpfs) and nobody watches the file: a line comes once a minute, and the older half is dropped when it
+grows too large.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import stat
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchobs.support.rate_limit import RateLimiter
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 NAME = "exporter.log"
 MAX_SIZE = 256 * 1024
+BURST = 10
+"""Lines a minute that differ in what they name only"""
 _MAX_CAUSES = 1000
 
 
@@ -42,21 +45,28 @@ def shorten(fd: int, limit: int = MAX_SIZE) -> None:
 
 
 class OncePerMinute(logging.Filter):
-    """Passes one record per cause (logger and unformatted message) every ``interval_s``; counts the rest.
+    """Passes a line (logger and text) once every ``interval_s``, and of lines with one unformatted message ``BURST``.
 
-    A ``cause`` in the record's ``extra`` is part of it: the same message about another address is another cause.
+    The rest is counted. A record with ``good_news`` in its ``extra`` passes always, and what was wrong before is new again.
     """
 
     def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        # already formatted messages look like separate causes: their number is bounded
-        self._limiter, self._clock = RateLimiter(interval_s, most_keys=_MAX_CAUSES), clock
+        self._texts = RateLimiter(interval_s, most_keys=_MAX_CAUSES)
+        # the same about hundreds of files, or in words that others choose
+        self._messages = RateLimiter(interval_s / BURST, BURST, most_keys=_MAX_CAUSES)
+        self._clock = clock
+        self._good_news: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is to be written; the number of suppressed ones is appended to it."""
-        cause = record.name, str(record.msg), str(getattr(record, "cause", ""))
-        if not self._limiter.take(self._clock(), cause):
+        if getattr(record, "good_news", False):
+            self._good_news[record.name] += 1
+            return True
+        now, source = self._clock(), (record.name, self._good_news[record.name])
+        text, message = (*source, record.getMessage()), (*source, str(record.msg))
+        if not self._texts.take(now, text) or not self._messages.take(now, message):
             return False
-        if dropped := self._limiter.held_back(cause):
+        if dropped := self._texts.held_back(text) + self._messages.held_back(message):
             record.msg = f"{record.msg} [and {dropped} more like it]"
         return True

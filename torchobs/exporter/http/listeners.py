@@ -32,6 +32,7 @@ RETRY_S = 5.0
 """Pause before listening is tried again."""
 
 _log = logging.getLogger(__name__)
+_GOOD_NEWS = {"good_news": True}
 
 
 class ApiSocket(NamedTuple):
@@ -93,7 +94,7 @@ class Listeners:
         try:
             for bound in systemd_sockets(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
                 await self._serve(bound)
-                _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
+                _log.info("listening on %s", bound.getsockname(), extra=_GOOD_NEWS)
         except OSError as problem:
             self._systemd_problems = (f"--web.systemd-socket: {problem.strerror}",)
             _log.error("%s", *self._systemd_problems)
@@ -160,7 +161,7 @@ class Listeners:
             return bind()
         except OSError as problem:
             self._bind_problems.append(f"{failure}: {problem.strerror or problem}")
-            _log.error("%s: %s", failure, problem.strerror or problem, extra={"cause": failure})
+            _log.error("%s: %s", failure, problem.strerror or problem)
             return None
 
     def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
@@ -180,12 +181,12 @@ class Listeners:
 
     def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
         if isinstance(address, UnixAddress):
-            _log.info("listening on %s", address, extra={"cause": address})
+            _log.info("listening on %s", address, extra=_GOOD_NEWS)
             return
         actual = Address(address.host, bound.getsockname()[1])
         if address.port not in {0, actual.port}:
             _log.warning("%s is taken by another program: listening on %s", address, actual)
-        _log.info("listening on %s", actual, extra={"cause": actual})
+        _log.info("listening on %s", actual, extra=_GOOD_NEWS)
         self._address = self._address or str(actual)
         self._announce_address()
 

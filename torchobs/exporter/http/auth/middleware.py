@@ -115,7 +115,7 @@ class WebConfigMiddleware:
             return
         self._active, self.problem = ActiveConfig(config, context), ""
         notes = tls.notes(config.tls) if config.tls is not None else ()
-        _log.info("web configuration in force: %s", "; ".join((str(path), *notes)))
+        _log.info("web configuration in force: %s", "; ".join((str(path), *notes)), extra={"good_news": True})
 
     def _report(self, path: Path, problem: OSError | ValueError) -> None:
         words = f"{problem}" if isinstance(problem, WebConfigError) else getattr(problem, "strerror", None) or "it is no UTF-8"
