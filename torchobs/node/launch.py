@@ -56,7 +56,7 @@ GRACE_S = 90.0
 
 
 def in_kubernetes(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a container of a pod, where kubelet starts the exporter, as a sidecar that never ends by itself."""
+    """Return whether this is a container of a pod, where kubelet starts the exporter as a sidecar that never ends by itself."""
     return "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir()
 
 
