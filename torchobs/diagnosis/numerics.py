@@ -332,9 +332,9 @@ def _faded(report: RankReport) -> Iterator[Finding]:
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:
-    """Yield the layers that have not changed, by cause, unless they learn by now."""
+    """Yield the layers that have not changed, by cause."""
     stuck = stuck_layers_of(report.events)
-    if not stuck or report.value(catalog.GRAD_UNMOVED_LAYERS) == 0:
+    if not stuck:
         return
     causes = []
     for one in stuck:
