@@ -102,7 +102,7 @@ def _slowdown(status: RankStatus) -> Html:
 
 
 def _memory(row: Row) -> Html:
-    part = "" if row.memory_share is None else f" ({text_format.percent(row.memory_share)})"
+    part = "" if row.fullest is None else f" ({row.fullest[0]} {text_format.percent(row.fullest[1])} full)"
     return joined([exact(text_format.size(row.memory), row.memory), part if row.memory is not None else ""])
 
 

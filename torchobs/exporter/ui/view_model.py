@@ -119,8 +119,8 @@ class Row:
     """the last gradient norm that was measured, finite or not"""
     memory: float | None
     """bytes in use: on its devices, or by its process if it has none"""
-    memory_share: float | None
-    """share of the limit, if one is known"""
+    fullest: tuple[str, float] | None
+    """the fullest memory that it may use (a device, the machine, a cgroup), and how full that is"""
 
     @property
     def rank(self) -> str:
@@ -318,13 +318,21 @@ def _key(ranks: Sequence[Rank]) -> str:
     return f"{ranks[0].job_name}/{ranks[0].run_id}"
 
 
-def _memory(readings: Readings) -> tuple[float | None, float | None]:
-    """Return a rank's memory in use in bytes, and its share of the limit: of its fullest device, or of its process."""
-    allocated, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
-    if allocated:
-        shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
-        return sum(allocated.values()), max(shares, default=None)
-    return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
+def _memory(readings: Readings) -> tuple[float | None, tuple[str, float] | None]:
+    """Return a rank's memory in use in bytes, and the fullest of its devices, or of the limits of its process, if it has none.
+
+    The share of a device is what the rank itself has reserved there; that of a machine or cgroup is of all of its processes.
+    """
+    reserved, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
+    if reserved:
+        shares = {device[0]: value / limits[device] for device, value in reserved.items() if limits.get(device)}
+        return sum(reserved.values()), _largest(shares)
+    shares = {limit: share for (limit,), share in readings.of(catalog.MEMORY_HOST_UTILIZATION).items()}
+    return readings.get(catalog.MEMORY_HOST_RSS), _largest(shares)
+
+
+def _largest(shares: Mapping[str, float]) -> tuple[str, float] | None:
+    return max(shares.items(), key=lambda item: item[1], default=None)
 
 
 def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:
