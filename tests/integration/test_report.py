@@ -280,7 +280,10 @@ def test_list_of_runs(trainings: Trainings, flight_dir: Path, capsys: pytest.Cap
         ("run-finished", "run-raised", "run-killed", "run-pair"), 60
     )
     assert next(run["loss"] for run in found["runs"] if run["run_id"] == "run-raised") == "NaN"
-    assert "no runs in" in ran(capsys, "runs", "--dir", flight_dir)[1]
+    status, told, _ = ran(capsys, "runs", "--dir", flight_dir)
+    assert (status, "no runs in" in told) == (2, True)
+    status, told, _ = ran(capsys, "runs", "--dir", flight_dir, "--json")
+    assert (status, json.loads(told)["runs"]) == (2, [])
 
 
 def test_two_runs_compared(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

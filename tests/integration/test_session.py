@@ -71,6 +71,34 @@ def test_init_is_idempotent_and_thread_safe(flight_dir: Path) -> None:
         torchobs.shutdown()
 
 
+def test_a_second_init_says_what_it_ignores(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings that differ from those in force are named once; the same ones are no matter; a typo is an error as at first."""
+    session = torchobs.init(flight_dir=flight_dir, level="basic")
+    try:
+        with caplog.at_level(logging.WARNING, "torchobs"):
+            assert torchobs.init(flight_dir=str(flight_dir), level="basic", rank=None) is session
+            assert caplog.messages == []
+            assert torchobs.init(level="extreme", total_steps=7) is session
+            assert torchobs.init(grad_interval="never") is session
+        ignored, wrong = caplog.messages
+        assert "level=extreme, total_steps=7 are ignored" in ignored
+        assert "grad_interval='never': expected auto" in wrong
+        with pytest.raises(TypeError, match="'levle' is an unknown setting, did you mean level"):
+            torchobs.init(levle="extreme")
+    finally:
+        torchobs.shutdown()
+
+
+def test_a_session_says_what_it_records(flight_dir: Path) -> None:
+    """Run and step, and after its end where that lies; an inert one that there is nothing."""
+    with torchobs.init(flight_dir=flight_dir, job_name="translation", run_id="r7", rank=3) as session:
+        train(2)
+        assert repr(session) == "<torchobs.Session: job translation, run r7, rank 3, step 2>"
+    assert repr(session) == f"<torchobs.Session: job translation, run r7, rank 3, ended, recorded in {session.recorded_in}>"
+    with torchobs.init(enabled=False) as session:
+        assert repr(session) == "<torchobs.Session: nothing is recorded>"
+
+
 def test_a_session_is_a_context_manager(flight_dir: Path) -> None:
     """Leaving it shuts down; an exception on its way out is the rank's end."""
     session = torchobs.init(flight_dir=flight_dir)

@@ -56,7 +56,7 @@ def main(given: Sequence[str]) -> int:
             "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": left_out,
         }  # fmt: skip
         out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
-        return 0
+        return 0 if runs else arguments.NOTHING
     style = style_for(out)
     lines = (
         _lines(runs, style)
@@ -66,7 +66,7 @@ def main(given: Sequence[str]) -> int:
     lines += notes
     lines += [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
     out.write("".join(f"{line}\n" for line in lines))
-    return 0
+    return 0 if runs else arguments.NOTHING
 
 
 def _lines(runs: Sequence[RunSummary], style: TerminalStyle) -> list[str]:

@@ -41,6 +41,9 @@ class Summary:
     """Prints the messages at start and end. Must be created before ``init()``, so that its exit handler runs last."""
 
     def __init__(self, *, quiet: bool) -> None:
+        from torchobs.runtime.page_address import PageAddress
+
+        PageAddress.said_elsewhere = True
         self._quiet = quiet
         self._watched: _Watched | None = None
         # exit handlers run last in, first out: this one after the session's and the script's
@@ -71,15 +74,13 @@ class Summary:
         _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
 
     def _say_address(self) -> None:
-        from torchobs.flight.files.location import opened
-        from torchobs.node import announcement
+        from torchobs.runtime.page_address import announced
 
         until = time.monotonic() + _PATIENCE_S
         while self._watched is not None and time.monotonic() < until:
-            with contextlib.suppress(OSError), opened(self._watched.directory) as directory_fd:
-                if (found := announcement.read(directory_fd)) is not None:
-                    _tell([f"this run is shown live on {found.url}"])
-                    return
+            if url := announced(self._watched.directory):
+                _tell([f"this run is shown live on {url}"])
+                return
             time.sleep(_LOOK_S)
 
 

@@ -15,6 +15,7 @@ from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.runtime.page_address import PageAddress
 
 INTERVAL_S = 1.0
 _STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radius:6px;padding:.35em .8em;display:inline-block"
@@ -30,8 +31,8 @@ def in_notebook() -> bool:
 class NotebookStatus:
     """The line, shown below the cell that called ``init()``; the sampler thread updates it once a second."""
 
-    def __init__(self, context: ProbeContext, name: str) -> None:
-        self._context, self._name = context, name
+    def __init__(self, context: ProbeContext, name: str, page: PageAddress | None = None) -> None:
+        self._context, self._name, self._page = context, name, page
         self._handle: Any = None
         self._shown, self._due_s = "", 0.0
         self._before: tuple[float, int] | None = None
@@ -53,6 +54,8 @@ class NotebookStatus:
 
     def update(self, words: str) -> None:
         """Replace what the line says."""
+        if self._page is not None and self._page.url:
+            words += f' · <a href="{escape(self._page.url)}" target="_blank" rel="noopener">live page</a>'
         if self._handle is not None and words != self._shown:
             self._shown = words
             self._handle.update(self._html(words))

@@ -40,6 +40,7 @@ from torchobs.runtime import empty_run, spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.history import GaugeHistory
 from torchobs.runtime.notebook import NotebookStatus, in_notebook
+from torchobs.runtime.page_address import PageAddress
 from torchobs.runtime.probe_manager import ProbeManager
 from torchobs.runtime.progress_watch import ProgressWatch
 from torchobs.runtime.run_details import RunDetails
@@ -56,7 +57,7 @@ from torchobs.support.rank_log import OWN, name_rank, remove_rank
 from torchobs.support.tensor_reference import let_tensors_be_swapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
     from importlib.abc import MetaPathFinder
     from multiprocessing.util import Finalize
     from types import TracebackType
@@ -98,6 +99,7 @@ class Session:
         self._children: SpawnedRanks | None = None
         self._history: GaugeHistory | None = None
         self._notebook: NotebookStatus | None = None
+        self._page: PageAddress | None = None
         self.recorded_in = ""
         """Path of the flight file, also after the end; empty if there is none"""
         self._inherited: Session | None = None
@@ -113,6 +115,17 @@ class Session:
         if error is not None and self.active:
             settle(CircuitBreaker("exits"), self._exits.record_escaping, error)
         self.close()
+
+    def __repr__(self) -> str:
+        """Return the run, the step and the live page's address."""
+        if self.identity is None or not self.recorded_in:
+            return "<torchobs.Session: nothing is recorded>"
+        run = f"job {self.identity.job_name}, run {self.identity.run_id}, rank {self.identity.rank}"
+        context = self.context
+        if context is None or not self.active:
+            return f"<torchobs.Session: {run}, ended, recorded in {self.recorded_in}>"
+        page = f", live on {self._page.url}" if self._page is not None and self._page.url else ""
+        return f"<torchobs.Session: {run}, step {context.recorder.step:,}{page}>"
 
     @property
     def active(self) -> bool:
@@ -163,8 +176,12 @@ class Session:
             ("children", partial(hide_launcher_file, context)),
             ("patches", PatchWatch(context).observe),
         ]
+        if chosen.exporter:
+            says = chosen.summary and not found_identity.rank and not in_notebook()
+            self._page = PageAddress(writer.path, says=says)
+            self._samples.append(("page", self._page.sample))
         if chosen.summary and in_notebook():
-            self._notebook = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}")
+            self._notebook = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}", self._page)
             call(context.breaker("notebook"), self._notebook.begin)
             self._samples.append(("notebook", self._notebook.sample))
         if chosen.run_details:
@@ -288,7 +305,8 @@ class Session:
 def init(**overrides: object) -> Session:
     """Start recording this process's training. Idempotent and thread-safe; never raises because of the environment.
 
-    Every setting (docs/settings.md) can be given by name; an argument beats the environment, which beats the default. Where
+    Every setting (docs/settings.md) can be given by name; an argument beats the environment, which beats the default. A second
+    call returns the session that there is; a warning names the settings of it that differ and are ignored. Where
     nothing can be recorded (no space, a system other than Linux or macOS, a worker process) the session is inert, and one
     warning says why.
 
@@ -297,9 +315,10 @@ def init(**overrides: object) -> Session:
     """
     global _current  # noqa: PLW0603  # the one session of the process
     with _lock:
-        if _current is not None and _current.pid == os.getpid():
-            return _current
         chosen, problems = settings.resolve(overrides)
+        if _current is not None and _current.pid == os.getpid():
+            _warn_ignored(_current, overrides, chosen, problems)
+            return _current
         if _is_worker():
             return Session()  # not kept: a child that is importing its main module may become a rank later
         inherited, session = _current, Session()
@@ -307,6 +326,7 @@ def init(**overrides: object) -> Session:
             inherited._remove_hooks(inherited.context)  # noqa: SLF001  # the parent's inert hooks, in a forked child that is a rank itself
             session._inherited = inherited  # noqa: SLF001  # as above
         _current = session
+        session.settings = chosen
         # an invalid argument is None here if the default is
         given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
         session.given = {name: option_types.as_text(value) for name, value in given.items() if value is not None}
@@ -318,6 +338,22 @@ def init(**overrides: object) -> Session:
                 "torchobs: off, init() failed with %s at %s; training is not affected", failure.exception, failure.location
             )
         return session
+
+
+def _warn_ignored(
+    session: Session, overrides: Mapping[str, object], chosen: Settings, problems: Iterable[settings.SettingsProblem]
+) -> None:
+    """Warn of the arguments of a second ``init()`` that are wrong, or other than what is in force."""
+    sources = {settings.named(name).flag or f"argument {name}": name for name in overrides}
+    wrong = {sources[problem.name]: problem for problem in problems if problem.name in sources}
+    for problem in wrong.values():
+        logger.warning("torchobs: %s; it is ignored, since init() was called before", problem)
+    given = {name for name, value in overrides.items() if value is not None} - wrong.keys()
+    other = [name for name in sorted(given) if getattr(chosen, name) != getattr(session.settings, name)]
+    if other:
+        texts = ", ".join(f"{name}={option_types.as_text(getattr(chosen, name))}" for name in other)
+        what = "is" if len(other) == 1 else "are"
+        logger.warning("torchobs: %s %s ignored, since init() was called before; torchobs.shutdown() ends that", texts, what)
 
 
 def unpickle_token(given: dict[str, str], launcher: str) -> object:
