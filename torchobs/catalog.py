@@ -652,8 +652,8 @@ DDP_INFO = _gauge(
     survives=True,
 ).described("Constant 1; its labels are the settings of DistributedDataParallel.")
 COLLECTIVE_ENQUEUED = _gauge("torchobs.collective.enqueued", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP, survives=True).described(
-    "Sequence number of the last collective that this rank has called in a process group of several, by torch's flight"
-    " recorder: the same on all its ranks, but for those in flight. In a hang the lowest is that of the rank that did not come."
+    "Sequence number of the last collective that this rank has called in a process group of several, as the group counts it:"
+    " the same on all its ranks, but for those in flight. In a hang the lowest is that of the rank that did not come."
 )
 COLLECTIVE_COMPLETED = _gauge("torchobs.collective.completed", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP).described(
     "Sequence number of the last collective of a process group that has come back on this rank. Absent while training moves."
@@ -1028,6 +1028,11 @@ EVENT_TRAINER = _info(
     Attribute("framework", "lightning, transformers or accelerate"),
     Attribute("version", "the framework's"),
 )
+RECENT_COLLECTIVES = Attribute(
+    "collectives",
+    "of a rank that waits, or that a timeout ended: its last collectives, by torch's flight recorder, with group,"
+    " number, kind and the line that called each",
+)
 EVENT_EXCEPTION = _error(
     "torchobs.exception",
     "An uncaught exception. In the main thread it ends the rank; in another thread, a notebook's cell or a test it does not.",
@@ -1048,6 +1053,7 @@ EVENT_EXCEPTION = _error(
     Attribute("timeout", "of an operation of torch.distributed that timed out: which", COLLECTIVE_TIMEOUTS),
     Attribute("timeout_s", "after how many seconds, if torch says so", unit="s"),
     Attribute("absent_ranks", "the ranks that did not come, if torch says so"),
+    RECENT_COLLECTIVES,
     Attribute("unused", "of DistributedDataParallel's error: names of the parameters without a gradient, at most eight"),
     Attribute("unused_count", "number of those parameters"),
     Attribute("unused_of", "class of the model that DistributedDataParallel wraps"),
@@ -1524,6 +1530,7 @@ EVENT_STACKS = _info(
     Attribute("phase", "for one that stood still: the phase in which it did"),
     Attribute("workers", "state of at most eight worker processes of its data loaders, those first that the next batch is of"),
     Attribute("awaited", "the worker that the next batch is expected of"),
+    RECENT_COLLECTIVES,
 )
 LACK = Attribute("detail", "the system's error message, or the space needed")
 EVENT_STACKS_FAILED = _warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,17 @@ for number in range(30):
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(0.02)
+
+def save():
+    if rank == 0:
+        dist.barrier()
+
+def finish():
+    dist.barrier()
+
+save()
+finish()
+time.sleep(600)
 """
 TIMEOUT_S = 5.0
 
@@ -70,22 +82,26 @@ def ended(start: Any, flight_dir: Path, tmp_path: Path, place: str) -> list[str]
     diagnosis = diagnose_run(reports)
     assert reports[diagnosis.principal].rank == "1"
     (of_rank_0,) = (found for report, found in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")
-    assert "after step 20: a timeout after 5 s, it waited for " in of_rank_0[0].text
+    step = 30 if place == "save" else 20
+    assert f"after step {step}: a timeout after 5 s, it waited for " in of_rank_0[0].text
     return [finding.text for finding in diagnosis.together]
 
 
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        ("sleep", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21."),
-        ("loop", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21."),
-        ("hook", "Rank 1 stays in backward of step 21, and the other rank waits in backward of step 21."),
+        ("sleep", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21. "),
+        ("loop", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21. "),
+        ("hook", ""),
+        ("save", ""),
     ],
 )
 def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_path: Path, place: str, told: str) -> None:
-    """And not rank 0, whose exception ended the run, as the one that failed first."""
+    """And not rank 0, whose exception ended the run, as the one that failed first; it has called one collective more."""
     found = ended(start, flight_dir, tmp_path, place)
-    assert found[0] == f"A collective timed out after 5 s on rank 0. {told}"
+    begin, _, counts = found[0].partition("Rank 0 called one collective more than rank 1 ")
+    assert begin == f"A collective timed out after 5 s on rank 0. {told}"
+    assert re.match(r"\(\d+ and \d+ of group default \(gloo\)\)", counts)
     assert not any("failed first" in text or "Only rank" in text for text in found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,46 @@ def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
     )
     assert told(rank(0, gave_up=True), rank(1, gave_up=True)).endswith("which rank did not come cannot be told.")
     assert not blamed([rank(0, gave_up=True), rank(1, gave_up=True)])
+
+
+def counted(report: RankReport, number: int, *calls: str) -> RankReport:
+    """The same rank with the number of collectives that it has called, and the last of them."""
+    values: dict[tuple[str, ...], Any] = {(catalog.COLLECTIVE_ENQUEUED.name, "gloo", "default"): float(number)}
+    numbered = [f"default (gloo) #{number - len(calls) + 1 + at} {call}" for at, call in enumerate(calls)]
+    events = [one._replace(attributes={**one.attributes, "collectives": numbered}) for one in report.events]
+    return replace(report, values=values, events=tuple(events))
+
+
+def test_a_rank_that_called_one_collective_more_is_told_with_the_line() -> None:
+    """Promise: by the numbers that groups count, and where both ranks' last calls are known with the one that was more."""
+    last_steps = ["all_reduce at a.py:9 in main"] * 2
+    stacks = fact(catalog.EVENT_STACKS, END_S - 1, 201, cause="stalled")
+    one = counted(rank(0, gave_up=True), 207, *last_steps, "barrier at a.py:2 in save", "barrier at a.py:5 in finish")
+    other = counted(rank(1, phase="idle", events=[stacks]), 206, *last_steps, "barrier at a.py:5 in finish")
+    more = "Rank 0 called one collective more than rank 1 (207 and 206 of group default (gloo))"
+    assert told(one, other) == (
+        "A collective timed out after 4 s on rank 0. Rank 1 has left its training loop, and the other rank waits in backward of"
+        f" step 202. {more}: barrier at a.py:2 in save."
+    )
+    assert told(one, counted(other, 206)).endswith(f"{more}.")
+
+
+def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:
+    """Promise: nobody is named for being where the rank is that waits for it; without counts it cannot be told."""
+    waits, other = rank(0, gave_up=True), rank(1, phase="backward")
+    assert told(waits, other) == "A collective timed out after 4 s on rank 0. Which rank did not come cannot be told."
+    assert not blamed([waits, other])
+    assert told(counted(waits, 9), counted(other, 7)) == (
+        "A collective timed out after 4 s on rank 0. "
+        "Rank 0 called 2 collectives more than rank 1 (9 and 7 of group default (gloo))."
+    )
+    assert set(blamed([counted(waits, 9), counted(other, 7)])) == {"1"}
+
+
+def test_counts_of_a_rank_that_trained_to_its_end_are_not_compared() -> None:
+    """Promise: they are published once a second, and may be those of a step before its last."""
+    killed = counted(rank(1, phase="other", seconds=20.5), 7)
+    assert "more than" not in told(counted(rank(0, gave_up=True, seconds=20.9), 9), killed)
 
 
 def timeout_elsewhere() -> Any:

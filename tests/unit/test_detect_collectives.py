@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchobs.detect import hang
-from torchobs.detect.collectives import Absence, GroupProgress, absent, mismatched
+from torchobs.detect.collectives import Absence, GroupProgress, Surplus, absent, inserted, mismatched, surplus
 from torchobs.detect.hang import Position, blamed
 
 WAITS = GroupProgress(413, 412, 60.0, "all_reduce", 4000.0)
@@ -119,3 +119,31 @@ def test_a_stack_in_an_operation_that_is_not_recorded_absolves() -> None:
     recv = ("/x/torch/distributed/distributed_c10d.py:9 in recv",)
     found = blamed({"0": at(WAITS), "1": at(AWAY, frames=recv), "2": at(AWAY, frames=("/home/me/train.py:3 in load",))})
     assert set(found) == {"2"}
+
+
+def test_ranks_that_called_different_numbers_are_told_apart_by_group() -> None:
+    """The most calls first; a group in which all called the same, or of one rank here, has no difference."""
+    called = {"0": {"default": 207, "tp:1": 9}, "1": {"default": 206, "tp:1": 9}, "2": {"default": 207, "dp:2": 4}, "3": {}}
+    assert surplus(called) == [Surplus("default", {207: ("0", "2"), 206: ("1",)})]
+    assert surplus({}) == []
+
+
+def calls(*texts: str, first: int = 1) -> dict[int, str]:
+    """Calls by number."""
+    return dict(enumerate(texts, first))
+
+
+def test_the_calls_that_one_rank_made_more_are_those_between_equal_ones() -> None:
+    """A barrier in one rank's branch shifts all that follow; a second rank's lines before and behind it are the same."""
+    one, other = calls("step", "step", "save", "finish"), calls("step", "step", "finish")
+    assert inserted(one, other) == ("save",)
+    assert inserted(calls("step", "step", "finish"), calls("step", "step")) == ("finish",)
+    assert inserted(calls("step", "a", "b", "finish"), calls("step", "finish")) == ("a", "b")
+
+
+def test_calls_that_do_not_align_show_nothing() -> None:
+    """Lines that differ by rank, windows without a common beginning, and none at all."""
+    assert inserted(calls("rank 0", "x", "finish"), calls("rank 1", "finish")) == ()
+    assert inserted(calls("step", "save", "other", "finish"), calls("step", "more", "finish")) == ()
+    assert inserted(calls("save", "finish", first=9), calls("step", "finish", first=7)) == ()
+    assert inserted(calls("step"), calls("step")) == inserted({}, {}) == inserted(calls("step"), {}) == ()

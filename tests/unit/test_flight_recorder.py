@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 
 from torchobs import catalog
 from torchobs.probes.lifecycle import flight_recorder
-from torchobs.probes.lifecycle.flight_recorder import GroupStatus, UnreadableError, decode, operation, parse
+from torchobs.probes.lifecycle.flight_recorder import (
+    GroupStatus,
+    RecordedCall,
+    UnreadableError,
+    calls,
+    decode,
+    operation,
+    parse,
+)
 
 GLOO = (Path(__file__).parent / "golden" / "flight_recorder" / "gloo-2.10.json").read_bytes()
 """Recorded by rank 0 of two with torch 2.13 on a CPU: it waits in an all-reduce and a broadcast of the default group."""
@@ -75,6 +84,30 @@ def test_the_pickled_form_says_the_same() -> None:
     for entry in pickled["entries"]:
         entry |= {"process_group": tuple(entry["process_group"]), "time_discovered_completed_ns": None}
     assert parse(pickled) == decode(GLOO)
+
+
+def pickled(**given: Any) -> bytes:
+    """A pickled dump of one collective and what is ``given`` of it."""
+    frames = [{"name": "barrier", "filename": "/torch/d.py", "line": 7}, {"name": "save", "filename": "a.py", "line": 3}]
+    return pickle.dumps({"version": "2.10", "entries": [nccl_entry(5, profiling_name="gloo:barrier", frames=frames, **given)]})
+
+
+def test_calls_have_the_lines_that_made_them() -> None:
+    """In the pickled form; point-to-point operations have no number of their group's."""
+    frames = (("/torch/d.py", 7, "barrier"), ("a.py", 3, "save"))
+    assert calls(pickled(), 8) == [RecordedCall("0", "default_pg", "gloo", "barrier", 5, frames)]
+    assert calls(pickled(is_p2p=True), 8) == []
+    assert calls(pickled(collective_seq_id=None), 8) == []
+
+
+@pytest.mark.parametrize(
+    "dumped",
+    [b"", b"\x80", pickle.dumps([]), pickle.dumps({"version": "9.1", "entries": []}), pickle.dumps({"version": "2.10"}),
+     pickle.dumps({"version": "2.10", "entries": [Path()]}), b"cos\nsystem\n(S'true'\ntR."],
+)  # fmt: skip
+def test_a_pickle_is_plain_values_or_refused(dumped: bytes) -> None:
+    """No class is looked up for it."""
+    assert calls(dumped, 8) == []
 
 
 def test_a_recorder_that_is_off_has_no_groups() -> None:

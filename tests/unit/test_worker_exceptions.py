@@ -8,7 +8,7 @@ import traceback
 import pytest
 from torch._utils import ExceptionWrapper
 
-from torchobs.probes.lifecycle.exceptions import _places, describe
+from torchobs.probes.lifecycle.exceptions import describe, places
 from torchobs.probes.lifecycle.worker_exceptions import parse
 
 HEAD = "Traceback (most recent call last):\n"
@@ -122,4 +122,4 @@ def test_a_package_of_another_environment_is_not_the_user_s_line() -> None:
     """Torch may be installed once for many environments."""
     shared = "/opt/shared/lib/python3/dist-packages/torch/_utils.py"
     frames = [("/home/me/train.py", "train.py:10 in main"), (shared, "_utils.py:7 in f")]
-    assert _places(frames) == ("_utils.py:7 in f", "train.py:10 in main")
+    assert places(frames) == ("_utils.py:7 in f", "train.py:10 in main")

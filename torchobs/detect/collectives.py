@@ -48,6 +48,14 @@ class Absence(NamedTuple):
     """number of ranks seen to wait for it"""
 
 
+class Surplus(NamedTuple):
+    """Ranks of a group that have called different numbers of collectives."""
+
+    group: str
+    ranks: Mapping[int, tuple[str, ...]]
+    """by the number of collectives, the highest first; two or more"""
+
+
 class Mismatch(NamedTuple):
     """Ranks of a group that wait in different operations, each of which was its next."""
 
@@ -77,6 +85,34 @@ def absent(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> dict[str, Absenc
             if one.enqueued < number and rank not in busy:
                 found.setdefault(rank, Absence(group, number, kind, one.enqueued, len(there)))
     return found
+
+
+def surplus(called: Mapping[str, Mapping[str, int]]) -> list[Surplus]:
+    """Return the groups in which ranks have called different numbers of collectives. ``called``: of each rank, by group."""
+    found = []
+    for group in sorted({group for counts in called.values() for group in counts}):
+        by_number: dict[int, list[str]] = {}
+        for rank, counts in called.items():
+            if group in counts:
+                by_number.setdefault(counts[group], []).append(rank)
+        if len(by_number) > 1:
+            found.append(Surplus(group, {number: tuple(ranks) for number, ranks in sorted(by_number.items(), reverse=True)}))
+    return found
+
+
+def inserted(longer: Mapping[int, str], shorter: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the calls that one rank has made more than another; empty if their calls do not show that.
+
+    ``longer``, ``shorter``: the last calls of each in one group, by number. They show it where they are the same up to some
+    number, and from there on the same again when the additional ones are left out.
+    """
+    more = max(longer, default=0) - max(shorter, default=0)
+    common = [number for number in sorted(shorter) if number in longer]
+    first = next((number for number in common if longer[number] != shorter[number]), max(shorter, default=0) + 1)
+    same_before = bool(common) and common[0] < first
+    same_behind = all(longer.get(number + more) == text for number, text in shorter.items() if number >= first)
+    found = tuple(longer[number] for number in range(first, first + more) if number in longer)
+    return found if same_before and same_behind and 0 < len(found) == more else ()
 
 
 def mismatched(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[Mismatch]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torchobs.detect import collectives as detect_collectives
 from torchobs.detect import hang as detect_hang
 from torchobs.detect.hang import Blamed
-from torchobs.diagnosis import hang, text_format
+from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.health import ERROR, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import RankStatus, compared
@@ -52,8 +53,12 @@ def finding(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     what = _WHAT.get(facts[0].text("timeout"), "A collective")
     text = f"{what} timed out{_after(facts[0])} on {text_format.ranks(list(gave_up), _MOST_NAMED)}."
     absent = [rank for rank in _named(facts) if rank not in {report.rank for report in ranks}]
-    if found:
-        text = f"{text} {hang.sentence(whole, found)}"
+    counted = [] if absent else list(collectives.surplus(whole, ranks))
+    if counted and not _named(facts) and _are_alike(whole, found):
+        text = " ".join([text, *counted])
+    elif found:
+        uncounted = [replace(status, called={}) for status in whole]
+        text = " ".join([text, hang.sentence(uncounted, found), *counted])
     elif len(gave_up) == len(ranks) and not absent:
         text = f"{text} {_each(whole)}"
     elif not absent:
@@ -99,7 +104,18 @@ def _blamed(ranks: Sequence[RankReport], whole: Sequence[RankStatus]) -> dict[st
     if found:
         return found
     others = [rank for rank in at if rank not in gave_up]
-    return {others[0]: detect_hang.alone(at[others[0]])} if len(others) == 1 else {}
+    if len(others) != 1:
+        return {}
+    alone = {others[0]: detect_hang.alone(at[others[0]])}
+    counts = detect_collectives.surplus({status.rank: status.called for status in whole})
+    called_least = {rank for group in counts for rank in group.ranks[min(group.ranks)]}
+    return alone if others[0] in called_least or not _are_alike(whole, alone) else {}
+
+
+def _are_alike(whole: Sequence[RankStatus], found: Mapping[str, Blamed]) -> bool:
+    """Return whether nothing but that they did not give up distinguishes those ``found`` from a rank that waits."""
+    waiting = {hang.where(hang.position(status)) for status in whole if status.rank not in found}
+    return all(one.why == detect_hang.ELSEWHERE and hang.where(one.position) in waiting for one in found.values())
 
 
 def _each(whole: Sequence[RankStatus]) -> str:

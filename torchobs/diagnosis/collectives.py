@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from torchobs.detect import collectives
 from torchobs.detect.collectives import Absence, Mismatch
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.diagnosis.status import RankStatus
 
 _MOST_NAMED = 4
+_RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
+"""Group, number, kind and line of ``probes.lifecycle.collectives``"""
 
 
 def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[str]:
@@ -21,6 +25,39 @@ def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[st
     for one, names in by_absence.items():
         who = text_format.capital(text_format.ranks(names, _MOST_NAMED))
         yield f"{who} {'has' if len(names) == 1 else 'have'} not come to {_absence(one)}."
+
+
+def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> Iterator[str]:
+    """Yield which ranks called more collectives of a group than others, and with reports which, if their calls show that."""
+    calls = {report.rank: recent_calls(report) for report in reports}
+    for found in collectives.surplus({rank.rank: rank.called for rank in ranks}):
+        numbers = list(found.ranks)
+        if len(numbers) > 2:  # noqa: PLR2004  # two are compared in words
+            told = [f"{number:,} on {text_format.ranks(found.ranks[number], _MOST_NAMED)}" for number in numbers]
+            yield f"Of group {_group(found.group)} ranks called different numbers of collectives: {text_format.joined(told)}."
+            continue
+        (most, ahead), (least, behind) = found.ranks.items()
+        more = "one collective" if most - least == 1 else text_format.plural(most - least, "collective")
+        who, others = text_format.ranks(ahead, _MOST_NAMED), text_format.ranks(behind, _MOST_NAMED)
+        extra = collectives.inserted(*(calls.get(names[0], {}).get(found.group, {}) for names in (ahead, behind)))
+        which = f": {text_format.joined([_call(text) for text in extra], _MOST_NAMED)}" if extra else ""
+        counts = f"{most:,} and {least:,} of group {_group(found.group)}"
+        yield f"{text_format.capital(who)} called {more} more than {others} ({counts}){which}."
+
+
+def recent_calls(report: RankReport) -> dict[str, dict[int, str]]:
+    """Return a rank's last collectives by group and number, as it wrote them down when it stood still, or was timed out."""
+    since_s = report.steps[-1].end_s if report.steps else report.start_s
+    facts = [fact for fact in report.events if fact.time_s >= since_s and "collectives" in fact.attributes]
+    found: dict[str, dict[int, str]] = {}
+    for text in facts[-1].texts("collectives") if facts else ():
+        if (parsed := _RECENT.fullmatch(text)) is not None:
+            found.setdefault(parsed[1], {})[int(parsed[2])] = parsed[3]
+    return found
+
+
+def _call(text: str) -> str:
+    return text_format.source_location(text_format.clean(text))
 
 
 def mismatches(ranks: Sequence[RankStatus]) -> Iterator[str]:

@@ -33,7 +33,8 @@ def sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
     parts = [f"{text_format.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds]
     named = text_format.joined(parts, _MOST_GROUPS)
     told = f"{text_format.capital(named)}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
-    return " ".join([told, *collectives.evidence(ranks, found)])
+    evidence = list(collectives.evidence(ranks, found)) or list(collectives.surplus(ranks))
+    return " ".join([told, *evidence])
 
 
 def _what(one: Blamed) -> str:
@@ -55,6 +56,8 @@ def _what(one: Blamed) -> str:
 def where(position: Position) -> str:
     """Return in which phase of which step a rank is."""
     phase = position.phase
+    if phase == "idle":
+        return "after its training loop"
     within = "between two phases" if phase in {None, "other"} else f"in {phase}"
     return within + _step(position)
 

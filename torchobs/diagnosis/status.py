@@ -22,7 +22,7 @@ from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
-from torchobs.ranks.collectives import group_progress
+from torchobs.ranks.collectives import called, group_progress
 from torchobs.ranks.metric_values import Readings
 from torchobs.ranks.snapshot import Rank
 
@@ -35,6 +35,9 @@ _IN_PARAMETERS = frozenset({"parameter", "optimizer", "overflow"})
 """Origins of NaN and infinity that are in parameters"""
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
+_SETTLED_S = 2.0
+"""Time without a step after which what is published once a second is no more of a step"""
+_ENDED_BY_ITSELF = frozenset({"finished", "exception", "exit_code"})
 WORKER_DIED = catalog.EVENT_WORKER_DIED.name
 
 
@@ -160,6 +163,8 @@ class RankStatus:
     """innermost frames of the training thread, as for ``detect.hang``; empty: unknown"""
     collectives: Mapping[str, GroupProgress] = field(default_factory=dict)
     """progress in each process group while no step ends; empty: unknown"""
+    called: Mapping[str, int] = field(default_factory=dict)
+    """number of collectives that a rank has called which stands still, or which ended by an exception, by process group"""
     probes_off: tuple[str, ...] = ()
     """probes that failed"""
     alike_norms: Mapping[int, float] = field(default_factory=dict)
@@ -282,7 +287,13 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         alike_norms=alike_norms(status.alike_norms, of(catalog.DISTRIBUTED_INFO), get(catalog.GRAD_NORM_RANKS)),
         zero_rate=_of_all_groups(status.zero_rate, get),
         collectives=group_progress(of),
+        called=called(of) if _has_settled(status) else {},
     )
+
+
+def _has_settled(status: RankStatus) -> bool:
+    """Return whether its counts of collectives, which are published once a second and at its end, are its last ones."""
+    return status.reason in _ENDED_BY_ITSELF or (status.progress_age_s or 0.0) - status.beat_age_s >= _SETTLED_S
 
 
 def status_of(

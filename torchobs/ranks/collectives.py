@@ -20,6 +20,12 @@ METRICS = (
 """What :func:`group_progress` asks for"""
 
 
+def called(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, int]:
+    """Return how many collectives a rank has called in each process group, as far as that is known; ``of``: as below."""
+    counts = of(catalog.COLLECTIVE_ENQUEUED).items()
+    return {f"{key[1]} ({key[0]})": int(number) for key, number in counts if len(key) == 2 and isfinite(number)}  # noqa: PLR2004  # attributes
+
+
 def group_progress(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, GroupProgress]:
     """Return a rank's progress in each process group while it makes no step; empty while it does, and if that is unknown.
 

@@ -67,7 +67,9 @@ class StallWatch:
             return
         if quiet_s >= self._limit_s():
             self._written_ns = now_ns
-            more = {"phase": LIVE_PHASES[phase], "quiet_s": round(quiet_s, 3)}
+            more: dict[str, object] = {"phase": LIVE_PHASES[phase], "quiet_s": round(quiet_s, 3)}
+            for read in self._context.recent_collectives:
+                more |= read() or {}
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
 
     def _limit_s(self) -> float:

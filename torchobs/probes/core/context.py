@@ -88,6 +88,9 @@ class ProbeContext:
     """Functions that return the gradient norm of each layer in so many of the last measured steps; as ``blown_layer``"""
     after_anomaly: list[Callable[[Anomaly], object]] = field(default_factory=list)
     """Called for each anomaly, by the sampler thread, when its event has been written. None, or the activation probe's"""
+    recent_collectives: list[Callable[[], dict[str, list[str]] | None]] = field(default_factory=list)
+    """Functions that return the last collectives of a rank that stands still, as an event's attribute; for the sampler thread.
+    None, or the collectives probe's"""
     loader_workers: list[Callable[[], list[LoaderWorker]]] = field(default_factory=list)
     """Functions that return the worker processes of the loaders in use, for the sampler thread. None, or the loader probe's"""
     explain_error: list[Callable[[BaseException], dict[str, Any] | None]] = field(default_factory=list)

@@ -7,6 +7,9 @@ still, too, it asks for the operations: these hold what waits. A full recorder o
 lock held, and NCCL's asks for the CUDA events of those in flight, which must not go meanwhile. Never from a signal handler: the
 recorder has a mutex. No thread that holds it waits for Python's lock, so that asking with that lock held cannot block for good.
 
+How many collectives a group has called it counts itself, which the sampler reads every second. The lines that called the last
+ones are read where a rank stands still, or a collective's timeout ends it: 70 ms for a full recorder.
+
 From level advanced on the training thread reads the operations, too, for their sizes and durations.
 
 The recorder is torch's: on by default in torch 2.13, off in older versions; TORCH_FR_BUFFER_SIZE=2000 (in older ones
@@ -22,9 +25,11 @@ from math import nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.detect import collective_timeout
 from torchobs.probes.lifecycle import flight_recorder
 from torchobs.probes.lifecycle.coordinates import groups
-from torchobs.probes.lifecycle.flight_recorder import Dump, Operation, UnreadableError
+from torchobs.probes.lifecycle.exceptions import places, root_cause
+from torchobs.probes.lifecycle.flight_recorder import Dump, Operation, RecordedCall, UnreadableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,6 +42,14 @@ ADVANCED = 2
 MOST_GROUPS = 8
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """The recorder that gloo and others fill (torch 2.8), and NCCL's own (torch 2.5, builds with NCCL)"""
+_PICKLED = ("_dump_fr_trace", "_dump_nccl_trace")
+"""The same with the lines that called; in this form alone"""
+_COUNTING = frozenset({"gloo", "nccl"})
+"""Backends that number their collectives: a group of several backends counts those of one"""
+_ROUNDS = 10
+"""The counts are published once a second"""
+_MOST_CALLS = 64
+_LONGEST_SITE = 120
 _UNDESCRIBED = "undefined"
 _NAME_LENGTH, _DESCRIPTION_LENGTH = 12, 40
 """A group's name is a number, or a hash of 40 digits."""
@@ -66,6 +79,9 @@ class CollectivesProbe:
         self._counted: dict[str, int] = {}
         self._told = ""
         self._gauges: dict[tuple[Metric, str, str], dict[str, str]] = {}
+        self._living: set[str] = set()
+        """Labels of the groups that count their collectives themselves"""
+        self._rounds = 0
         self._installed = False
 
     def install(self, context: ProbeContext) -> None:
@@ -78,14 +94,25 @@ class CollectivesProbe:
         bindings = torch._C._distributed_c10d
         self._dumps = {name: dump for name in _RECORDERS if (dump := getattr(bindings, name, None)) is not None}
         self._take = context.breaker(self.name).guard(self._read_in_training)
+        self._pickled = {name: dump for name in _PICKLED if (dump := getattr(bindings, name, None)) is not None}
+        self._explain = context.breaker(self.name).guard(self._explain_timeout)
+        self._recent = context.breaker(self.name).guard(self.recent)
+        context.explain_error.append(self._explain)
+        context.recent_collectives.append(self._recent)
         self._installed = True
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
+        if self._installed:
+            self._context.explain_error.remove(self._explain)
+            self._context.recent_collectives.remove(self._recent)
         self._installed = False
 
     def sample(self) -> None:
-        """Publish what the training thread has read."""
+        """Publish what the training thread has read, and once a second how many collectives were called."""
+        self._rounds += 1
+        if self._installed and not self._rounds % _ROUNDS:
+            self._publish_counts()
         taken, self._taken = self._taken, None
         if taken is not None:
             self._last = {name: dump.groups for name, dump in taken.items()}
@@ -100,8 +127,10 @@ class CollectivesProbe:
             return
         if not self._distributed.is_initialized():
             self._mark = None
+            self._living.clear()
             self._remove_gauges(())
             return
+        self._publish_counts()
         if not self._dumps:
             self._say("this torch has no flight recorder that can be read")
             return
@@ -166,15 +195,48 @@ class CollectivesProbe:
         found = [(one, group) for one in ids if (group := self._groups.get(one)) is not None and group.name in living]
         return found[:MOST_GROUPS]
 
+    # -- the last calls, where a rank stands still or a timeout has ended it -------------------------------------------------
+
+    def recent(self) -> dict[str, list[str]]:
+        """Return the last collectives of all groups with the lines that called them, as an event's attribute."""
+        found = [call for dump in self._pickled.values() for call in flight_recorder.calls(dump(onlyActive=False), _MOST_CALLS)]
+        texts = [
+            f"{_group(call).attributes['group']} ({call.backend}) #{call.number} {call.kind} at {_site(call)}" for call in found
+        ]
+        return {"collectives": texts[-_MOST_CALLS:]} if texts else {}
+
+    def _explain_timeout(self, error: BaseException) -> dict[str, list[str]]:
+        """Return the same for a timeout of torch.distributed. In the thread that it has ended."""
+        message = root.args[0] if isinstance(root := root_cause(error), RuntimeError) and root.args else None
+        timed_out = type(message) is str and collective_timeout.parse(message) is not None
+        return self.recent() if timed_out and self._distributed.is_initialized() else {}
+
     # -- publishing, in the sampler thread ---------------------------------------------------------------------------------
+
+    def _publish_counts(self) -> None:
+        """Publish what the process groups count themselves, which takes no recorder."""
+        living = set()
+        try:
+            for group in groups():
+                if group.size() > 1 and (number := group._get_sequence_number_for_group()):
+                    backend, name = self._distributed.get_backend(group), getattr(group, "group_name", "")
+                    if backend in _COUNTING:
+                        labels = _labels(name, getattr(group, "group_desc", ""), backend)
+                        living.add(labels["group"])
+                        self._set(catalog.COLLECTIVE_ENQUEUED, number, labels)
+                if len(living) >= MOST_GROUPS:
+                    break
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # the training thread has just destroyed a group
+            return
+        self._living = living
 
     def _publish(self, read: dict[str, Dump]) -> None:
         self._say_if_empty(read)
         shown = self._shown(read)
         for (recorder, number), group in shown:
-            status = read[recorder].groups[number]
-            self._set(catalog.COLLECTIVE_ENQUEUED, status.enqueued, group.attributes)
-        self._remove_gauges([group.attributes["group"] for _, group in shown])
+            if group.attributes["group"] not in self._living:
+                self._set(catalog.COLLECTIVE_ENQUEUED, read[recorder].groups[number].enqueued, group.attributes)
+        self._remove_gauges({*self._living, *(group.attributes["group"] for _, group in shown)})
 
     def _publish_pending(self, read: dict[str, Dump]) -> None:
         now_ns = time.time_ns()
@@ -246,12 +308,21 @@ class CollectivesProbe:
             self._context.event(catalog.EVENT_COLLECTIVES_UNKNOWN, {"reason": reason})
 
 
-def _group(one: Operation) -> _Group:
+def _group(one: Operation | RecordedCall) -> _Group:
+    return _Group(one.group_name, _labels(one.group_name, one.description, one.backend))
+
+
+def _labels(name: str, description: str, backend: str) -> dict[str, str]:
     """Return a group's labels. Names alone are not readable, and descriptions alone not unique: ``mesh_tp`` is many groups."""
-    described = one.description if one.description != _UNDESCRIBED else ""
+    described = description if description != _UNDESCRIBED else ""
     if described == "default_pg":
         label = "default"
     else:
-        label = ":".join(part for part in (described[:_DESCRIPTION_LENGTH], one.group_name[:_NAME_LENGTH]) if part)
-    backend = one.backend if one.backend in catalog.PROCESS_GROUP_BACKEND.values else "other"
-    return _Group(one.group_name, {"backend": backend, "group": label})
+        label = ":".join(part for part in (described[:_DESCRIPTION_LENGTH], name[:_NAME_LENGTH]) if part)
+    return {"backend": backend if backend in catalog.PROCESS_GROUP_BACKEND.values else "other", "group": label}
+
+
+def _site(call: RecordedCall) -> str:
+    """Return the innermost line of the user's own code that called it."""
+    location, caller = places((file, f"{file}:{line} in {function}") for file, line, function in reversed(call.frames))
+    return (caller or location)[-_LONGEST_SITE:]

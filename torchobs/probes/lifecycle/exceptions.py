@@ -48,7 +48,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     remote = worker_exception(first)
     if remote is not None and (len(remote.chain) > 1 or not remote.same):
         root = remote.chain[0]
-        named = _named(root.kind, first_line(root.message), _places(root.frames), "cause.")
+        named = _named(root.kind, first_line(root.message), places(root.frames), "cause.")
         return attributes | named | {"cause.origin": remote.origin}
     return attributes if first is error else attributes | _located(first, "cause.")
 
@@ -93,11 +93,11 @@ def _timeout(error: BaseException) -> dict[str, Any]:
 
 
 def _located(error: BaseException, prefix: str) -> dict[str, str]:
-    kind, remote, here = type(error), worker_exception(error), _places(_frames(error.__traceback__))
+    kind, remote, here = type(error), worker_exception(error), places(_frames(error.__traceback__))
     if remote is None or not remote.same:
         return _named(f"{kind.__module__}.{kind.__qualname__}", message(error), here, prefix)
     last, came = remote.chain[-1], here[1]
-    found = _named(last.kind, first_line(last.message), _places(last.frames), prefix) | {f"{prefix}origin": remote.origin}
+    found = _named(last.kind, first_line(last.message), places(last.frames), prefix) | {f"{prefix}origin": remote.origin}
     return found | ({f"{prefix}reraised": came} if came else {})
 
 
@@ -114,7 +114,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
         yield code.co_filename, f"{code.co_filename}:{line} in {code.co_name}"
 
 
-def _places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
+def places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """Return where it was raised, and the nearest line of user code. ``frames``: files and places, the deepest last."""
     location, caller = "unknown", ""
     libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})

@@ -2,8 +2,8 @@
 
 The format is that of ``FlightRecorder.hpp`` and ``FlightRecorderDetail.hpp`` in ``torch/csrc/distributed/c10d``: a new field
 raises its minor version, a changed one its major. 2.4 is torch 2.5's, the first with JSON; 2.10 is torch 2.13's. In JSON all
-values of ``pg_status`` are text and absent times 0; the pickled form has numbers and ``None``. Both are read, the second only
-as objects: nothing here unpickles.
+values of ``pg_status`` are text and absent times 0; the pickled form has numbers and ``None``, and the lines that called. Both
+are read; of a pickled one plain values alone are taken.
 
 Backends fill it in differently. NCCL reports ``state`` and, with TORCH_NCCL_ENABLE_TIMING=1, durations. gloo leaves ``state``
 at "scheduled" for ever, sets ``retired`` once an operation has come back, and records neither send nor recv.
@@ -11,7 +11,9 @@ at "scheduled" for ever, sets ``retired`` once an operation has come back, and r
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -71,6 +73,20 @@ class Operation(NamedTuple):
     """on the device; ``None``: not recorded"""
 
 
+class RecordedCall(NamedTuple):
+    """One recorded collective, and the lines that called it."""
+
+    group_name: str
+    description: str
+    backend: str
+    kind: str
+    """a value of ``catalog.COLLECTIVE_OPERATIONS``"""
+    number: int
+    """in its group, the same on all its ranks"""
+    frames: tuple[tuple[str, int, str], ...]
+    """file, line and function, the innermost first"""
+
+
 class Dump(NamedTuple):
     """What a recorder knows."""
 
@@ -106,6 +122,47 @@ def parse(dump: object) -> Dump:
         raise UnreadableError(reason)
     groups = {int(key): found for key, one in status.items() if _is_number(key) and (found := _status(one)) is not None}
     return Dump(groups, tuple(_operations(entries)))
+
+
+def calls(dumped: bytes, most: int) -> list[RecordedCall]:
+    """Return the last collectives in a pickled dump, oldest first; empty if it makes no sense."""
+    try:
+        dump = _Plain(io.BytesIO(dumped)).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError):
+        return []
+    version = dump.get("version") if isinstance(dump, dict) else None
+    if not isinstance(version, str) or version.partition(".")[0] != str(MAJOR) or not isinstance(dump.get("entries"), list):
+        return []
+    found = [call for entry in dump["entries"][-2 * most :] if (call := _call(entry)) is not None]
+    return found[-most:]
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain values: none of a class, which could be made to run code."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Refuse it."""
+        reason = f"has a {module_name}.{global_name}"
+        raise pickle.UnpicklingError(reason)
+
+
+def _call(entry: object) -> RecordedCall | None:
+    if not isinstance(entry, dict) or entry.get("is_p2p"):
+        return None
+    group, name, number = entry.get("process_group"), entry.get("profiling_name"), entry.get("collective_seq_id")
+    if not isinstance(group, (list, tuple)) or len(group) != 2 or not isinstance(name, str) or type(number) is not int:  # noqa: PLR2004  # name, description
+        return None
+    frames = entry.get("frames")
+    read = [_frame(frame) for frame in frames] if isinstance(frames, list) else []
+    lines = tuple(frame for frame in read if frame is not None)
+    return RecordedCall(str(group[0]), str(group[1]), name.partition(":")[0], operation(name), number, lines)
+
+
+def _frame(frame: object) -> tuple[str, int, str] | None:
+    if not isinstance(frame, dict):
+        return None
+    file, line, function = (frame.get(key) for key in ("filename", "line", "name"))
+    return (file, line, function) if isinstance(file, str) and type(line) is int and isinstance(function, str) else None
 
 
 def operation(name: str) -> str:
