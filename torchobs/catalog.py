@@ -1055,7 +1055,9 @@ EVENT_EXCEPTION = _error(
     Attribute("absent_ranks", "the ranks that did not come, if torch says so"),
     RECENT_COLLECTIVES,
     Attribute("unused", "of DistributedDataParallel's error: names of the parameters without a gradient, at most eight"),
-    Attribute("unused_count", "number of those parameters"),
+    Attribute(
+        "unused_count", "number of those parameters; absent where torch's message has a hundred of them, and more follow"
+    ),
     Attribute("unused_of", "class of the model that DistributedDataParallel wraps"),
 )
 EVENT_DISTRIBUTED = _info(

@@ -127,8 +127,8 @@ def _exception(report: RankReport) -> Finding:
 
 def _unused(fact: Fact) -> str:
     """Return the sentence on parameters without a gradient, which DistributedDataParallel's error gives by index."""
-    names, count = fact.texts("unused"), fact.count("unused_count")
-    more = [f"{count - len(names):,} more"] if count > len(names) else []
+    names, count = fact.texts("unused"), fact.number("unused_count")
+    more = ["more"] if count is None else [f"{count - len(names):,.0f} more"] if count > len(names) else []
     model = f" of {fact.text('unused_of')}" if fact.text("unused_of") else ""
     return f" Parameters{model} without a gradient: {text_format.joined([*names, *more])}." if names else ""
 

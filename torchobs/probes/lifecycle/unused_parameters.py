@@ -13,8 +13,8 @@ from torchobs.probes.lifecycle.exceptions import root_cause
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_INDICES = re.compile(r"^Parameter indices which did not receive grad for rank \d+: ([\d ]+)$", re.MULTILINE)
-"""In the message of ``reducer.cpp`` (``Reducer::ensure_prior_reduction_finished``)"""
+_INDICES = re.compile(r"^Parameter indices which did not receive grad for rank \d+: (\d[\d ]*?)( \.\.\.)?$", re.MULTILINE)
+"""In the message of ``reducer.cpp`` (``Reducer::ensure_prior_reduction_finished``), which has the first hundred"""
 _FILE = "torch/nn/parallel/distributed.py"
 _MAX_NAMED = 8
 _MAX_LENGTH = 120
@@ -43,7 +43,8 @@ class UnusedParameters:
         if not indices or max(indices) >= len(names):
             return {}
         named = [names[index][:_MAX_LENGTH] for index in indices[:_MAX_NAMED]]
-        return {"unused": named, "unused_count": len(indices), "unused_of": type(model.module).__qualname__[:_MAX_LENGTH]}
+        counted = {} if found[2] else {"unused_count": len(indices)}
+        return {"unused": named, **counted, "unused_of": type(model.module).__qualname__[:_MAX_LENGTH]}
 
 
 def _raising(error: BaseException) -> Any:
