@@ -35,7 +35,9 @@ def test_a_script_says_where_its_page_is(
             stderr=out, env={**clean_environment(), "TORCHOBS_DIR": str(flight_dir)},
         )  # fmt: skip
     directory = open_directory(str(flight_dir))
-    url = wait_until(lambda: announcement.read(directory), timeout_s=60).url
+    announced = wait_until(lambda: announcement.read(directory), timeout_s=60)
+    assert announced is not None
+    url = announced.url
     assert address in url
     line = f"torchobs: this run is shown live on {url}\n"
     assert process.stdin is not None

@@ -27,8 +27,12 @@ def test_a_share_of_memory_says_whose_it_is() -> None:
     mib = 2.0**20
     process = Readings({"torchobs.memory.host.rss": {(): 324 * mib}, "torchobs.memory.host.utilization": {("machine",): 0.31}})
     assert _memory(process) == (324 * mib, ("machine", 0.31))
-    reserved, limits = {("cuda:0",): 1 * mib, ("cuda:1",): 3 * mib}, {("cuda:0",): 4 * mib, ("cuda:1",): 4 * mib}
-    devices = Readings({catalog.MEMORY_DEVICE_RESERVED.name: reserved, catalog.MEMORY_DEVICE_LIMIT.name: limits})
+    devices = Readings(
+        {
+            catalog.MEMORY_DEVICE_RESERVED.name: {("cuda:0",): 1 * mib, ("cuda:1",): 3 * mib},
+            catalog.MEMORY_DEVICE_LIMIT.name: {("cuda:0",): 4 * mib, ("cuda:1",): 4 * mib},
+        }
+    )
     assert _memory(devices) == (4 * mib, ("cuda:1", 0.75))
     shown = replace(row(), memory=324 * mib, fullest=("machine", 0.31))
     page = "".join(rendered(model((run(shown),), Choice(), {}, [], 0.0)).values())
