@@ -14,7 +14,8 @@ from torch.nn import functional
 from tests.diagnosis.observing import Look, observe
 from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
-from torchobs.probes.nonfinite.graph import operator_of
+from torchobs.probes.nonfinite.causes import cause_of
+from torchobs.probes.nonfinite.graph import operator_of, read_graph
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -163,6 +164,19 @@ def test_a_softmax_of_a_row_that_is_all_masked_is_named_as_that(way: str) -> Non
     assert origin.elements[0][0] == (4 if "multihead" in way else 2)  # of batch times heads there
 
 
+def test_a_fused_attention_is_explained_by_its_mask() -> None:
+    """Where its rows that are all masked have a NaN, which is so in some versions of torch."""
+    query = torch.randn(2, 2, 5, 8, requires_grad=True)
+    for diagonal, is_masked in ((0, False), (-1, True)):
+        mask = torch.ones(5, 5, dtype=torch.bool).tril(diagonal)
+        loss = functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum()
+        (node,) = (one for one in read_graph([loss.grad_fn]) if one.builtin.startswith("scaled_dot_product"))
+        assert cause_of(node, {}) is None or loss.isnan()
+        node.kept = {**node.kept, "output": torch.full_like(node.kept["output"], float("nan"))}
+        cause = cause_of(node, {})
+        assert (cause is not None and "was masked" in cause.words) == is_masked
+
+
 class Tagger(nn.Module):
     """Names a class for each token, by their attention to each other; perhaps with a root in its loss."""
 
@@ -213,6 +227,26 @@ def test_a_masked_row_that_the_loss_leaves_out_is_found_by_the_gradients() -> No
     said = observed.text("nonfinite_origin", "nonfinite_gradient")
     assert "first in step 12" in said
     assert "not measured" not in said
+
+
+def test_a_masked_row_is_not_blamed_for_a_step_that_is_too_large() -> None:
+    """Its gradients are infinite, and none of them is NaN."""
+
+    def train(look: Look) -> None:
+        model = Tagger(rooted=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for number in range(1, 16):
+            tokens = torch.randint(1, 5, (4, 6))
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), ignore_index=0)
+            torch.autograd.backward(loss)
+            for parameter in model.parameters() if number == 12 else ():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(INFINITY)
+            optimizer.step()
+            look.stepped()
+
+    assert "padding alone" not in observe(train, grad_interval=1).text("nonfinite_origin")
 
 
 def test_a_masked_row_is_not_blamed_where_a_root_may_be() -> None:

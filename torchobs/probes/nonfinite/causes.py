@@ -5,11 +5,12 @@ All is read from what the graph has kept of the very values, after a loss was no
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.nonfinite.graph import GraphNode, size_of
 from torchobs.probes.nonfinite.operators import OPAQUE, PASSING, STRONG
+from torchobs.probes.nonfinite.values import plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,6 +52,8 @@ def cause_of(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
         return _zero_by_zero(node, operands)
     if node.builtin in _SOFTMAX:
         return _masked_row(node)
+    if node.builtin.startswith("scaled_dot_product"):
+        return _masked_attention(node)
     return _of_nothing(node)
 
 
@@ -62,8 +65,14 @@ def likely_masked(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode
     masked = next((node for node in nodes if node.builtin == "softmax" and _is_masked(node)), None)
     if masked is None or not all(map(_is_harmless, nodes)):
         return None
-    before = {id(node.parameter) for node in _below(masked) if node.parameter is not None}
-    return masked if before and before <= set(bad) else None
+    before = [node.parameter for node in _below(masked) if node.parameter is not None]
+    return masked if before and all(id(one) in bad and _is_nan(one.grad) for one in before) else None
+
+
+def _is_nan(gradient: Any) -> bool:
+    """Return whether a gradient has a NaN: too large a step leaves infinity."""
+    values = plain(gradient)
+    return values is not None and bool(values.isnan().any())
 
 
 def _is_harmless(node: GraphNode) -> bool:
@@ -173,6 +182,16 @@ def _masked_row(node: GraphNode) -> Cause | None:
         return None
     dim %= result.dim()
     return Cause(MASKED_ROW, None, tuple((*row[:dim], 0, *row[dim:]) for row in rows))
+
+
+def _masked_attention(node: GraphNode) -> Cause | None:
+    """Return the cause if a fused attention has a NaN in a row that is all masked, as older versions of torch have."""
+    mask = next((node.kept[name] for name in ("attn_mask", "attn_bias") if node.kept.get(name) is not None), None)
+    output = node.kept.get("output")
+    if mask is None or output is None or mask.shape[-2] not in {1, output.shape[-2]}:
+        return None
+    masked = (mask == -inf if mask.is_floating_point() else ~mask).all(-1)
+    return Cause(MASKED_ROW) if bool((masked & output.isnan().any(-1)).any()) else None
 
 
 def _is_masked(node: GraphNode) -> bool:

@@ -261,12 +261,14 @@ class GraphTracer:
 
     def gradients(self, bad: set[int]) -> NonfiniteOrigin | None:
         """Return the origin of non-finite gradients of these parameters (ids), of a finite loss."""
-        masked = likely_masked(self.nodes, bad)
-        if masked is not None:
-            return self._made("operator", masked, self.locator.place(masked), (), LIKELY + MASKED_ROW)
         node = likely_node(self.nodes, bad)
         note = f"from the graph's structure: the values were freed by the backward{_ranks()}"
         return None if node is None else self._backward(node, note)
+
+    def masked(self, bad: set[int]) -> NonfiniteOrigin | None:
+        """Return the softmax of masked values that most likely made such gradients, where no derivative and no overflow did."""
+        node = likely_masked(self.nodes, bad)
+        return None if node is None else self._made("operator", node, self.locator.place(node), (), LIKELY + MASKED_ROW)
 
     def release(self) -> None:
         """Drop the kept values, so that the backward pass frees them as ever."""

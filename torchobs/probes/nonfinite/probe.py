@@ -267,7 +267,7 @@ class NonfiniteProbe:
             ]
             for loss in losses:
                 tracer = GraphTracer([loss], frames, step, *self._known())
-                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step)
+                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step) or tracer.masked(bad)
                 if origin is not None:
                     return origin
         return self._gradients_overflow(bad, (), step)
