@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,17 +12,30 @@ from torch import nn
 
 from tests.diagnosis.observing import Look, observe
 from torchobs import catalog
+from torchobs.catalog import Severity
+from torchobs.cli import top
+from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.top_view import Screen, frame
+from torchobs.diagnosis.health import health
+from torchobs.diagnosis.load import load_reports
+from torchobs.diagnosis.status import run_status
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.ui.data import PageData
+from torchobs.exporter.ui.view_model import Modeller
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.diagnosis.observing import Observed
+    from tests.training import Recording
 
 AT, WIDTH = 20, 8
 NAN = float("nan")
 
 
-def run(model: nn.Module, ill: Callable[[nn.Module, int, torch.Tensor], None], steps: int) -> Observed:
+def trained(model: nn.Module, ill: Callable[[nn.Module, int, torch.Tensor], None], steps: int) -> Observed:
     """Train; before each step ``ill`` may change the model or the batch. A step whose loss is not finite is skipped."""
 
     def train(look: Look) -> None:
@@ -49,7 +63,7 @@ def bad_batch(_model: nn.Module, number: int, x: torch.Tensor) -> None:
 
 def test_a_batch_that_was_skipped_is_past_after_fifty_healthy_steps() -> None:
     """On page, in ``inspect`` and in the report alike; the event says where it was, and the finding that it is over."""
-    observed = run(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 80)
+    observed = trained(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 80)
     assert observed.diagnosis.verdict.text.startswith("All well.")
     assert not observed.kinds()
     assert "Past: 1 loss that was not finite" in observed.diagnosis.health.text
@@ -58,16 +72,46 @@ def test_a_batch_that_was_skipped_is_past_after_fifty_healthy_steps() -> None:
     assert rest.attributes["parameters_affected"] == 0
 
 
+@pytest.mark.parametrize(("steps", "level"), [(AT + 10, Severity.WARNING), (AT + 80, Severity.INFO)])
+def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: Path, steps: int, level: Severity) -> None:
+    """By one function, of the same file."""
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(1, steps + 1):
+        x = torch.randn(16, WIDTH)
+        bad_batch(model, number, x)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        torch.autograd.backward(loss)
+        if loss.isfinite():
+            optimizer.step()
+    run.look()
+    run.records()
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
+        snapshot = scanner.scan()
+        (shown,) = Modeller().runs(snapshot, PageData().gather(scanner, snapshot, ()))
+        seen, _ = top.views(scanner)
+    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    inspected = health(run_status(reports))
+    lines = "\n".join(frame(seen, TerminalStyle(200), Screen(50), "12:00:00"))
+    is_past = level is Severity.INFO
+    assert [found.level for found in (shown.health, inspected)] == [level, level]
+    for text in (shown.health.text, inspected.text):
+        assert ("Past: 1 loss that was not finite" in text) == is_past
+        assert ("Lately: 1 loss that was not finite." in text) != is_past
+    assert ("Worth a look" in lines) != is_past
+
+
 def test_it_is_not_past_before() -> None:
     """Thirty steps may be luck."""
-    observed = run(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 30)
+    observed = trained(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 30)
     assert observed.diagnosis.verdict.text.startswith("Trouble.")
 
 
 def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
     """Every loss of the training is finite, and evaluation is NaN for ever."""
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    observed = run(model, bad_batch, AT + 80)
+    observed = trained(model, bad_batch, AT + 80)
     assert model.training
     assert observed.diagnosis.verdict.text.startswith("Trouble.")
     assert "1.running_mean held NaN or infinity" in observed.diagnosis.health.text
@@ -101,7 +145,7 @@ def test_a_weight_that_is_not_finite_stays_trouble_until_it_is(*, restored: bool
             if restored:
                 model.load_state_dict(good)
 
-    observed = run(model, ill, AT + 90)
+    observed = trained(model, ill, AT + 90)
     assert observed.diagnosis.verdict.text.startswith("All well." if restored else "Trouble.")
     said = "table.weight held NaN or infinity, and was not found to be finite since."
     assert (said in observed.diagnosis.health.text) != restored
@@ -115,6 +159,6 @@ def test_a_training_that_never_recovers_stays_trouble() -> None:
         if number == AT:
             model.weight.data[0, 1] = NAN
 
-    observed = run(model, ill, AT + 90)
+    observed = trained(model, ill, AT + 90)
     assert observed.diagnosis.verdict.text.startswith("Trouble.")
     assert "Past:" not in observed.diagnosis.health.text
