@@ -286,9 +286,9 @@ def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
                 {"layers": ["a"], "layers_affected": 1, "layers_total": 3, "cause": "cut_off", "at": "a"},
             ],
             (
-                "2 of 3 layers learned nothing: nothing but zeros comes into b, the units before it are dead (b); "
+                "2 of 3 layers learned nothing: nothing but zeros comes into b, the units before it are dead; "
                 "no gradient at all comes back to a, because of saturated or dead units behind it, or a part that is cut off "
-                "from the loss (a)."
+                "from the loss."
             ),
         ),
     ],

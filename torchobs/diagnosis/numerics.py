@@ -339,7 +339,8 @@ def _unmoved(report: RankReport) -> Iterator[Finding]:
     causes = []
     for one in stuck:
         more = f" and {one.layers - len(one.names):,} more" if one.layers > len(one.names) else ""
-        causes.append(f"{_STUCK[one.cause].format(at=one.at)} ({', '.join(one.names)}{more})")
+        names = "" if one.names == (one.at,) else f" ({', '.join(one.names)}{more})"
+        causes.append(_STUCK[one.cause].format(at=one.at) + names)
     count, total = sum(one.layers for one in stuck), max(one.total for one in stuck)
     text = f"{count:,} of {text_format.plural(total, 'layer')} learned nothing: {'; '.join(causes)}."
     yield Finding(WARNING, "unmoved_layers", text)
