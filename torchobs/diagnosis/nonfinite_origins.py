@@ -92,7 +92,8 @@ def _born(fact: Fact, step: str, operator: str, name: str) -> str:
     sample = f", in sample {fact.count('sample')}" if "sample" in fact.attributes else ""
     parameter = "a parameter of no module" if name == _UNNAMED else f"the parameter {name}"
     note = fact.text("note", 300)
-    likely, why = ("most likely ", note.removeprefix(_LIKELY)) if note.startswith(_LIKELY) else ("", note)
+    is_likely = note.startswith(_LIKELY) or (origin == "backward" and bool(note))  # of a node seen at work there is no note
+    likely, why = "most likely " if is_likely else "", note.removeprefix(_LIKELY)
     told = {
         "input": f"in the input{f' {name}' if name else ''}{sample}; it went into {where}",
         "parameter": f"in {parameter}, before {'this loss' if fact.text('note') == _WITHIN_STEP else 'the step'}",

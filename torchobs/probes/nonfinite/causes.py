@@ -83,12 +83,23 @@ def _is_harmless(node: GraphNode) -> bool:
         return False
     if node.builtin in _PRODUCTS:
         return all(producer is not None for producer, _ in node.inputs[_PRODUCTS[node.builtin] :])
-    if node.builtin == "div":
-        return len(node.inputs) == 1 or node.inputs[1][0] is None
+    return node.builtin not in STRONG - _SOFTMAX or node.builtin.startswith("nll_loss") or _has_sound_operand(node)
+
+
+def _has_sound_operand(node: GraphNode) -> bool:
+    """Return whether a division is by a constant, a power at least 1, or a root that of a sum with a constant (RMSNorm's)."""
     if node.builtin == "pow":
         exponent = node.settings().get("exponent")
         return isinstance(exponent, (int, float)) and exponent >= 1
-    return node.builtin not in STRONG - _SOFTMAX or node.builtin.startswith("nll_loss")
+    if node.builtin == "div":
+        return _has_constant(node)
+    producer = node.inputs[0][0] if node.builtin in {"sqrt", "rsqrt"} else None
+    return producer is not None and producer.builtin == "add" and _has_constant(producer)
+
+
+def _has_constant(node: GraphNode) -> bool:
+    """Return whether the second operand has no gradient."""
+    return len(node.inputs) == 1 or node.inputs[1][0] is None
 
 
 def _below(node: GraphNode) -> set[GraphNode]:
