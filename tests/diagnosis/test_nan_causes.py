@@ -254,7 +254,7 @@ def test_a_masked_row_is_not_blamed_for_a_step_that_is_too_large() -> None:
 
 
 def test_a_masked_row_is_not_blamed_where_a_root_may_be() -> None:
-    """What cannot be told apart is not told."""
+    """Of two possible operators neither is proven."""
     observed = observe(tag("of a difference"), grad_interval=1)
     assert "padding alone" not in observed.text("nonfinite_origin")
 

@@ -118,7 +118,7 @@ def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
 
 
 class Rows(nn.Module):
-    """Four embeddings, of which a batch has those that the script names."""
+    """Four embeddings; a batch has those that the script names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ def alone(history: list[Step], events: list[Fact], values: Mapping[Any, float]) 
 
 
 def test_a_loss_that_recovered_is_no_error() -> None:
-    """The last one was finite; after fifty of them it is past, and no warning any more."""
+    """The last one was finite; after fifty of them it is past, and a warning before."""
     for last, severity in ((150, "warning"), (151, "info"), (200, "info")):
         history = [*steps(100), step(101, NAN, NAN), *(step(n) for n in range(102, last + 1))]
         values = {(catalog.ANOMALIES, "nonfinite_loss"): 1}

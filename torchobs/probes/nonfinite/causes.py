@@ -65,8 +65,9 @@ def likely_masked(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode
     masked = next((node for node in nodes if node.builtin == "softmax" and _is_masked(node)), None)
     if masked is None or not all(map(_is_harmless, nodes)):
         return None
-    before = [node.parameter for node in _below(masked) if node.parameter is not None]
-    return masked if before and all(id(one) in bad and _is_nan(one.grad) for one in before) else None
+    parameters = [node.parameter for node in _below(masked) if node.parameter is not None]
+    spoiled = all(id(parameter) in bad and _is_nan(parameter.grad) for parameter in parameters)
+    return masked if parameters and spoiled else None
 
 
 def _is_nan(gradient: Any) -> bool:
@@ -103,13 +104,13 @@ def _has_constant(node: GraphNode) -> bool:
 
 
 def _below(node: GraphNode) -> set[GraphNode]:
-    found, waiting = set[GraphNode](), [node]
+    below, waiting = set[GraphNode](), [node]
     while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += [producer for producer, _ in one.inputs if producer is not None]
-    return found
+        node = waiting.pop()
+        if node not in below:
+            below.add(node)
+            waiting += [producer for producer, _ in node.inputs if producer is not None]
+    return below
 
 
 def _ignored_targets(node: GraphNode) -> Cause | None:
@@ -209,11 +210,11 @@ def _is_masked(node: GraphNode) -> bool:
     """Return whether a mask was put on the operand of a softmax."""
     waiting = list(_producers(node))
     while waiting:
-        one = waiting.pop()
-        if one.builtin in _MASKING or (one.builtin in _ADDING and any(producer is None for producer, _ in one.inputs)):
+        node = waiting.pop()
+        if node.builtin in _MASKING or (node.builtin in _ADDING and any(producer is None for producer, _ in node.inputs)):
             return True
-        if one.builtin in PASSING or one.builtin in {"mul", "div", "add"}:
-            waiting += _producers(one)
+        if node.builtin in PASSING or node.builtin in {"mul", "div", "add"}:
+            waiting += _producers(node)
     return False
 
 
