@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def test_a_run_that_diverged_and_raised(
     status, out = inspected(capsys, flight_dir)
     text = " ".join(out.split())
     assert status == 1
-    assert "Rank 0 ended by RuntimeError at " in text
+    assert re.search(r'Rank 0 ended by RuntimeError "[^"]+" at ', text)
     assert "dying.py:24 in <module>, after step 60." in text
     assert "The loss turned infinite in step 48, 1 step after the gradient norm rose" in text
     assert "The learning rate had risen 1e6-fold (from 0.01 to 10,000) in step 46." in text

@@ -129,7 +129,7 @@ def test_a_launcher_that_fails_behind_its_ranks_is_told_of(tmp_path: Path, fligh
     assert raised == ["builtins.RuntimeError"]
     (finding,) = [finding for finding in found["findings"] if finding["kind"] == "launcher"]
     assert finding["severity"] == "error"
-    assert finding["text"].startswith("The process that started the ranks ended by RuntimeError at ")
+    assert finding["text"].startswith('The process that started the ranks ended by RuntimeError "behind the training" at ')
 
 
 UNGROUPED = """
