@@ -160,6 +160,8 @@ def test_ranks_that_raised_the_same_at_one_line_have_no_first() -> None:
     pair = raised(1, 10.0, "train.py:7 in main"), raised(0, 10.003, "train.py:7 in main")
     text = "Both ranks raised RuntimeError at train.py:7 in main, the first by 3 ms, which says nothing."
     assert told(*pair)["first_failed"] == text
+    some = [replace(one, header=replace(one.header, resource={**one.header.resource, "world_size": 16})) for one in pair]
+    assert told(*some)["first_failed"].startswith("Both ranks here raised RuntimeError")
     many = [
         raised(number, 10 + number / 100, "torch/nn/parallel/distributed.py:5 in f", caller="a.py:3 in g")
         for number in range(8)

@@ -15,7 +15,7 @@ from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.diagnosis.stall import Stall, stall
 from torchobs.diagnosis.status import RankStatus, compared, started_here
-from torchobs.ranks import state
+from torchobs.ranks import labels, state
 
 RECENT = 200
 _MOST_NAMED = 8
@@ -120,7 +120,7 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
     if len(alike) > 1:
         soon = [report for end_s, report in ended if end_s - first_s <= state.BEAT_S]
         causes = _possible_causes(alike, soon)
-        return _likely_first([*alike, *causes], state.BEAT_S) if causes else (first, _alike(alike, len(ranks)))
+        return _likely_first([*alike, *causes], state.BEAT_S) if causes else (first, _alike(alike, ranks))
     doubt_s = max(_doubt_s(report) for _, report in ended[:2])
     if others[0][0] - first_s > doubt_s:
         later = text_format.duration(others[0][0] - first_s)
@@ -158,14 +158,17 @@ def _usual_step_s(report: RankReport) -> float:
     return median(durations) if durations else 0.0
 
 
-def _alike(ranks: Sequence[RankReport], count: int) -> str:
-    """Return the sentence on ranks that raised the same, the first of them first; ``count``: of all ranks."""
-    kind, location, caller = _raised(ranks[0])
-    of = f"{len(ranks):,} of the {count:,} ranks"
-    who = of if len(ranks) < count else "Both ranks" if count == 2 else f"All {count:,} ranks"  # noqa: PLR2004  # a pair
+def _alike(alike: Sequence[RankReport], ranks: Sequence[RankReport]) -> str:
+    """Return the sentence on ranks that raised the same, the first of them first; ``ranks``: all that are here."""
+    kind, location, caller = _raised(alike[0])
+    count = len(ranks)
+    who = f"{len(alike):,} of the {count:,} ranks" if len(alike) < count else f"All {count:,} ranks"
+    if len(alike) == count == 2:  # noqa: PLR2004  # a pair
+        who = "Both ranks"
+    here = " here" if max(labels.number(report.header.resource, "world_size") or 0 for report in ranks) > count else ""
     what = f"{kind.removeprefix('builtins.')} at {text_format.source_location(caller or location)}"
-    ahead = text_format.duration(_end_s(ranks[1]) - _end_s(ranks[0]))
-    return f"{who} raised {what}, the first by {ahead}, which says nothing."
+    ahead = text_format.duration(_end_s(alike[1]) - _end_s(alike[0]))
+    return f"{who}{here} raised {what}, the first by {ahead}, which says nothing."
 
 
 def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankReport, str]:
