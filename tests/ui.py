@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.detect.stall import Standstill
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import ZeroRate
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
@@ -17,6 +18,7 @@ from torchobs.exporter.ui import sse
 from torchobs.exporter.ui.view_model import Row, Run, run_of
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks.metric_values import Readings
+from torchobs.ranks.state import trains
 
 if TYPE_CHECKING:
     import pytest
@@ -49,6 +51,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
     mistakes: tuple[str, ...] = (),
     replicas: Replicas = NO_REPLICAS,
     rate: ZeroRate | None = None,
+    still: Standstill | None = None,
     values: Values | None = None,
     **given: float | None,
 ) -> Row:
@@ -67,7 +70,8 @@ def row(  # noqa: PLR0913  # each is what some test is about
         progress_age_s=None if reason else age_s,
         steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, newest_loss),
-        per_s=PACE.per_s if state == "alive" and phase != "idle" and recorded and not reason else None,
+        per_s=PACE.per_s if trains(state, phase, still, recorded=recorded) and not reason else None,
+        standstill=still,
         lately=lately or {},
         events=EventSummary(mistakes),
         slowness=slow,

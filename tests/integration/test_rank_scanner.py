@@ -9,10 +9,12 @@ import pytest
 
 from tests.rank_files import BOOT, BORN_NS, Clock, File, S
 from tests.scanners import scanner_of, states, steps
+from torchobs.detect.stall import Standstill
+from torchobs.exporter.api import history, serializers
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.step_record import PHASE_NAMES
+from torchobs.flight.format.step_record import LIVE_PHASES, PHASE_NAMES
 from torchobs.ranks.directory import Directory, ForeignDirectoryError, accepted_owner
 from torchobs.ranks.scanner import Scanner
 
@@ -163,6 +165,40 @@ def test_who_does_not_record_steps_has_not_hung(scanner: Scanner, rank: Callable
         assert other.standing is not None
         assert other.standing.behind == 0
     assert seen == [("alive", None, None), ("alive", 5.0, None), ("hung", 61.0, None)]
+
+
+def test_a_rank_that_stands_still_is_known_to_everybody(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """By one rule, in the snapshot and the API: no speed, and how long one usually takes; it goes with the next step."""
+    file = rank()
+    for number in range(1, 101):
+        file.step(number, number / 10)
+    found = []
+    for seconds, upto in ((19.0, 100), (55.0, 100), (55.5, 101)):
+        if upto > 100:
+            file.step(upto, 55.2)
+        clock.seconds = seconds
+        file.beat(seconds)
+        file.save()
+        (seen,) = scanner.scan().ranks
+        with scanner.flight_file(seen.incarnation) as read:
+            found.append((seen.standstill, serializers.rank_view(seen)["stall"], history.steps(read, seen, 1)["speed"] is None))
+    told = {"seconds": 45.0, "usual_step": 0.1, "habitual": False}
+    assert found == [(None, None, False), (Standstill(45.0, 0.1), told, True), (None, None, False)]
+
+
+def test_a_rank_that_has_just_evaluated_does_not_stand_still(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """Nor while it does, nor before its first step: its last step is old, and the next has only begun."""
+    file = rank()
+    file.beat(60.0)
+    clock.seconds = 60.0
+    found = [scanner.scan().ranks[0].standstill]
+    for number in range(1, 101):
+        file.step(number, number / 10)
+    for phase, begun_s in (("evaluation", 10.0), ("forward", 59.0)):
+        file.writer.phase(1 + LIVE_PHASES.index(phase), BORN_NS + round(begun_s * S))
+        file.save()
+        found.append(scanner.scan().ranks[0].standstill)
+    assert found == [None, None, None]
 
 
 def test_the_hang_timeout_can_be_given(flight_dir: Path, rank: Callable[..., File], clock: Clock) -> None:

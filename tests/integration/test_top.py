@@ -303,6 +303,35 @@ def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -
     file.release()
 
 
+def test_a_run_that_stands_still_is_worth_a_look(tmp_path: Path) -> None:
+    """In the words of the page, without a speed; the column says how old the last step is."""
+    files = ranks(tmp_path, 2)
+    for file in files:
+        file.beat(55.0)
+        file.save()
+    seen, _ = top.views(scanner_of(tmp_path, Clock(55.0)))
+    _, verdict, *lines = frame(seen, TerminalStyle(120), Screen(24), "12:00:00")
+    assert verdict == "Worth a look: No step for 45 s (usual: 100 ms): 2 of 2 ranks alive, step 100, loss 2."
+    for line in lines[-2:]:
+        cells = dict(zip(re.split(r" {2,}", lines[-3].strip()), re.split(r" {2,}", line.strip()), strict=True))
+        assert (cells["state"], cells["step"], cells["steps/s"], cells["last step"]) == ("alive", "100", "-", "45 s ago")
+    for file in files:
+        file.release()
+
+
+def test_a_rank_that_records_no_more_has_no_speed(tmp_path: Path) -> None:
+    """Nobody knows how fast it is."""
+    (file,) = ranks(tmp_path, 1)
+    file.writer.steps_since(None)
+    file.save()
+    (one,) = top.views(scanner_of(tmp_path, Clock(10.0)))[0]
+    assert one.pace is not None
+    assert one.speed is None
+    row = frame([one], TerminalStyle(100), Screen(24), "12:00:00")[-1]
+    assert row.split()[:5] == ["0", "alive", "100", "-", "-"]
+    file.release()
+
+
 def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
     """They are not compared with each other."""
     files = [*ranks(tmp_path, 1, run_id="one")]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from torchobs.catalog import SECONDS_BOUNDS
-from torchobs.detect.stall import EARLY_FIRST_S, early_limit_s, usual_and_long_s
+from torchobs.detect.stall import (
+    EARLY_FIRST_S,
+    PATIENT_PHASES,
+    Durations,
+    Standstill,
+    early_limit_s,
+    standstill,
+    usual_and_long_s,
+)
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.state import hang_timeout_s
 
@@ -58,3 +66,41 @@ def test_a_cold_first_step_is_left_out_of_the_usual_of_a_few() -> None:
     usual_s, long_s = usual_and_long_s(counts([8.0, *[0.02] * 30]), SECONDS_BOUNDS, 8.0)
     assert usual_s < 0.05
     assert long_s >= 8.0
+
+
+def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s: float | None = None) -> Standstill | None:
+    """The verdict on a run whose steps took so long, so many seconds after its last sign of one."""
+    known = Durations(counts(durations_s), SECONDS_BOUNDS, max(durations_s))
+    return standstill(quiet_s if age_s is None else age_s, quiet_s, phase, sorted(durations_s)[len(durations_s) // 2], known)
+
+
+def test_a_rank_stands_still_after_twenty_usual_steps_and_ten_seconds() -> None:
+    """With the time since its last step, and what is usual."""
+    for usual_s, limit in ((0.02, 10.0), (0.4, 10.0)):
+        assert still([usual_s] * 300, limit - 0.1) is None
+        assert still([usual_s] * 300, limit + 0.1) == Standstill(limit + 0.1, usual_s)
+    assert still([0.02] * 300, 12.0, age_s=60.0) == Standstill(60.0, 0.02)
+
+
+def test_a_rank_stands_still_from_the_moment_that_its_stacks_are_written() -> None:
+    """Which is before twenty of its steps where these take seconds, and after twenty where few of them take minutes."""
+    for durations_s in ([3.0] * 300, [20.0] * 50):
+        written_s = limit_s(durations_s)
+        assert written_s < 20 * durations_s[0]
+        assert still(durations_s, written_s - 0.1) is None
+        assert still(durations_s, written_s + 0.1) is not None
+
+
+def test_what_takes_its_time_does_not_stand_still() -> None:
+    """An evaluation, a checkpoint, a compilation, code after the loop; nor a rank that has only just begun the next step."""
+    assert all(still([0.02] * 300, 600.0, phase) is None for phase in PATIENT_PHASES)
+    assert still([0.02] * 300, 1.0, age_s=600.0) is None
+    assert standstill(600.0, 600.0, "other", None, Durations()) is None
+
+
+def test_a_pause_that_a_run_has_made_before_is_its_habit() -> None:
+    """The rollouts of reinforcement learning; one pause is none."""
+    assert still([0.1] * 1000 + [60.0] * 2, 50.0) == Standstill(50.0, 0.1, habitual=True)
+    assert still([0.1] * 1000 + [60.0] * 2, 200.0) == Standstill(200.0, 0.1)
+    assert still([0.1] * 1000 + [60.0], 50.0) == Standstill(50.0, 0.1)
+    assert still([0.1, 60.0], 50.0) is None

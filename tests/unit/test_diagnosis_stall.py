@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.diagnosis_files import START_S, fact, facts, steps
+from tests.ui import PACE
 from torchobs import catalog
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.detect.stall import Standstill
+from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.rank_report import RankReport, last_phase
@@ -89,7 +91,10 @@ def test_without_stacks_it_says_how_to_have_them() -> None:
         (600.0, {"phase": "evaluation"}, INFO),
         (600.0, {"phase": "idle"}, INFO),
         (600.0, {"state": "finished", "reason": "finished"}, None),
-        (30.0, {"state": "alive", "reason": "", "up": True}, WARNING),
+        (30.0, {"state": "alive", "reason": "", "up": True, "standstill": Standstill(30.0, 0.1)}, WARNING),
+        (30.0, {"state": "alive", "reason": "", "up": True, "standstill": Standstill(30.0, 0.1, habitual=True)}, INFO),
+        (30.0, {"state": "alive", "reason": "", "up": True}, None),
+        (600.0, {"state": "alive", "reason": "", "up": True, "phase": "evaluation"}, INFO),
         (69.0, {"state": "hung", "reason": "", "up": True}, ERROR),
     ],
 )
@@ -176,3 +181,23 @@ def test_stacks_that_were_written_early_are_no_finding_if_training_went_on() -> 
     late = fact(catalog.EVENT_STACKS, 29.0, cause="stalled", evidence="0123456789abcdef")
     assert told(quiet(9.5, events=[late], state="finished", reason="finished")) is None
     assert told(quiet(9.5, events=[late], state="alive", reason="", up=True)) is None
+
+
+def living(seconds: float, **given: Any) -> RankReport:
+    """A living rank that stands still."""
+    alive = {"state": "alive", "reason": "", "up": True, "standstill": Standstill(seconds, 0.1), "pace": PACE}
+    return quiet(seconds, **{**alive, **given})
+
+
+def test_a_run_that_stands_still_is_not_all_well_and_has_no_speed() -> None:
+    """In the report and its JSON, as on the page; ranks that wait for one that evaluates are not reported."""
+    made = document([living(45.0)], [], [], Options())
+    assert made["health"]["level"] == "warning"
+    assert made["health"]["text"].startswith("No step for 45 s (usual: 100 ms): 1 of 2 ranks alive, step 201")
+    assert made["ranks"][0]["speed"] is None
+    assert document([quiet(0.1, state="alive", reason="", up=True, pace=PACE)], [], [], Options())["ranks"][0]["speed"]
+    evaluates = living(45.0, phase="evaluation", standstill=None, resource={"rank": 1})
+    known = diagnose_run([living(45.0), evaluates])
+    assert known.health.headline.startswith("Evaluating: 2 of 2 ranks alive")
+    assert "stalled" not in [finding.kind for finding in known.by_rank[0]]
+    assert known.verdict.severity == INFO

@@ -9,6 +9,7 @@ import pytest
 from tests.ui import Values, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
+from torchobs.detect.stall import Standstill
 from torchobs.detect.stragglers import SLOW, Slowness
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis.health import health
@@ -168,7 +169,7 @@ def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
             Severity.ERROR,
         ),
         (
-            [row(rank, "hung", age_s=300, per_s=None) for rank in (0, 1)],
+            [row(rank, "hung", age_s=300, still=Standstill(300, 0.057)) for rank in (0, 1)],
             "Hanging: 2 of 2 ranks alive, step 12,400, loss 2.313. Ranks 0 and 1 hang: no step for 5 min.",
             Severity.ERROR,
         ),
@@ -176,6 +177,31 @@ def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
             but(row(6, "unresponsive", age_s=12)),
             training(7) + "Rank 6 does not respond: silent for 12 s.",
             Severity.ERROR,
+        ),
+        (
+            [row(0, age_s=45, still=Standstill(45, 0.057))],
+            "No step for 45 s (usual: 57 ms): 1 of 1 rank alive, step 12,400, loss 2.313.",
+            Severity.WARNING,
+        ),
+        (
+            [row(rank, age_s=45, still=Standstill(45 + rank, 0.057)) for rank in range(2)],
+            "No step for 46 s (usual: 57 ms): 2 of 2 ranks alive, step 12,400, loss 2.313.",
+            Severity.WARNING,
+        ),
+        (
+            but(row(3, age_s=45, still=Standstill(45, 0.057))),
+            "No step on rank 3 for 45 s (usual: 57 ms): 8 of 8 ranks alive, step 12,400, loss 2.313.",
+            Severity.WARNING,
+        ),
+        (
+            [row(0, age_s=45, still=Standstill(45, 0.057, habitual=True))],
+            "No step for 45 s (usual: 57 ms; such pauses have been before): 1 of 1 rank alive, step 12,400, loss 2.313.",
+            Severity.INFO,
+        ),
+        (
+            [row(0, phase="evaluation"), *(row(rank, age_s=45, still=Standstill(45, 0.057)) for rank in range(1, 4))],
+            "Evaluating: 4 of 4 ranks alive, step 12,400, loss 2.313, 1.90 steps/s.",
+            Severity.INFO,
         ),
         (
             [row(0, recorded=False)],

@@ -162,7 +162,7 @@ def _stack(report: RankReport, width: int) -> list[str]:
 
 
 def _speed(report: RankReport, width: int) -> list[str]:
-    pace = report.pace
+    pace = report.speed
     if pace is None or pace.per_s is None:
         return []
     rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))

@@ -13,6 +13,7 @@ from torchobs import catalog
 from torchobs.cli.table import Column, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.detect import stragglers
+from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
@@ -33,7 +34,6 @@ from torchobs.diagnosis.status import (
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks.metric_values import Readings, readings_of
 from torchobs.ranks.snapshot import Rank
-from torchobs.ranks.state import PATIENT_PHASES
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
@@ -46,6 +46,7 @@ _LEAST_OF_RUN = _LINES_OF_RUN - 1
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2),
+    Column("last step", dispensable=3),
     Column("tokens/s", dispensable=6), Column("samples/s", dispensable=6), Column("MFU", dispensable=7), Column("loss"),
     Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=5 + i) for i, phase in enumerate(catalog.PHASES)),
     Column("memory", dispensable=4), Column("slow", dispensable=3), Column("anomalies", right=False, dispensable=4),
@@ -82,8 +83,7 @@ class RankView:
     @property
     def speed(self) -> Throughput | None:
         """Its throughput while it trains."""
-        trains = self.rank.state == "alive" and self.rank.view.live.phase != "idle"
-        return self.pace if trains and self.pace and self.pace.per_s else None
+        return self.pace if self.rank.trains and self.pace and self.pace.per_s else None
 
 
 class Screen(NamedTuple):
@@ -191,9 +191,11 @@ def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
 
 
 def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle) -> list[str]:
-    """Return the findings in the live page's words; none if all is well."""
-    found = health.findings(RunStatus([_status(one, slow) for one in run], len(run), len(run)))
-    severity = found[0].severity if found else health.INFO
+    """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
+    status = RunStatus([_status(one, slow) for one in run], len(run), len(run))
+    head = health.headline(status)
+    found = [*([head] if head.severity != health.INFO else []), *health.findings(status)]
+    severity = max((one.severity for one in found), key=lambda name: health.LEVELS[name].value, default=health.INFO)
     if severity == health.INFO:
         return []
     line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(text_format.clean(one.text) for one in found)}"
@@ -201,9 +203,8 @@ def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termi
 
 
 def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
-    per_s = one.speed.per_s if one.speed else None
     status = status_of(
-        one.rank, one.readings, one.newest, per_s=per_s, replicas=one.replicas, events=one.events, lately=one.lately
+        one.rank, one.readings, one.newest, pace=one.pace, replicas=one.replicas, events=one.events, lately=one.lately
     )
     return replace(status, slowness=slow.get(one.rank.incarnation))
 
@@ -290,6 +291,7 @@ def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
         _state(rank),
         f"{last.step}" if last else "-",
         text_format.rate(one.speed.per_s if one.speed else None),
+        health.last_step(_status(one, slow)),
         *_work(one),
         text_format.number(last.loss if last else None),
         text_format.number(last_known([step.grad_norm for step in steps])),

@@ -9,6 +9,7 @@ from statistics import median
 
 from torchobs import catalog
 from torchobs.detect.disagreement import drifted
+from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.diagnosis import collective_timeout, health, text_format
 from torchobs.diagnosis.exchange import no_exchange
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
@@ -91,7 +92,7 @@ def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
 
 
 def _stood_still(found: Stall | None) -> bool:
-    return found is not None and (found.hung or (found.long and found.phase not in state.PATIENT_PHASES))
+    return found is not None and (found.hung or (found.long and found.phase not in PATIENT_PHASES))
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:

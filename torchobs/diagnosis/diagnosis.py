@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 from torchobs.diagnosis import collective_timeout, hang, nonfinite_origins
 from torchobs.diagnosis.compare import compare, first_failed, stalled_together
 from torchobs.diagnosis.exit_cause import ending, launcher_ending
-from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health
+from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.diagnosis.rank_report import RankReport
@@ -43,13 +44,16 @@ class RunDiagnosis(NamedTuple):
 
 def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> RunDiagnosis:
     """Return the findings on a run of one rank or more; ``launchers``: processes that only started the ranks."""
+    status = run_status(ranks)
+    if not standing_still(status):  # they wait for a rank that evaluates, saves or compiles
+        ranks = [replace(report, standstill=None) for report in ranks]
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
     first, _ = first_failed(ranks)
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
     waited_for = collective_timeout.blamed(ranks) or hang.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)
     principal = ranks.index(named or first or next(stuck, nonfinite_origins.source(ranks) or ranks[0]))
-    return RunDiagnosis(health(run_status(ranks)), together, [diagnose(report) for report in ranks], principal)
+    return RunDiagnosis(health(status), together, [diagnose(report) for report in ranks], principal)
 
 
 def diagnose(report: RankReport) -> list[Finding]:

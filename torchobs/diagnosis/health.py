@@ -15,6 +15,7 @@ from torchobs.catalog import PHASES, Severity
 from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.loss_scaler import is_stuck
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
+from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST, STUCK, UNTIL_A_STEP
@@ -25,6 +26,8 @@ LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
 BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
 
 _MOST_NAMED = 4
+_NOW_S = 1.5
+"""Page and terminal are updated every second"""
 _NO_PROGRESS = {
     "weight_decay": "weight decay takes too much of the weights",
     "short_steps": "the steps are too short for it, by the learning rate",
@@ -71,7 +74,7 @@ def findings(run: RunStatus) -> list[Finding]:
 
 
 def headline(run: RunStatus) -> Finding:
-    """Return the run's progress, or how it ended: ranks, step, loss, speed."""
+    """Return the run's progress, that it makes none, or how it ended: ranks, step, loss, speed."""
     up = [rank for rank in run.ranks if rank.up]
     if not up:
         done = all(rank.state == "finished" for rank in run.ranks)
@@ -79,14 +82,42 @@ def headline(run: RunStatus) -> Finding:
         known = ", ".join(filter(None, [ranks, _steps_done(run), _loss(run, "last loss")]))
         return Finding(INFO, "headline", f"{word}: {known}.", f"{word}.")
     alive = [rank for rank in up if rank.state != "unresponsive"]
+    still = standing_still(run)
     word = _activity(run, alive) if any(rank.recorded for rank in alive) else "Not recorded" if alive else "Not responding"
+    word, gist, severity = _no_step(still, alive) if still and word != "Hanging" else (word, word, INFO)
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
     ranks = f"{len(alive):,} of {text_format.plural(run.expected, 'rank')} alive{here}"
     speeds = [rank.per_s for rank in alive if rank.per_s]
-    speed = text_format.rate(min(speeds), "steps") if speeds and run.steps else ""
+    speed = text_format.rate(min(speeds), "steps") if speeds and run.steps and not still else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
-    return Finding(INFO, "headline", f"{word}: {known}.", f"{word}, {ranks}.")
+    return Finding(severity, "headline", f"{word}: {known}.", f"{gist}, {ranks}.")
+
+
+def standing_still(run: RunStatus) -> list[RankStatus]:
+    """Return the ranks that stand still; none while a rank of the run does what the others may wait for."""
+    busy = any(rank.up and rank.phase in PATIENT_PHASES for rank in run.ranks)
+    return [] if busy else [rank for rank in run.ranks if rank.standstill]
+
+
+def _no_step(still: Sequence[RankStatus], alive: Sequence[RankStatus]) -> tuple[str, str, str]:
+    """Return that no step ends, the same without figures, and its severity."""
+    longest = max((rank.standstill for rank in still if rank.standstill), key=lambda found: found.seconds)
+    gist = "No step" if len(still) == len(alive) else f"No step on {_ranks(still).lower()}"
+    before = "" if not longest.habitual else "; such pauses have been before"
+    usual = f"usual: {text_format.duration(longest.usual_step)}{before}"
+    return f"{gist} for {text_format.span(longest.seconds)} ({usual})", gist, INFO if longest.habitual else WARNING
+
+
+def last_step(status: RankStatus) -> str:
+    """Return when a rank's last step ended, or the rank."""
+    if not status.up:
+        return f"ended {text_format.span(status.beat_age_s)} ago"
+    if status.progress_age_s is None:
+        return text_format.NONE
+    if not status.steps:
+        return f"none for {text_format.span(status.progress_age_s)}"
+    return "now" if status.progress_age_s < _NOW_S else f"{text_format.span(status.progress_age_s)} ago"
 
 
 def _steps_done(run: RunStatus) -> str:
@@ -98,7 +129,9 @@ def _steps_done(run: RunStatus) -> str:
 def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
     if all(rank.state == "hung" for rank in alive):
         return "Hanging"
-    phase, _ = Counter(rank.phase for rank in alive).most_common(1)[0]
+    still = [rank for rank in alive if rank.standstill]
+    waited_for = [rank for rank in alive if rank.phase in PATIENT_PHASES] if still else []
+    phase, _ = Counter(rank.phase for rank in waited_for or alive).most_common(1)[0]
     return AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
 
 

@@ -100,7 +100,7 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
         "stall": found._asdict() if (found := stall(report)) else None,
         "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in report.left],
         "findings": [_finding(finding) for finding in findings],
-        "speed": speed(report.pace),
+        "speed": speed(report.speed),
         "steps": [_step(step) for step in report.steps[-options.steps :] if options.steps],
         "scalars": {name: [point._asdict() for point in points] for name, points in report.scalars.items()},
         "details": dict(report.details),

@@ -150,7 +150,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
             return _Look(_salvage(path, limit, now), fading=False)
         with closing(tracked.file):
             tracked.observe(fd, now, None)
-            report = _report(tracked, path.name, limit)
+            report = _report(tracked, path.name, limit, now)
             if report.same_boot and not path.with_name(lock_name(path.name)).exists():  # of `cp`, which keeps its name
                 report = replace(report, copied=True)
             return _Look(report, tracked.fading)
@@ -180,7 +180,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
         # a copy has no lock: it counts as dead, however recent its heartbeat
         tracked.same_boot = False
         tracked.observe(-1, now, None)
-        report = _report(tracked, path.name, limit)
+        report = _report(tracked, path.name, limit, now)
         return replace(report, problems=(*problems, *report.problems), copied=bool(problems), partial=cut or report.partial)
 
 
@@ -199,7 +199,7 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-def _report(tracked: RankFile, source: str, limit: int | None) -> RankReport:
+def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankReport:
     header, view, up = tracked.header, tracked.view, tracked.up
     memory, live, values = last_memory(view), view.live, values_of(view)
     begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
@@ -228,6 +228,8 @@ def _report(tracked: RankFile, source: str, limit: int | None) -> RankReport:
         scalars=scalars.curves(one for _, one in frames),
         values=values,
         pace=pace(records),
+        recorded=not up or live.steps_since_ns is not None,
+        standstill=tracked.standstill(now) if up else None,
         details=details,
         history=history,
         spans=spans_of(frames),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.detect.stall import Standstill
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.scalars import Point
@@ -21,7 +22,7 @@ from torchobs.flight.metrics.throughput import Throughput
 from torchobs.flight.reader.decode import Distribution, Value
 from torchobs.flight.reader.reader import View
 from torchobs.ranks import labels
-from torchobs.ranks.state import MemoryUse
+from torchobs.ranks.state import MemoryUse, trains
 
 _FAR = 1 << 62
 _NAMES = ("NaN", "Infinity", "-Infinity")
@@ -129,6 +130,10 @@ class RankReport:
     """by series name and attribute values"""
     pace: Throughput | None = None
     """over the latest steps"""
+    recorded: bool = True
+    """False if the rank lives and recording of steps was switched off"""
+    standstill: Standstill | None = None
+    """that the living rank makes no step"""
     scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
     """scalars that the script logged, by name"""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -169,6 +174,16 @@ class RankReport:
     def restart(self) -> int:
         """Number of the attempt, from 0."""
         return labels.number(self.header.resource, "restart") or 0
+
+    @property
+    def trains(self) -> bool:
+        """True while it makes steps."""
+        return trains(self.state, self.phase, self.standstill, recorded=self.recorded)
+
+    @property
+    def speed(self) -> Throughput | None:
+        """Its throughput over the latest steps; ``None`` while it lives and makes none."""
+        return self.pace if self.trains or not self.up else None
 
     @property
     def start_s(self) -> float:

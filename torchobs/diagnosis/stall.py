@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.stall import LEAST_S
+from torchobs.detect.stall import LEAST_S, PATIENT_PHASES, USUAL_FACTOR
 from torchobs.diagnosis import stack_text, text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport
@@ -44,6 +44,8 @@ class Stall(NamedTuple):
 def stall(report: RankReport) -> Stall | None:
     """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
 
+    Of a living rank the exporter's rule decides (``detect.stall``), and of none that evaluates, saves or compiles.
+
     The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
     known stall is short, because the heartbeat stopped with it. One that ended the run, and of which the rank has written its
     stacks, is returned however short it was.
@@ -51,12 +53,15 @@ def stall(report: RankReport) -> Stall | None:
     if not report.newest_is_here or not report.end_known:
         return None
     timed = [step.duration_s for step in report.steps[-_RECENT:] if step.duration_s is not None]
-    usual_s, since_s = median(timed) if timed else None, report.steps[-1].end_s if report.steps else report.start_s
+    usual_s = report.standstill.usual_step if report.standstill else median(timed) if timed else None
+    since_s = report.steps[-1].end_s if report.steps else report.start_s
     quiet_s, timeout_s = max(0.0, report.last_s - since_s), _timeout_s(report)
-    least_s = timeout_s if usual_s is None else max(LEAST_S, state.HANG_FACTOR * usual_s)
+    least_s = timeout_s if usual_s is None else max(LEAST_S, USUAL_FACTOR * usual_s)
     unheard = report.reason in {"", "lost", "out_of_memory"}
     held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
-    long = quiet_s >= least_s or held or report.state == "hung"
+    patient = report.phase in PATIENT_PHASES
+    long = quiet_s >= least_s and (patient or not report.up or usual_s is None)
+    long = long or held or report.state == "hung" or report.standstill is not None
     if report.reason == "finished" or not (long or _written_early(report, since_s)):
         return None
     begun_s = report.phase_begun_s
@@ -65,7 +70,7 @@ def stall(report: RankReport) -> Stall | None:
         usual_step=usual_s,
         phase=report.phase,
         phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, report.last_s - begun_s)),
-        hung=report.state == "hung" or (quiet_s > timeout_s and report.phase not in state.PATIENT_PHASES),
+        hung=report.state == "hung" or (not report.up and quiet_s > timeout_s and not patient),
         lock_held=held,
         stacks=_stacks(report, since_s),
         frames=report.frames,
@@ -78,8 +83,9 @@ def stalled(report: RankReport) -> Iterator[Finding]:
     found = stall(report)
     if found is None:
         return
-    patient = found.phase in state.PATIENT_PHASES and not found.lock_held
-    severity = ERROR if found.hung or found.lock_held else INFO if patient or not found.long else WARNING
+    patient = found.phase in PATIENT_PHASES and not found.lock_held
+    habitual = report.standstill is not None and report.standstill.habitual
+    severity = ERROR if found.hung or found.lock_held else INFO if patient or habitual or not found.long else WARNING
     text = _held(found, report) if found.lock_held else _quiet(found, report)
     awaited = _awaited(report) if found.phase == "data" else ""
     yield Finding(severity, "stalled", f"{text} {_where(found, report)}{awaited}")

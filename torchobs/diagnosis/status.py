@@ -17,6 +17,7 @@ from torchobs.detect import starvation, stragglers
 from torchobs.detect.collectives import GroupProgress
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.recovery import LastAnomaly, healthy_steps
+from torchobs.detect.stall import Standstill
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
@@ -128,6 +129,7 @@ class RankStatus:
     """the last one, finite or not"""
     per_s: float | None
     """steps per second while it trains"""
+    standstill: Standstill | None = None
     anomalies: tuple[str, ...] = ()
     """kinds that are active now"""
     counted: Mapping[str, int] = field(default_factory=dict)
@@ -297,10 +299,13 @@ def _has_settled(status: RankStatus) -> bool:
 
 
 def status_of(
-    rank: Rank, readings: Readings, known: Newest, *, per_s: float | None, replicas: Replicas, events: EventSummary,
+    rank: Rank, readings: Readings, known: Newest, *, pace: Throughput | None, replicas: Replicas, events: EventSummary,
     lately: Mapping[str, int],
 ) -> RankStatus:  # fmt: skip
-    """Return the status of a rank of a snapshot, with what its records and events tell."""
+    """Return the status of a rank of a snapshot, with what its records and events tell.
+
+    ``pace``: its throughput over its last steps, whatever it does now.
+    """
     live = rank.view.live
     status = RankStatus(
         rank=rank.rank,
@@ -313,7 +318,8 @@ def status_of(
         progress_age_s=rank.progress_age_s,
         steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, known.loss),
-        per_s=per_s,
+        per_s=pace.per_s if rank.trains and pace else None,
+        standstill=rank.standstill,
         lately=lately,
         events=events,
         past=past_anomalies(readings.get, events, known.losses, known.norms),
@@ -480,19 +486,19 @@ def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[Ra
 def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
     """Return the status of a rank from its report. ``now_s``: Unix time, by default its last sign of life."""
     last_s = report.last_s if now_s is None else now_s
-    trains = report.state == "alive" and report.phase != "idle"
     status = RankStatus(
         rank=report.rank,
         state=report.state,
         reason=report.reason,
         up=report.up,
         phase=report.phase,
-        recorded=True,
+        recorded=report.recorded,
         beat_age_s=max(0.0, last_s - report.last_s),
         progress_age_s=max(0.0, last_s - (report.steps[-1].end_s if report.steps else report.start_s)),
         steps=int(report.value(catalog.STEPS) or report.last_step),
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
-        per_s=report.pace.per_s if trains and report.pace else None,
+        per_s=report.pace.per_s if report.trains and report.pace else None,
+        standstill=report.standstill,
         lately=recent_anomalies(anomalies_of(report.events), last_s),
         events=summary_of(report.events),
         past=past_in(report),

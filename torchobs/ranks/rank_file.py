@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import struct
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.detect import stall
+from torchobs.detect.stall import Durations, Standstill
 from torchobs.flight.files import crash, lock, termination
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.event_ring import Tail
 from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
+from torchobs.flight.metrics import throughput
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import FlightFile, View
@@ -22,7 +25,7 @@ from torchobs.ranks.incarnations import RankCandidate
 from torchobs.ranks.memory_budget import RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torchobs.flight.format.layout import Header
     from torchobs.flight.format.live_words import LiveWords
@@ -105,6 +108,8 @@ class RankFile:
         """number of the snapshot in which it was first seen to be dead"""
         self._durations = _Durations()
         self._learned_s = self._durations.timeout_s(self.view)
+        self._usual: tuple[int | None, float | None] = None, None
+        """The last step's end, and the median duration of the steps up to it"""
         self._looked_ns = _NEVER_NS
         self._beat_ns = beat_ns(header, self.view.live, now)
 
@@ -158,6 +163,24 @@ class RankFile:
             return None
         since = max(self.view.last_step_ns or self.header.monotonic_ns, recorded_ns)
         return max(0.0, (now.monotonic_ns - since) / 1e9)
+
+    def standstill(self, now: Now) -> Standstill | None:
+        """Return that the rank stands still, if it does (``detect.stall``)."""
+        age_s, quiet_s = self.progress_age_s(now), self._quiet_s(now)
+        steps = self.state in {"alive", "hung"} and self.view.last_step_ns is not None
+        if not steps or age_s is None or quiet_s is None or quiet_s < stall.LEAST_S:
+            return None
+        histogram, bounds = self._durations.of(self.view)
+        durations = Durations(histogram.counts, bounds, histogram.greatest or bounds[-1]) if histogram else Durations()
+        return stall.standstill(age_s, quiet_s, self.view.live.phase, self._usual_step_s(), durations)
+
+    def _usual_step_s(self) -> float | None:
+        """Return the median duration of the latest steps, which are read once in each standstill."""
+        if self._usual[0] != self.view.last_step_ns:
+            with suppress(*READ_ERRORS):
+                records = self.file.latest(throughput.RECORDS)
+                self._usual = self.view.last_step_ns, throughput.usual_step_s(records)
+        return self._usual[1]
 
     def _may_never_train(self) -> bool:
         """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""
@@ -319,11 +342,16 @@ class _Durations:
 
     def timeout_s(self, view: View) -> float:
         """Return how long the rank may be without a step, learned from its step times."""
+        durations, bounds = self.of(view)
+        return state.FIRST_STEP_S if durations is None else state.hang_timeout_s(durations, bounds)
+
+    def of(self, view: View) -> tuple[Distribution | None, Sequence[float]]:
+        """Return the distribution and the bounds of its buckets; ``None`` before the first step."""
         block = view.blocks[0] if view.blocks else DecodedBlock()
         if block.series is not self._series:
             places = (index for index, one in enumerate(block.series) if one.name == catalog.STEP_DURATION.name and one.bounds)
             self._series, self._index = block.series, next(places, None)
         value = None if self._index is None else block.values[self._index]
         if self._index is None or not isinstance(value, Distribution):
-            return state.FIRST_STEP_S
-        return state.hang_timeout_s(value, self._series[self._index].bounds)
+            return None, ()
+        return value, self._series[self._index].bounds

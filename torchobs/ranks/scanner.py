@@ -269,6 +269,7 @@ class Scanner:
             opened=tracked.opened,
             exemplars=tracked.exemplars,
             exception=tracked.exception,
+            standstill=tracked.standstill(now),
         )
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.stall import Standstill
 from torchobs.detect.stragglers import Slowness
 from torchobs.flight.reader.reader import View
 from torchobs.ranks.exemplars import Shown
-from torchobs.ranks.state import ending, last_memory
+from torchobs.ranks.state import ending, last_memory, trains
 
 STATUSES = catalog.EXPORTER_FILES.attributes[0].values
 REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
@@ -88,6 +89,14 @@ class Rank:
     exemplars: Shown = field(default_factory=dict)
     exception: Mapping[str, str] = field(default_factory=dict)
     """attributes of ``catalog.RANK_EXCEPTION``: the newest exception of its main thread; empty: none is in its event ring"""
+    standstill: Standstill | None = None
+    """that it makes no step; None: it does, or has ended, or does something else that may take long"""
+
+    @property
+    def trains(self) -> bool:
+        """True while it makes steps, so that it has a speed."""
+        live = self.view.live
+        return trains(self.state, live.phase, self.standstill, recorded=live.steps_since_ns is not None)
 
     @property
     def reason(self) -> str:

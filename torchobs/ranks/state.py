@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect import stall
+from torchobs.detect.stall import PATIENT_PHASES, Standstill
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution
 
@@ -39,9 +40,6 @@ HANG_FACTOR = 20.0
 FIRST_STEP_S = 1800.0
 """Timeout before the first step: the default timeout of a gloo process group in torch.distributed. Also how long a rank may
 wait for a peer that evaluates, saves or compiles alone."""
-
-PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile", "idle"})
-"""Phases that may last arbitrarily long without a step; an idle rank has left its training loop."""
 
 LIVING = frozenset({"alive", "unresponsive", "hung"})
 """States in which the process exists."""
@@ -103,6 +101,11 @@ def judge(seen: Observation) -> str:
     if seen.quiet_s is not None and seen.quiet_s > seen.hang_timeout_s and seen.phase not in PATIENT_PHASES:
         return "hung"
     return "alive"
+
+
+def trains(state: str, phase: str | None, still: Standstill | None, *, recorded: bool) -> bool:
+    """Return whether a rank makes steps that are recorded, so that it has a speed."""
+    return state == "alive" and phase != "idle" and still is None and recorded
 
 
 def waits(state: str, progress_age_s: float | None, peers: Collection[str | None]) -> bool:

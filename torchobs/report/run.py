@@ -115,7 +115,7 @@ def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
 
 
 def _speed(report: RankReport) -> Iterator[Figure]:
-    pace = report.pace
+    pace = report.speed
     if pace is not None and pace.per_s:
         rates = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
         more = next((text_format.rate(per_s, what) for per_s, what in rates if per_s), "")

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from html import escape
 from importlib import import_module
 from math import isfinite, isnan
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.detect.stall import Standstill, standstill
 from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.flight.metrics.totals import Word
+from torchobs.runtime.stall_watch import durations, live_phase
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.probes.core.context import ProbeContext
     from torchobs.runtime.page_address import PageAddress
 
 INTERVAL_S = 1.0
+_LATEST = 64
+"""Number of updates over which the duration of a step is the usual one"""
 _STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radius:6px;padding:.35em .8em;display:inline-block"
 
 
@@ -31,11 +39,16 @@ def in_notebook() -> bool:
 class NotebookStatus:
     """The line, shown below the cell that called ``init()``; the sampler thread updates it once a second."""
 
-    def __init__(self, context: ProbeContext, name: str, page: PageAddress | None = None) -> None:
-        self._context, self._name, self._page = context, name, page
+    def __init__(
+        self, context: ProbeContext, name: str, page: PageAddress | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._context, self._name, self._page, self._clock = context, name, page, clock
         self._handle: Any = None
         self._shown, self._due_s = "", 0.0
         self._before: tuple[float, int] | None = None
+        """When the step was last another than before, and that step"""
+        self._step_s: deque[float] = deque(maxlen=_LATEST)
+        """Durations of a step between two updates, of the latest"""
 
     def begin(self) -> None:
         """Show the line."""
@@ -43,7 +56,7 @@ class NotebookStatus:
 
     def sample(self) -> None:
         """Update the line, if it has changed."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + INTERVAL_S
             self.update(self._state(now_s))
@@ -72,11 +85,17 @@ class NotebookStatus:
         for word, name in ((Word.LOSS, "loss"), (Word.GRAD_NORM, "gradient norm")):
             if totals.ints[word] and not isnan(value := totals.floats[word]):
                 parts.append(f"{name} {value:.4g}")
-        if self._before is not None and step > self._before[1]:
-            parts.append(f"{(step - self._before[1]) / (now_s - self._before[0]):.3g} steps/s")
-        self._before = now_s, step
-        phase, _ = self._context.recorder.phase()
-        parts.append("idle" if self._context.training.idle else LIVE_PHASES[phase])
+        phase, since_ns = live_phase(self._context)
+        still = self._standstill(now_s, LIVE_PHASES[phase], since_ns / 1e9)
+        if self._before is None or step > self._before[1]:
+            if self._before is not None:
+                self._step_s.append((now_s - self._before[0]) / (step - self._before[1]))
+            self._before = now_s, step
+        if still is not None:
+            parts[0] = f"<b>⚠ no step for {still.seconds:,.0f} s</b> (usual: {still.usual_step:.3g} s), {parts[0]}"
+        if self._step_s:
+            parts.append("– steps/s" if still or LIVE_PHASES[phase] == "idle" else f"{1 / self._step_s[-1]:.3g} steps/s")
+        parts.append(LIVE_PHASES[phase])
         odd = [
             kind
             for index, kind in enumerate(catalog.ANOMALY_KINDS)
@@ -84,6 +103,12 @@ class NotebookStatus:
         ]
         parts += [f"<b>⚠ {escape(kind.replace('_', ' '))}</b>" for kind in odd]
         return " · ".join(parts)
+
+    def _standstill(self, now_s: float, phase: str, since_s: float) -> Standstill | None:
+        if self._before is None or not self._step_s or self._context.recorder.step > self._before[1]:
+            return None
+        age_s = now_s - self._before[0]
+        return standstill(age_s, min(age_s, now_s - since_s), phase, median(self._step_s), durations(self._context))
 
 
 def _display() -> Any:

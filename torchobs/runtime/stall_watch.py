@@ -1,7 +1,7 @@
 """Writes the stacks of a rank that stands still, early: a scheduler, a collective's timeout or a person may kill it any moment.
 
 An exporter has the stacks of a hung rank written, too, but only once it is sure (``ranks.state.hang_timeout_s``), and not every
-run has one. Here nobody is told anything: the file lies beside the flight file, and ``inspect`` reads it if the run ends there.
+run has one. Here no alert is raised: the file lies beside the flight file, and ``inspect`` reads it if the run ends there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect import stall
+from torchobs.detect.stall import Durations
 from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
@@ -43,6 +44,13 @@ def live_phase(context: ProbeContext) -> tuple[int, int]:
     return (IDLE if context.training.idle else phase), since_ns
 
 
+def durations(context: ProbeContext) -> Durations:
+    """Return the histogram of the durations of the steps so far."""
+    totals = context.writer.table.core.totals
+    counts = totals.ints[Word.STEP_DURATION : DURATION_SUM].tolist()
+    return Durations(counts, catalog.SECONDS_BOUNDS, totals.floats[DURATION_SUM + 2])
+
+
 class StallWatch:
     """One per session, for the sampler thread. Writes once in each stall; costs a comparison while training goes on."""
 
@@ -73,9 +81,7 @@ class StallWatch:
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
 
     def _limit_s(self) -> float:
-        totals = self._context.writer.table.core.totals
-        counts = totals.ints[Word.STEP_DURATION : DURATION_SUM].tolist()
-        return stall.early_limit_s(counts, catalog.SECONDS_BOUNDS, totals.floats[DURATION_SUM + 2], self._survived)
+        return stall.early_limit_s(*durations(self._context), self._survived)
 
     def _may_never_train(self, phase: int) -> bool:
         """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""

@@ -80,9 +80,10 @@ def page(events: Iterable[Dated], before: Position | None, limit: int) -> dict[s
 
 
 def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
-    """Return the last steps, oldest first, with values delivered after their end, and their throughput."""
+    """Return the last steps, oldest first, with values delivered after their end, and their throughput while it makes steps."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
-    return {"speed": speed(pace(records)), "steps": [_step(parts, rank) for parts in with_late(records)[-last:]]}
+    found = speed(pace(records)) if rank.trains or not rank.up else None
+    return {"speed": found, "steps": [_step(parts, rank) for parts in with_late(records)[-last:]]}
 
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:

@@ -92,7 +92,13 @@ SCHEMAS: dict[str, Schema] = {
         last_step={"oneOf": [_TIME, {"type": "null"}]},
         **dict.fromkeys(("progress_age_s", "steps", "loss", "gradient_norm", "learning_rate"), _MAYBE),
         **dict.fromkeys(("tokens", "samples", "total_steps"), _MAYBE),
+        stall={"oneOf": [_ref("Stall"), {"type": "null"}]},
     ),
+    "Stall": {
+        **_object(seconds=_NUMBER, usual_step=_NUMBER, habitual={"type": "boolean"}),
+        "description": "that the rank makes no step: seconds since the last, the usual duration of one, and whether it has "
+        "paused so before",
+    },
     "DebugSummary": _object(
         total_operations=_COUNT,
         average_time={**_MAYBE, "description": "seconds of an operation of torchobs.debug, as the other times"},

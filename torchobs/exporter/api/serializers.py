@@ -49,6 +49,7 @@ def rank_view(rank: Rank) -> dict[str, Any]:
         "started": instant(header.wall_ns),
         "last_step": None if last_ns is None else instant(wall_ns(header, last_ns)),
         "progress_age_s": rank.progress_age_s,
+        "stall": rank.standstill._asdict() if rank.standstill else None,
         "learning_rate": rates.get(("0",), next(iter(rates.values()), None)),  # of the first group, as on the live page
         "steps": readings.get(catalog.STEPS),
         "tokens": readings.get(catalog.TOKENS),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.report import charts
-from torchobs.report.html import EMPTY, Html, definitions, exact, joined, named, tag
+from torchobs.report.html import EMPTY, Html, definitions, exact, joined, named, tag, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
         yield "Goodput", exact(text_format.percent(productive), productive), tag("span", "of the time since the start")
     yield from _rate(focus.readings)
     share = focus.readings.get(catalog.MFU)
-    if share is not None:
+    if share is not None and focus.status.standstill is None:
         yield "MFU", exact(text_format.percent(share), share), tag("span", "of the devices' peak, by the model's operations")
 
 
@@ -58,7 +58,9 @@ def _at_what_speed(focus: Row) -> str:
 
 
 def _speed(focus: Row) -> Iterator[tuple[str, Html, Html]]:
-    pace = focus.speed
+    pace, still = focus.speed, focus.status.standstill
+    if still is not None:
+        yield "Speed", text("–"), tag("span", f"no step for {text_format.span(still.seconds)}")
     if pace is None:
         return
     work = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog import PHASES
+from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.health import last_step
 from torchobs.exporter.ui.urls import link
 from torchobs.exporter.ui.view_model import PER_PAGE
-from torchobs.ranks.state import PATIENT_PHASES
 from torchobs.report import charts
 from torchobs.report.html import EMPTY, Html, exact, heading_cell, joined, number_cell, table, tag
 
@@ -74,7 +75,7 @@ def _row(model: Model, row: Row) -> Html:
         _number(text_format.number, row.status.loss),
         _number(text_format.number, row.grad_norm),
         number_cell(_memory(row)),
-        number_cell(_last_step(row.status)),
+        number_cell(last_step(row.status)),
     ]
     return tag("tr", tag("th", words, scope="row", class_="n"), *cells, class_="chosen" if chosen else None)
 
@@ -104,15 +105,6 @@ def _slowdown(status: RankStatus) -> Html:
 def _memory(row: Row) -> Html:
     part = "" if row.fullest is None else f" ({row.fullest[0]} {text_format.percent(row.fullest[1])} full)"
     return joined([exact(text_format.size(row.memory), row.memory), part if row.memory is not None else ""])
-
-
-def _last_step(status: RankStatus) -> str:
-    if not status.up:
-        return f"ended {text_format.span(status.beat_age_s)} ago"
-    age_s = status.progress_age_s or 0.0
-    if not status.steps:
-        return f"none for {text_format.span(age_s)}"
-    return "now" if age_s < 1.5 else f"{text_format.span(age_s)} ago"  # noqa: PLR2004  # the page is updated every second
 
 
 def _summary_row(rows: Sequence[Row]) -> Html:

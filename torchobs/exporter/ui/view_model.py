@@ -200,19 +200,18 @@ class Modeller:
         return run_of(ranks[0].job_name, ranks[0].run_id, rows, expected=here or world_size, world_size=world_size)
 
     def _row(self, rank: Rank, details: RankDetails) -> Row:
-        readings, live, pace = self._reader.read(rank), rank.view.live, details.pace
-        trains = rank.state == "alive" and live.phase != "idle" and live.steps_since_ns is not None
+        readings = self._reader.read(rank)
         status = status_of(
             rank,
             readings,
             details.newest,
-            per_s=pace.per_s if trains and pace else None,
+            pace=details.pace,
             replicas=details.replicas._replace(losses=details.newest.losses),
             events=details.summary,
             lately=recent_anomalies(recent_kinds(details.events.newest), time.time()),
         )
         grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
-        return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))
+        return Row(rank.incarnation, status, readings, details.pace, grad_norm, *_memory(readings))
 
 
 def run_of(job_name: str, run_id: str, rows: Sequence[Row], *, expected: int, world_size: int) -> Run:

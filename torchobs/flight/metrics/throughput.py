@@ -82,6 +82,11 @@ def pace(records: Sequence[StepRecord]) -> Throughput | None:
     )
 
 
+def usual_step_s(records: Sequence[StepRecord]) -> float | None:
+    """Return the median duration of the newest of ``records`` in seconds; ``None`` if these have no timed step."""
+    return median(durations) if (durations := [one.duration_s for one in records[-RECORDS:] if _is_timed(one)]) else None
+
+
 def time_left_s(found: Throughput | None, done: int, total: float, aside_s: float) -> float | None:
     """Estimate the seconds left until ``total`` steps; the ``done`` ones took ``aside_s`` of evaluation and checkpoints.
 
