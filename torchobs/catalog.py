@@ -9,6 +9,7 @@ Dimensionless gauges that are no ratio have an empty unit, because Prometheus ap
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -1200,7 +1201,7 @@ EVENT_NO_GRADIENT = _info(
     Attribute("parameters_affected", "how many"),
     Attribute("optimizer", "its class"),
 )
-EVENT_LEFT_OUT_PARAMETERS = _info(
+EVENT_LEFT_OUT_PARAMETERS = _warning(
     "torchobs.loop.left_out",
     "Parameters get gradients and are in no optimizer, or in one that never steps: they learn nothing.",
     Attribute("parameters", "which, the first eight"),
@@ -1644,3 +1645,14 @@ METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) 
 EVENTS: tuple[Event, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Event))
 SPANS: tuple[Span, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Span))
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+EVENT_BY_NAME: dict[str, Event] = {event.name: event for event in EVENTS}
+
+
+def event_severity(name: str, attributes: Mapping[str, object]) -> Severity:
+    """Return the severity of an event: an anomaly's by its kind, info of Ctrl-C and of an application's own events."""
+    if attributes.get("exception.type") == "builtins.KeyboardInterrupt":
+        return Severity.INFO
+    kind, event = attributes.get("kind"), EVENT_BY_NAME.get(name)
+    if event is EVENT_ANOMALY and isinstance(kind, str):
+        return ANOMALY_SEVERITY.get(kind, event.severity)
+    return event.severity if event else Severity.INFO

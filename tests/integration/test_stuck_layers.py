@@ -276,6 +276,23 @@ class Adapted(nn.Module):
         return self.head(torch.relu(self.base(inputs) + self.up(self.down(inputs))))
 
 
+class Clamped(nn.Module):
+    """Parameters without a matrix that come to the bound of their clamp at once, first in the order of the optimizer."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.bounded = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self.layers = chain(nn.Tanh, 2)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        self.calls += 1
+        bound = 1.0 if self.calls < 40 else -1.0
+        factors = [one.clamp(max=bound).exp().sum() for one in self.bounded]
+        return self.layers(inputs) * torch.stack(factors).sum()
+
+
 def normalised() -> nn.Module:
     """Biases before a normalisation, whose gradient is zero but for rounding."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
@@ -287,6 +304,10 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "unused": lambda: Branches("unused"),
     "adapted": Adapted,
     "normalised": normalised,
+    "a temperature at its clamp": lambda: Clamped(()),
+    "a temperature and a bias at their clamps": lambda: Clamped((), (1,)),
+    "a temperature for each head at its clamp": lambda: Clamped((4, 1, 1)),
+    "the deviations of a policy at their clamp": lambda: Clamped((1, 6)),
     "deep and rectified": lambda: chain(nn.ReLU, 6),
     "deep and linear": lambda: chain(nn.Identity, 20),
     "eight layers of tanh": lambda: chain(nn.Tanh, 8),

@@ -9,8 +9,9 @@ import pytest
 from tests.diagnosis_files import START_S, fact, facts, step, steps, told
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
+from torchobs.cli.summary import summary_lines
 from torchobs.diagnosis.compare import first_failed
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.rank_report import Step
 from torchobs.ranks.state import MemoryUse
 
@@ -224,6 +225,21 @@ def test_a_second_training_thread_is_told() -> None:
     events = [fact(catalog.EVENT_OTHER_THREAD, 1.0, thread="ThreadPoolExecutor-0_1")]
     said = told(facts(steps(400), state="finished", reason="finished", events=events))["other_thread"]
     assert "steps of thread ThreadPoolExecutor-0_1 are not recorded" in said
+
+
+def test_what_cost_the_training_is_a_warning_and_stands_in_the_summary() -> None:
+    """Nothing was learned in parameters that no optimizer has: such a run was not all well."""
+    left = fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 4.0, 400, parameters=["actor.weight"], parameters_affected=1)
+    run = facts(steps(900), state="finished", reason="finished", events=[left])
+    assert diagnose_run([run]).verdict.text.startswith("Worth a look. ")
+    assert any("in no optimizer: nothing was learned there" in line for line in summary_lines([run], []))
+
+
+def test_a_run_that_a_person_interrupted_is_no_trouble() -> None:
+    """Ctrl-C is what was wanted."""
+    alone = {"world_size": 1, "local_world_size": 1}
+    run = facts(steps(192), state="failed", reason="interrupted", exit_code=130, resource=alone)
+    assert diagnose_run([run]).verdict.text.startswith("All well. Interrupted by Ctrl-C after 19 s: 1 rank, 192 steps")
 
 
 def test_left_out_parameters_are_taken_back() -> None:

@@ -95,10 +95,19 @@ def test_a_misused_scheduler_is_a_mistake_of_the_loop() -> None:
     assert mistakes_of([told("never_stepped"), told("unheard of"), told(["list"])]) == ("scheduler_never_stepped",)
 
 
-@pytest.mark.parametrize("kind", [*catalog.LOOP_MISTAKES, *(f"scheduler_{kind}" for kind in catalog.SCHEDULER_MISUSES)])
+@pytest.mark.parametrize(
+    "kind", [*catalog.LOOP_MISTAKES, "left_out", *(f"scheduler_{kind}" for kind in catalog.SCHEDULER_MISUSES)]
+)
 def test_every_mistake_has_its_sentence(kind: str) -> None:
     """Also one that is new."""
     assert run(row(0, mistakes=(kind,), steps=0)).health.level is Severity.WARNING
+
+
+def test_parameters_that_no_optimizer_has_are_a_mistake_of_the_loop() -> None:
+    """As long as the last event says so."""
+    left, again = (Fact(catalog.EVENT_LEFT_OUT_PARAMETERS.name, 1.0, 3, {"parameters_affected": number}) for number in (2, 0))
+    assert mistakes_of([left]) == mistakes_of([left, left], ("left_out",)) == ("left_out",)
+    assert mistakes_of([left, again]) == mistakes_of([again], ("left_out",)) == ()
 
 
 def test_a_learning_rate_of_zero_is_told_once() -> None:
@@ -450,10 +459,25 @@ def test_a_probe_that_failed_is_told() -> None:
     assert (health.text.endswith("Not watched, because the probe failed: loss."), health.level) == (True, Severity.WARNING)
 
 
-def test_an_interrupted_run_was_not_lost() -> None:
-    """Somebody pressed Ctrl-C."""
-    health = run(row(0, "failed", reason="interrupted", age_s=3), row(1, "failed", reason="interrupted", age_s=3)).health
-    assert health.text.endswith("Ranks 0 and 1 were interrupted 3 s ago.")
+def test_a_run_that_a_person_interrupted_is_no_trouble() -> None:
+    """Somebody pressed Ctrl-C, and the launcher may have told the last ranks to end."""
+    for other in ("interrupted", "terminated", "finished"):
+        state = "finished" if other == "finished" else "failed"
+        health = run(row(0, "failed", reason="interrupted", ran_s=192), row(1, state, reason=other, ran_s=190)).health
+        assert health.text == "Interrupted by Ctrl-C after 3 min 12 s: 2 ranks, 12,400 steps, last loss 2.313."
+        assert health.level is Severity.INFO
+
+
+def test_a_run_that_was_told_to_end_is_worth_a_look() -> None:
+    """By a scheduler, which shall not look like a crash; one rank of a run that goes on, or beside one that failed, does."""
+    told = row(0, "failed", reason="terminated", age_s=3)
+    found = run(told, row(1, "failed", reason="terminated", age_s=3)).health
+    assert found.text.endswith("Ranks 0 and 1 were told to end 3 s ago.")
+    assert found.level is Severity.WARNING
+    interrupted = row(0, "failed", reason="interrupted", age_s=3)
+    for one in (told, interrupted):
+        assert run(one, row(1)).health.level is Severity.ERROR
+        assert run(one, row(1, "failed", reason="exception")).health.level is Severity.ERROR
 
 
 def test_ranks_whose_averaged_gradient_differs_are_told_at_once() -> None:

@@ -14,7 +14,7 @@ from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.diagnosis import stack_text, text_format
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
-from torchobs.diagnosis.event_units import with_unit
+from torchobs.diagnosis.event_units import attribute_text
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, device_memory, memory
 from torchobs.diagnosis.rank_report import Fact, RankReport, last_known
@@ -271,17 +271,6 @@ def _anomalies(events: Sequence[Fact]) -> str:
 
 
 def _event(fact: Fact) -> str:
-    told = [f"{name}={_attribute(fact, name)}" for name in fact.attributes if name != "kind" and fact.text(name)]
+    told = [f"{name}={attribute_text(fact, name)}" for name in fact.attributes if name != "kind" and fact.text(name)]
     kind, at = fact.text("kind").replace("_", " "), f"step {fact.step:,}  " if fact.step is not None else ""
     return f"{at}{kind or text_format.clean(fact.name.removeprefix('torchobs.'))}  {' '.join(told[:8])}".rstrip()
-
-
-def _attribute(fact: Fact, name: str) -> str:
-    if (sized := with_unit(fact.name, name, fact.attributes[name])) is not None:
-        return sized
-    number = fact.number(name)
-    return text_format.clean(
-        text_format.number(number)
-        if isinstance(fact.attributes[name], float) and number is not None
-        else text_format.source_location(fact.text(name))
-    )

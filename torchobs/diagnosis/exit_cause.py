@@ -145,7 +145,7 @@ def _raised(fact: Fact, of: str) -> str:
 
 def _interrupted(report: RankReport) -> Finding:
     text = f"Rank {report.rank} was interrupted (Ctrl-C, SIGINT) {_where(report)}"
-    return Finding(WARNING, "interrupted", f"{text}{_left_by(report)}.")
+    return Finding(INFO, "interrupted", f"{text}{_left_by(report)}.")
 
 
 def _terminated(report: RankReport) -> Finding:

@@ -77,8 +77,7 @@ def headline(run: RunStatus) -> Finding:
     """Return the run's progress, that it makes none, or how it ended: ranks, step, loss, speed."""
     up = [rank for rank in run.ranks if rank.up]
     if not up:
-        done = all(rank.state == "finished" for rank in run.ranks)
-        word, ranks = ("Finished" if done else "Ended"), text_format.plural(len(run.ranks), "rank")
+        word, ranks = _end(run.ranks), text_format.plural(len(run.ranks), "rank")
         known = ", ".join(filter(None, [ranks, _steps_done(run), _loss(run, "last loss")]))
         return Finding(INFO, "headline", f"{word}: {known}.", f"{word}.")
     alive = [rank for rank in up if rank.state != "unresponsive"]
@@ -92,6 +91,20 @@ def headline(run: RunStatus) -> Finding:
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
     return Finding(severity, "headline", f"{word}: {known}.", f"{gist}, {ranks}.")
+
+
+def _end(ranks: Sequence[RankStatus]) -> str:
+    if all(rank.state == "finished" for rank in ranks):
+        return "Finished"
+    if _request(ranks) == "interrupted":
+        return f"Interrupted by Ctrl-C after {text_format.span(max(rank.ran_s for rank in ranks))}"
+    return "Ended"
+
+
+def _request(ranks: Iterable[RankStatus]) -> str:
+    """Return by which request the whole run ended: ``interrupted`` by a person, ``terminated``; empty if it did otherwise."""
+    reasons = {"up" if rank.up else rank.reason for rank in ranks} - {"finished"}
+    return min(reasons) if reasons and reasons <= {"interrupted", "terminated"} else ""
 
 
 def standing_still(run: RunStatus) -> list[RankStatus]:
@@ -169,16 +182,19 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from probes_off(ranks)
 
 
-def _deaths(ranks: Iterable[RankStatus]) -> Iterator[Finding]:
+def _deaths(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     by_reason: dict[str, list[RankStatus]] = {}
-    for rank in ranks:
+    request = _request(ranks)
+    for rank in ranks if request != "interrupted" else ():
         if rank.state in {"lost", "failed"}:
             by_reason.setdefault(rank.reason, []).append(rank)
     for reason, dead in by_reason.items():
         who, ago = _ranks(dead), text_format.span(min(rank.beat_age_s for rank in dead))
         how = ENDINGS.get(reason, "was lost {ago} ago")
         how = how if len(dead) == 1 else how.replace("was ", "were ")
-        yield Finding(ERROR, "ended", f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}.")
+        yield Finding(
+            WARNING if request else ERROR, "ended", f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}."
+        )
 
 
 def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

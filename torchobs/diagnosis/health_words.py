@@ -49,6 +49,7 @@ MISTAKES = {
     "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
     "clipped_late": "Gradients are clipped after the optimizer's step, which has used them.",
     "gradients_discarded": "Gradients are set to zero in each micro-batch: a step uses the last one's alone.",
+    "left_out": "Parameters get gradients and are in no optimizer that steps: nothing is learned there.",
     "scheduler_before_optimizer": "A learning-rate scheduler is stepped before its optimizer's first step.",
     "scheduler_never_stepped": "A learning-rate scheduler is never stepped: the rate does not follow it.",
     "scheduler_idle_optimizer": "A learning-rate scheduler is stepped whose optimizer does not step.",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torchobs import catalog
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.event_units import units
 from torchobs.diagnosis.health import Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.diagnosis.stall import stall
@@ -156,4 +157,12 @@ def _step(step: Step) -> dict[str, Any]:
 
 
 def _event(fact: Fact) -> dict[str, Any]:
-    return {"time": fact.time_s, "name": fact.name, "step": fact.step, "attributes": dict(fact.attributes)}
+    attributes = dict(fact.attributes)
+    return {
+        "time": fact.time_s,
+        "name": fact.name,
+        "step": fact.step,
+        "severity": catalog.event_severity(fact.name, attributes).name.lower(),
+        "attributes": attributes,
+        "units": units(fact.name, attributes),
+    }

@@ -79,7 +79,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         )
         question = " Is its step() missing?" if optimizer else ""
         text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
-        yield Finding(INFO, "left_out", text)
+        yield Finding(WARNING, "left_out", text)
     for fact in report.events_named(catalog.EVENT_OTHER_THREAD)[:1]:
         thread = fact.text("thread", 40)
         text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."

@@ -129,6 +129,8 @@ class RankStatus:
     """the last one, finite or not"""
     per_s: float | None
     """steps per second while it trains"""
+    ran_s: float = 0.0
+    """from its start to its last sign of life"""
     standstill: Standstill | None = None
     anomalies: tuple[str, ...] = ()
     """kinds that are active now"""
@@ -319,6 +321,7 @@ def status_of(
         steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, known.loss),
         per_s=pace.per_s if rank.trains and pace else None,
+        ran_s=max(0.0, ((live.heartbeat_ns or 0) - rank.view.header.monotonic_ns) / 1e9),
         standstill=rank.standstill,
         lately=lately,
         events=events,
@@ -416,9 +419,9 @@ def _spoils(origin: Fact) -> bool:
 
 
 def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the kinds of the loop's mistakes, a scheduler's among them, each once, with those ``known`` before these events.
+    """Return the kinds of the loop's mistakes, each once, with those ``known`` before these events.
 
-    An event about no parameter takes its kind back.
+    A scheduler's and parameters that are left out are among them. An event about no parameter takes its kind back.
     """
     found = dict.fromkeys(known)
     for event in events:
@@ -427,6 +430,10 @@ def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str,
             found[kind] = None
             if event.attributes.get("parameters_affected") == 0:
                 del found[kind]
+        elif event.name == catalog.EVENT_LEFT_OUT_PARAMETERS.name:
+            found.pop("left_out", None)
+            if event.count("parameters_affected"):
+                found["left_out"] = None
         elif event.name == catalog.EVENT_SCHEDULER_MISUSED.name and kind in catalog.SCHEDULER_MISUSES:
             found[f"scheduler_{kind}"] = None
     return tuple(found)
@@ -498,6 +505,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         steps=int(report.value(catalog.STEPS) or report.last_step),
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
         per_s=report.pace.per_s if report.trains and report.pace else None,
+        ran_s=max(0.0, report.last_s - report.start_s),
         standstill=report.standstill,
         lately=recent_anomalies(anomalies_of(report.events), last_s),
         events=summary_of(report.events),

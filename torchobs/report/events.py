@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.event_units import attribute_text
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.report.content import Section, Table, section
 
@@ -28,11 +29,6 @@ def _name(fact: Fact) -> str:
 
 
 def _told(fact: Fact) -> str:
-    told = []
-    for name in list(fact.attributes)[:10]:
-        number = fact.number(name)
-        exact = isinstance(fact.attributes[name], float) and number is not None
-        words = text_format.number(number) if exact else text_format.source_location(fact.text(name))
-        if words and name != "kind":
-            told.append(f"{text_format.clean(name, 40)} {words}")
+    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
+    told = [f"{text_format.clean(name, 40)} {text}" for name, text in words if text]
     return text_format.clean(" · ".join(told), 600)

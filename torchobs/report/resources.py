@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.event_units import attribute_text
 from torchobs.diagnosis.json_report import device_memory
 from torchobs.diagnosis.json_report import memory as host_memory
 from torchobs.diagnosis.rank_report import RankReport
@@ -81,7 +82,7 @@ def _reasons(report: RankReport) -> Table | None:
         (
             event.name.removeprefix("torchobs.").replace(".", " "),
             "-" if fact.step is None else f"{fact.step:,}",
-            " · ".join(f"{name} {text_format.source_location(fact.text(name))}" for name in fact.attributes if fact.text(name)),
+            " · ".join(f"{name} {text}" for name in fact.attributes if (text := attribute_text(fact, name))),
         )
         for event in events
         for fact in report.events_named(event)[-8:]

@@ -11,23 +11,32 @@ from torchobs.diagnosis.choose import Chosen
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import BADGES, LEVELS
+from torchobs.diagnosis.health_words import ANOMALIES, MISTAKES
 from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.flight.format.layout import Region
 from torchobs.report import events, ranks, resources, timing, training
 from torchobs.report.content import Block, Document, Figure, Figures, Item, Items, Section, Text, section
 from torchobs.report.details import details
 
-_SECTIONS = {
+SECTIONS = {
     "training": {
-        "nonfinite_loss", "nonfinite_gradient", "past_anomalies", "gradient_vanishing", "clipped_scaled", "scheduler_misused",
-        "amp_skips", "loss_spike", "gradient_explosion", "amp_scale_collapsed", "model_changes", "diverged", "no_progress",
+        *ANOMALIES, *MISTAKES, "nonfinite_origin", "past_anomalies", "no_progress", "zero_learning_rate", "scheduler_misused",
+        "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "no_gradient", "other_thread",
+        "device_unread",
     },
-    "layers": {"unmoved_layers"},
-    "time": {"data", "held_up", "slowed", "checkpoint_age", "no_checkpoint"},
-    "memory": {"memory_growth", "memory_leak", "out_of_memory"},
+    "layers": {"unmoved_layers", "dead_units", "activations_unread", "layer_history"},
+    "time": {"data", "held_up", "slowdown", "stalled", "checkpoint_age", "no_checkpoint", "checkpoint_failed"},
+    "memory": {"memory_growth", "memory_leak", "out_of_memory", "memory.out_of_memory", "memory.shared_full"},
     "compile": {"recompile_storm", "graph_breaks", "compile_failure"},
-    "ranks": {"first_failed", "slowest_rank", "out_of_step", "ranks_missing"},
-    "events": {"exception", "thread_exception", "crashed", "lost", "hung", "probes_off"},
+    "ranks": {
+        "first_failed", "slowest_rank", "out_of_step", "ranks_missing", "ranks_disagree", "weights_differ", "same_batches",
+        "no_exchange", "collective_timeout", "collectives_differ", "waited_for",
+    },
+    "events": {
+        "alive", "finished", "ended", "end_unknown", "interrupted", "terminated", "exception", "exit_code", "crashed", "lost",
+        "hung", "unresponsive", "unrecorded", "launcher", "thread_exception", "dropped", "probes_off", "gpu_failed",
+        "workers_died", "checkpoint.failed", "data.worker_died", "gpu.lost", "gpu.xid",
+    },
 }  # fmt: skip
 """Kinds of findings by the section that has the data behind them"""
 
@@ -89,7 +98,7 @@ def _findings(every: Sequence[RankReport], known: RunDiagnosis, names: set[str])
 
 
 def _place(kind: str, names: set[str]) -> str:
-    return next((name for name, kinds in _SECTIONS.items() if kind in kinds and name in names), "")
+    return next((name for name, kinds in SECTIONS.items() if kind in kinds and name in names), "")
 
 
 def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:

@@ -15,8 +15,6 @@ from torchobs.report.content import HeatMap, LineChart, Mark, Point, Section, Se
 _MOST_MARKS = 40
 _MOST_SCALARS = 16
 _SEVERITIES = {Severity.INFO: "info", Severity.WARNING: "warning", Severity.ERROR: "error"}
-_EVENTS = {event.name: _SEVERITIES[event.severity] for event in catalog.EVENTS}
-"""Severity by name; a user's own events are notes"""
 _ORDINARY = frozenset(
     event.name
     for event in (
@@ -55,7 +53,7 @@ def _marks(report: RankReport) -> list[Mark]:
     found = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.step is not None]
     first = report.steps[0].step if report.steps else 0
     return [
-        Mark(float(fact.step), "warning", fact.text("kind").replace("_", " "))
+        Mark(float(fact.step), _severity(fact), fact.text("kind").replace("_", " "))
         for fact in found[:_MOST_MARKS]
         if fact.step is not None and fact.step >= first
     ]
@@ -91,7 +89,7 @@ def anomalies(report: RankReport, of: str) -> Section:
     rows: dict[tuple[str, str], list[float]] = {}
     for fact in report.events:
         if fact.name not in _ORDINARY and fact.step is not None:
-            rows.setdefault((_kind(fact), _EVENTS.get(fact.name, "info")), []).append(float(fact.step))
+            rows.setdefault((_kind(fact), _severity(fact)), []).append(float(fact.step))
     if skipped := [float(step.step) for step in report.steps if step.skipped]:
         rows["step skipped by the scaler", "warning"] = skipped
     table = _counts(report)
@@ -107,6 +105,10 @@ def anomalies(report: RankReport, of: str) -> Section:
         note="From the events that the flight file still holds; of many in a row only some are events. The table counts all.",
     )
     return section("anomalies", f"Anomalies{of}", chart, table)
+
+
+def _severity(fact: Fact) -> str:
+    return _SEVERITIES[catalog.event_severity(fact.name, fact.attributes)]
 
 
 def _kind(fact: Fact) -> str:

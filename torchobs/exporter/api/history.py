@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import scalars
+from torchobs.diagnosis.event_units import units
 from torchobs.diagnosis.rank_report import with_late
 from torchobs.exporter.api.problems import bad
 from torchobs.exporter.api.serializers import instant, named, wall_ns
@@ -26,7 +27,6 @@ LATE_FACTOR = 3
 """Records read per requested step: the step's own, and those with values that devices delivered later."""
 
 _CURSOR = re.compile(r"(-?[0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,19})")
-_SEVERITIES = {event.name: event.severity.name.lower() for event in catalog.EVENTS}
 LONGEST_NAME = 256
 """Longest event name returned, in characters; an application's events may have any name."""
 
@@ -93,16 +93,18 @@ def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
 
 
 def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:
-    attributes, step = fields.get("attrs"), fields.get("step")
+    given, step = fields.get("attrs"), fields.get("step")
+    attributes = given if isinstance(given, dict) else {}
     return Dated(
         Position(when_ns, rank.incarnation, at),
         {
             **named(rank),
             "time": instant(when_ns),
             "name": name,
-            "severity": _SEVERITIES.get(name, "info"),
+            "severity": catalog.event_severity(name, attributes).name.lower(),
             "step": step if isinstance(step, int) else None,
-            "attributes": attributes if isinstance(attributes, dict) else {},
+            "attributes": attributes,
+            "units": units(name, attributes),
         },
     )
 

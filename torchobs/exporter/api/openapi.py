@@ -118,6 +118,7 @@ SCHEMAS: dict[str, Schema] = {
         severity={"enum": sorted({event.severity.name.lower() for event in catalog.EVENTS})},
         step={"type": ["integer", "null"]},
         attributes={"type": "object"},
+        units={**_map(_TEXT), "description": "of the attributes that have one, in UCUM: By, s"},
     ),
     "Steps": _object(**_NAMED, speed={"oneOf": [_ref("Speed"), {"type": "null"}]}, steps=_list(_ref("Step"))),
     "Speed": _object(

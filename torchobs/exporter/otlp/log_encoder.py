@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _MARKS = tuple(f'"{word}"'.encode() for word in ("event", catalog.SPAN_CHECKPOINT.name, *ROOTS))
 """Texts in the payloads that matter here; others are not decoded."""
-_EVENTS = {event.name: event for event in catalog.EVENTS}
 _SEVERITIES = {
     Severity.INFO: SeverityNumber.SEVERITY_NUMBER_INFO,
     Severity.WARNING: SeverityNumber.SEVERITY_NUMBER_WARN,
@@ -78,10 +77,7 @@ class RankLog:
         name, given, step = text(frame.get("name")), mapping(frame.get("attrs")), frame.get("step")
         if not name or name == catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
             return None
-        event = _EVENTS.get(name)
-        severity = event.severity if event else Severity.INFO
-        if name == catalog.EVENT_ANOMALY.name:
-            severity = catalog.ANOMALY_SEVERITY.get(text(given.get("kind")), severity)
+        event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, given)
         ids = self._root or self._ids.run
         attributes = otlp_attributes.namespaced(name, given) if event else given
         if isinstance(step, int):

@@ -32,7 +32,6 @@ MOST_LINES = 100
 MOST_TEXT = 400
 ALIKE_S = 60.0
 
-_EVENTS = {event.name: event for event in catalog.EVENTS}
 _SPANS = {
     catalog.SPAN_EPOCH.name: "Epoch",
     catalog.SPAN_EVALUATION.name: "Evaluation",
@@ -168,12 +167,12 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
         return None
     if name == catalog.EVENT_SCALARS.name:  # shown as curves
         return None
-    known, attributes = _EVENTS.get(name), given if isinstance(given, dict) else {}
+    known, attributes = catalog.EVENT_BY_NAME.get(name), given if isinstance(given, dict) else {}
     row = EventRow(
         at_s=header.wall_s(min(max(at_ns, 0), 1 << 62)),
         ranks=(rank,),
         step=step if isinstance(step, int) else None,
-        severity=known.severity if known else Severity.INFO,
+        severity=catalog.event_severity(name, attributes),
         title=_title(name) if known else labels.text(name)[:MOST_TEXT],
         text=_text(name, attributes),
     )
@@ -181,7 +180,7 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
     if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
         return row
     number = 1 + max(0, left_out) if isinstance(left_out, int) else 1
-    return row._replace(anomaly=kind, number=number, severity=catalog.ANOMALY_SEVERITY.get(kind, row.severity))
+    return row._replace(anomaly=kind, number=number)
 
 
 def _title(name: str) -> str:

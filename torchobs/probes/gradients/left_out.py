@@ -1,7 +1,7 @@
 """Find parameters that get gradients and are in no optimizer: a head, an adapter or a whole model that was forgotten.
 
-A model of which a part is trained may leave the rest out on purpose, and has its gradients computed for nothing then: it is
-information, no warning. Not told are a model as a whole in evaluation mode (a teacher, a perceptual loss), what changes by
+A model that leaves a part out on purpose has its gradients computed for nothing; ``requires_grad_(False)`` says that it is
+frozen. Ignored: a model as a whole in evaluation mode (a teacher, a perceptual loss), what changes by
 other means, and parameters of another type than those that are trained beside them (copies of master weights). Those of an
 optimizer that has not stepped yet are told after some hundred steps, at the last look, and taken back if it steps later.
 """

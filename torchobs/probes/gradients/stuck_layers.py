@@ -148,6 +148,8 @@ class _Part(NamedTuple):
     weight: bool
     share: float
     inputs: float
+    has_units: bool
+    """Whether it is a matrix, so that units may be saturated or cut off"""
     group: int | None
     """``None`` if the optimizer does not have, or no longer has, the parameter"""
 
@@ -271,11 +273,13 @@ class StuckLayersWatch:
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
     parameter = layer.parameters[key]() if key in layer.parameters else None
     if parameter is None or not parameter.numel():
-        return _Part(layer.name, weight=False, share=0.0, inputs=0.0, group=group)
+        return _Part(layer.name, weight=False, share=0.0, inputs=0.0, has_units=False, group=group)
     elements, matrix = parameter.numel(), parameter.dim() >= _MATRIX
-    weight = matrix or (layers.names.get(parameter) or "").endswith("weight")  # a normalisation's scale counts as one
+    named = (layers.names.get(parameter) or "").endswith("weight")
+    weight = matrix or named  # a normalisation's scale counts as one
     inputs = elements / parameter.shape[0] if matrix else 0.0
-    return _Part(layer.name, weight, 1.0 / sqrt(elements), sqrt(inputs), group)
+    has_units = matrix and inputs > 1 and (named or parameter.shape[0] > 1)
+    return _Part(layer.name, weight, 1.0 / sqrt(elements), sqrt(inputs), has_units, group)
 
 
 def _layer_samples(
@@ -283,15 +287,20 @@ def _layer_samples(
 ) -> dict[str, LayerSample]:
     """Return a sample of each layer, in the model's order. ``scales`` by group (see ``_update_scale``).
 
+    A gradient of zero means nothing where there is no matrix: a temperature that has come to its clamp, a gate, a scale.
+
     ``missing``: first layers that have lost their gradient; the same to a weight as one of zero.
     """
     moves: dict[str, float | None] = dict.fromkeys(missing)
     weights: dict[str, float] = {}
     others: dict[str, float] = {}
+    layers = set(missing)
     for part, norm in zip(plan, norms, strict=False):
         side = weights if part.weight else others
         side[part.layer] = max(side.get(part.layer, 0.0), norm)
         moves.setdefault(part.layer, None)
+        if part.has_units:
+            layers.add(part.layer)
         reach = None if part.group is None else scales[part.group]
         if part.inputs and reach is not None:
             rate, eps = reach
@@ -299,10 +308,11 @@ def _layer_samples(
             moved = rate * part.inputs * (mean / (mean + eps) if eps is not None and mean else mean)
             moves[part.layer] = max(moves[part.layer] or 0.0, moved)
     zeros = {layer: not (weights.get(layer) or others.get(layer)) for layer in moves}
-    first = leading(list(zeros.values()))
+    zeros = {layer: zero for layer, zero in zeros.items() if layer in layers or not zero}
+    first = set(list(zeros)[: leading(list(zeros.values()))])
     return {
-        layer: LayerSample(move, weights.get(layer) == 0.0 < others.get(layer, 0.0), zeros[layer], index < first)
-        for index, (layer, move) in enumerate(moves.items())
+        layer: LayerSample(move, weights.get(layer) == 0.0 < others.get(layer, 0.0), zeros.get(layer, False), layer in first)
+        for layer, move in moves.items()
     }
 
 

@@ -1,0 +1,82 @@
+"""The report on a run: where the data behind a finding stands, and what its events say."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+from tests.diagnosis_files import START_S, fact, facts, steps
+from torchobs import catalog, diagnosis
+from torchobs.catalog import Severity
+from torchobs.diagnosis.choose import Chosen
+from torchobs.diagnosis.health_words import ANOMALIES, MISTAKES
+from torchobs.diagnosis.json_report import Options, document
+from torchobs.report import events, training
+from torchobs.report.content import Items
+from torchobs.report.markdown import markdown
+from torchobs.report.page import page
+from torchobs.report.run import SECTIONS, run_document
+
+GB = 1 << 30
+LATE = (
+    catalog.EVENT_OUT_OF_MEMORY, catalog.EVENT_GPU_LOST, catalog.EVENT_GPU_XID, catalog.EVENT_WORKER_DIED,
+    catalog.EVENT_SHARED_MEMORY_FULL, catalog.EVENT_CHECKPOINT_FAILED,
+)  # fmt: skip
+"""Events that are findings shortly before an end"""
+
+
+def written_kinds() -> set[str]:
+    """The kinds of all findings, as they stand in the code."""
+    found = {*ANOMALIES, *MISTAKES, "launcher", *(event.name.removeprefix("torchobs.") for event in LATE)}
+    for path in Path(diagnosis.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+                found |= {str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)}
+    return found - {"headline", "verdict"}
+
+
+def test_every_kind_of_finding_has_its_section() -> None:
+    """And no section a kind that no finding has."""
+    filed = [kind for kinds in SECTIONS.values() for kind in kinds]
+    assert sorted(filed) == sorted(written_kinds())
+
+
+def test_a_slowdown_leads_to_where_the_time_went() -> None:
+    """The finding's link."""
+    slow = [step._replace(duration_s=0.5, phase_s={"data": 0.5}) for step in steps(640)[600:]]
+    run = facts([*steps(600), *slow], state="finished", reason="finished", values={(catalog.GOODPUT_TIME, "productive"): 60.0})
+    happened = run_document(Chosen([run], [], [], [])).sections[0]
+    items = next(block for block in happened.blocks if isinstance(block, Items))
+    assert [item.section for item in items.items if "each, usual was" in item.words] == ["time"]
+
+
+def test_sizes_and_durations_of_events_have_their_units() -> None:
+    """In text for people, and beside the numbers for programs."""
+    full = fact(catalog.EVENT_OUT_OF_MEMORY, 4.0, 40, device="cuda:0", requested=2 * GB, limit=80 * GB)
+    asked = fact(catalog.EVENT_STACKS, 5.0, 41, cause="stalled", quiet_s=12.5)
+    run = facts(steps(50), events=[full, asked])
+    report = run_document(Chosen([run], [], [], []))
+    for text in (page(report), markdown(report), str(events.section_of(run, ""))):
+        assert "requested 2 GiB" in text
+        assert "12.5 s" in text
+        assert str(2 * GB) not in text
+    (made,) = document([run], [], [], Options())["ranks"]
+    assert [event["units"] for event in made["events"]] == [{"requested": "By", "limit": "By"}, {"quiet_s": "s"}]
+    assert made["events"][0]["attributes"]["requested"] == 2 * GB
+    assert json.dumps(made["events"])
+
+
+def test_an_anomaly_is_as_bad_as_its_kind_everywhere() -> None:
+    """A NaN is an error, a spike a warning; Ctrl-C is none."""
+    bad, spike = (fact(catalog.EVENT_ANOMALY, 4.0, 40, kind=kind) for kind in ("nonfinite_loss", "loss_spike"))
+    interrupt = fact(catalog.EVENT_EXCEPTION, 5.0, 50, exception__type="builtins.KeyboardInterrupt")
+    found = [catalog.event_severity(one.name, one.attributes) for one in (bad, spike, interrupt)]
+    assert found == [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    assert catalog.event_severity("mine", {}) is Severity.INFO
+    assert catalog.event_severity(catalog.EVENT_ANOMALY.name, {"kind": ["?"]}) is Severity.WARNING
+    run = facts(steps(50), events=[bad, spike, interrupt])
+    assert {mark.name: mark.severity for mark in training._marks(run)} == {"nonfinite loss": "error", "loss spike": "warning"}
+    (made,) = document([run], [], [], Options())["ranks"]
+    assert [event["severity"] for event in made["events"]] == ["error", "warning", "info"]
+    assert made["events"][0]["time"] == START_S + 4.0
