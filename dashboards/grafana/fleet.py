@@ -133,7 +133,7 @@ def over_time(limits: Thresholds) -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Sick ranks by run",
-            "Ranks that are hung, unresponsive, failed or lost. Good: nothing above 0. Empty: while there are none.",
+            "Ranks that are hung, unresponsive, failed or lost. Good: nothing above 0.",
             "short",
             Query(worst(per_run("sum", sick), MOST_RUNS), RUN),
         ),

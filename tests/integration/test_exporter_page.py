@@ -44,6 +44,17 @@ def number(sample: Sample) -> float:
     return float(sample.value)
 
 
+def test_the_states_of_a_rank_are_a_state_set(exporter: Exporter, file: File) -> None:
+    """All are there, one is 1, also after its end: a state that a rank is not in is 0, and not absent."""
+    file.save()
+    for seconds, state in ((1.0, "alive"), (60.0, "lost")):
+        if state == "lost":
+            file.release()
+        exporter.scan(seconds)
+        found = {one.labels["state"]: one.value for one in exporter.samples("torchobs_rank_state")}
+        assert found == {name: float(name == state) for name in catalog.RANK_STATES}
+
+
 def test_the_page_is_the_golden_one(exporter: Exporter, flight_dir: Path, golden: Callable[[str, str], None]) -> None:
     """Three ranks: one training, with instruments of its user; one that crashed; one killed. Every byte of it."""
     alive = File(flight_dir, seed=1).hold()

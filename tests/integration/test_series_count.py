@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT = 300
-SMALL_LIMIT, OWN_LIMIT = 100, 60
+SMALL_LIMIT, OWN_LIMIT = 105, 60
 """The budgets: of a rank that uses everything, of one of a small DDP job on a CPU, and of the exporter itself. Hardware, of
 which a machine may have any amount, is not in them (there is none where this test runs)."""
 
@@ -77,8 +77,11 @@ input()
 """
 
 
-def test_a_rank_of_a_small_job_has_at_most_a_hundred(flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """What never happens in this run (a scaler, a compilation, a failing probe) takes no series; nor does the exporter many."""
+def test_a_rank_of_a_small_job_has_few_series(flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """What never happens in this run (a scaler, a compilation, a failing probe) takes no series; nor does the exporter many.
+
+    Six are the states of the rank, all of which are there (a state set).
+    """
     (tmp_path / "train.py").write_text(SMALL)
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

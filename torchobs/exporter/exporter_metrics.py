@@ -74,7 +74,11 @@ class HostFacts(NamedTuple):
 
 # the same attribute objects at every scrape, so that renderers compare them by identity
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
-_STATES = {state: Sample(catalog.RANK_STATE_SET, {"state": state}, 1.0) for state in catalog.RANK_STATES}
+_STATES = {
+    state: tuple(Sample(catalog.RANK_STATE_SET, {"state": other}, float(other == state)) for other in catalog.RANK_STATES)
+    for state in catalog.RANK_STATES
+}
+"""A state set: all states of a rank are there, so that what is averaged or absent means what it says"""
 _ENDINGS = {reason: Sample(catalog.RANK_EXIT, {"reason": reason}, 1.0) for reason in catalog.EXIT_REASONS}
 _STALL_PHASES = {phase: {"phase": phase} for phase in catalog.STALL_PHASES}
 _UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True)}
@@ -83,7 +87,7 @@ _UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True
 def of_rank(rank: Rank) -> Iterator[Sample]:
     """Yield the exporter's samples of a rank: its state, how it ended, its description."""
     header, live = rank.view.header, rank.view.live
-    yield _STATES[rank.state]
+    yield from _STATES[rank.state]
     yield _UP[rank.up]
     if live.heartbeat_ns:
         yield Sample(catalog.RANK_HEARTBEAT_TIMESTAMP, _NO_LABELS, header.wall_s(live.heartbeat_ns))
