@@ -64,6 +64,7 @@ def test_an_event_is_a_record_of_its_step(flight_dir: Path, receiver: Receiver, 
     [
         ("torchobs.anomaly", {"kind": "nonfinite_loss", "value": "NaN"}, "ERROR", {"torchobs.anomaly.kind": "nonfinite_loss"}),
         ("torchobs.exception", {"exception.type": "E", "thread": "t"}, "ERROR", {"exception.type": "E", "thread.name": "t"}),
+        ("torchobs.exception", {"exception.type": "builtins.KeyboardInterrupt"}, "INFO", {}),
         ("torchobs.gpu.xid", {"hw.id": "GPU-1", "xid": 79}, "ERROR", {"hw.id": "GPU-1", "torchobs.gpu.xid.xid": 79}),
         ("torchobs.data.starved", {"share": 0.5}, "WARN", {"torchobs.data.starved.share": 0.5}),
         ("torchobs.run.start", {}, "INFO", {}),
@@ -84,6 +85,17 @@ def test_severity_and_names_are_opentelemetry_s(
     assert attributes(record.attributes).items() >= dict(expected).items()  # type: ignore[call-overload]  # a case's mapping
     assert (record.trace_id.hex(), record.span_id.hex()) == span_ids.SpanIds(file.header).run
     assert record.body.string_value
+
+
+def test_sizes_in_a_record_s_sentence_have_their_unit(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """For people; the attribute is the number."""
+    event(file, catalog.EVENT_OUT_OF_MEMORY.name, {"requested": 2 << 30})
+    file.save()
+    with Pushing(flight_dir, only_logs(receiver)) as pushing:
+        pushing.look(1.5)
+    (record,) = records(receiver.of(LOGS))
+    assert record.body.string_value.endswith("requested 2 GiB")
+    assert attributes(record.attributes)["torchobs.memory.out_of_memory.requested"] == 2 << 30
 
 
 def test_an_event_without_a_step_is_of_the_segment_under_way(flight_dir: Path, receiver: Receiver, file: File) -> None:

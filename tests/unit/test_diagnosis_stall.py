@@ -15,7 +15,7 @@ from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.rank_report import RankReport, last_phase
-from torchobs.diagnosis.stall import stall
+from torchobs.diagnosis.stall import stall, with_patience
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader.decode import Distribution
 
@@ -201,3 +201,14 @@ def test_a_run_that_stands_still_is_not_all_well_and_has_no_speed() -> None:
     assert known.health.headline.startswith("Evaluating: 2 of 2 ranks alive")
     assert "stalled" not in [finding.kind for finding in known.by_rank[0]]
     assert known.verdict.severity == INFO
+
+
+def test_a_rank_that_waits_for_one_that_evaluates_does_not_hang() -> None:
+    """As on the page: for half an hour, and in its own run."""
+    waiting = living(120.0, state="hung")
+    evaluates = living(120.0, phase="evaluation", standstill=None, resource={"rank": 1})
+    elsewhere = living(120.0, phase="evaluation", standstill=None, resource={"rank": 1, "run_id": "another"})
+    assert [report.state for report in with_patience([waiting, evaluates])] == ["alive", "alive"]
+    assert diagnose_run(with_patience([waiting, evaluates])).verdict.severity == INFO
+    assert with_patience([waiting, elsewhere])[0].state == "hung"
+    assert with_patience([living(1900.0, state="hung"), evaluates])[0].state == "hung"

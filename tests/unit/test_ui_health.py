@@ -204,7 +204,7 @@ def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
         ),
         (
             [row(0, age_s=45, still=Standstill(45, 0.057, habitual=True))],
-            "No step for 45 s (usual: 57 ms; such pauses have been before): 1 of 1 rank alive, step 12,400, loss 2.313.",
+            "No step for 45 s (usual: 57 ms; it paused as long before): 1 of 1 rank alive, step 12,400, loss 2.313.",
             Severity.INFO,
         ),
         (

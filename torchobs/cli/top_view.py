@@ -221,7 +221,7 @@ def _table(block: _Block, style: TerminalStyle, first: int) -> Iterator[str]:
     for one, line in zip(shown, lines, strict=True):
         colour = STATE_COLOURS.get(one.rank.state, "")
         if one.rank.state == "alive":
-            colour = "yellow" if one.anomalous else ""
+            colour = "yellow" if one.anomalous or one.rank.standstill else ""
         yield style(colour, line)
     if block.hidden and block.room > 1:
         more = f"… {text_format.plural(block.hidden, 'more rank')}: up, down; those in trouble come first"
@@ -231,7 +231,11 @@ def _table(block: _Block, style: TerminalStyle, first: int) -> Iterator[str]:
 def _trouble(one: RankView, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
     # rounded, so that nearly equal ranks keep their order
     own = slow.get(one.rank.incarnation)
-    return one.rank.state in _FINE, not one.anomalous, -max(1.0, round(own.factor, 1) if own else 1.0)
+    return (
+        one.rank.state in _FINE and one.rank.standstill is None,
+        not one.anomalous,
+        -max(1.0, round(own.factor, 1) if own else 1.0),
+    )
 
 
 def _heading(run: Sequence[RankView], style: TerminalStyle, now: str) -> str:

@@ -117,7 +117,7 @@ def _no_step(still: Sequence[RankStatus], alive: Sequence[RankStatus]) -> tuple[
     """Return that no step ends, the same without figures, and its severity."""
     longest = max((rank.standstill for rank in still if rank.standstill), key=lambda found: found.seconds)
     gist = "No step" if len(still) == len(alive) else f"No step on {_ranks(still).lower()}"
-    before = "" if not longest.habitual else "; such pauses have been before"
+    before = "" if not longest.habitual else "; it paused as long before"
     usual = f"usual: {text_format.duration(longest.usual_step)}{before}"
     return f"{gist} for {text_format.span(longest.seconds)} ({usual})", gist, INFO if longest.habitual else WARNING
 

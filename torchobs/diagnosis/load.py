@@ -23,6 +23,7 @@ from torchobs.diagnosis.rank_report import (
     steps_of,
     values_of,
 )
+from torchobs.diagnosis.stall import with_patience
 from torchobs.flight.files import artifacts, crash
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
@@ -114,7 +115,7 @@ def load_reports(
     told = list(zip(paths, found, strict=True))
     looks = [(path.parent, one.report) for path, one in told if isinstance(one, _Look)]
     reports = [_with(report, directory, left[directory]) if evidence else report for directory, report in looks]
-    return reports, [(path.name, one) for path, one in told if isinstance(one, str)]
+    return with_patience(reports), [(path.name, one) for path, one in told if isinstance(one, str)]
 
 
 def limit_of(count: int) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -76,6 +77,22 @@ def stall(report: RankReport) -> Stall | None:
         frames=report.frames,
         long=long,
     )
+
+
+def with_patience(reports: Sequence[RankReport]) -> list[RankReport]:
+    """Return the reports, with *hung* ranks alive that only wait for a rank of their run that evaluates, saves or compiles.
+
+    As the exporter has them (``ranks.state.waits``): a report of one file cannot know it.
+    """
+    phases: dict[tuple[str, str], set[str | None]] = {}
+    for report in reports:
+        if report.state == "alive":
+            phases.setdefault(report.identity[:2], set()).add(report.phase)
+    ages = [max(0.0, report.last_s - (report.steps[-1].end_s if report.steps else report.start_s)) for report in reports]
+    return [
+        replace(report, state="alive") if state.waits(report.state, age_s, phases.get(report.identity[:2], ())) else report
+        for report, age_s in zip(reports, ages, strict=True)
+    ]
 
 
 def stalled(report: RankReport) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, SeverityNumber
 
 from torchobs import catalog
 from torchobs.catalog import Severity
+from torchobs.diagnosis.event_units import with_unit
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.attributes import mapping, text, time_ns, whole
 from torchobs.exporter.otlp.root_spans import ROOTS, is_ours, is_root
@@ -87,7 +88,7 @@ class RankLog:
             time_unix_nano=otlp_attributes.event_time_ns(self._header, frame),
             severity_number=_SEVERITIES[severity],
             severity_text=SeverityNumber.Name(_SEVERITIES[severity]).removeprefix("SEVERITY_NUMBER_"),
-            body=_any(_body(_sentence(event.brief) if event else name, given)),
+            body=_any(_body(_sentence(event.brief) if event else name, name, given)),
             attributes=_pairs(otlp_attributes.cleaned(attributes.items())),
             event_name=name,
             trace_id=_identifier(ids.trace, 16),
@@ -119,7 +120,7 @@ def _checkpoint(frame: Mapping[str, Any]) -> LogRecord | None:
         time_unix_nano=ended_ns,
         severity_number=SeverityNumber.SEVERITY_NUMBER_INFO,
         severity_text="INFO",
-        body=_any(_body("A checkpoint was saved", given)),
+        body=_any(_body("A checkpoint was saved", name, given)),
         attributes=_pairs(otlp_attributes.cleaned(otlp_attributes.namespaced(name, given).items())),
         event_name=name,
         trace_id=_identifier(frame.get("trace_id"), 16),
@@ -133,9 +134,10 @@ def _sentence(brief: str) -> str:
     return brief.partition(". ")[0].partition(": ")[0].rstrip(".")
 
 
-def _body(what: str, given: Mapping[str, object]) -> str:
-    """Return the sentence of a record: what happened, and the details."""
-    details = ", ".join(f"{labels.text(name)} {labels.text(value)}" for name, value in given.items())
+def _body(what: str, event: str, given: Mapping[str, object]) -> str:
+    """Return the sentence of a record: what happened, and the details, sizes and durations with their units."""
+    values = {name: with_unit(event, name, value) or labels.text(value) for name, value in given.items()}
+    details = ", ".join(f"{labels.text(name)} {value}" for name, value in values.items())
     return text(f"{what}: {details}" if details else what)[:_MOST_BODY]
 
 

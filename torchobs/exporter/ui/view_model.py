@@ -292,7 +292,7 @@ def _trouble(status: RankStatus) -> float:
     """Return a score of how urgently a rank needs attention; by default the table is sorted by it, worst first."""
     by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(status.state, 0.0)
     slow = status.slowness.factor - 1 if status.slowness and status.slowness.factor > 1 else 0.0
-    return by_state + 2.0 * bool(status.anomalies) + min(slow, 1.0)
+    return by_state + 3.0 * bool(status.standstill) + 2.0 * bool(status.anomalies) + min(slow, 1.0)
 
 
 def _ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
