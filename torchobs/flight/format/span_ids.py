@@ -22,7 +22,6 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.detect.prefetch import is_forward_before
 from torchobs.flight.format.step_record import PLAIN, RecordKind
 
 if TYPE_CHECKING:
@@ -97,8 +96,5 @@ def parts(raw: bytes) -> tuple[int, list[Part]] | None:
     )
     boundaries = [begun_ns if not fetched >> 4 else fetched >> 4, backward >> 4, backward_ends >> 4, optimizer >> 4, end_ns]
     found = [Part("data", fetch >> 4, fetched >> 4)] if fetched >> 4 else []
-    begun, ended = boundaries[0], boundaries[1]
-    if found and is_forward_before((fetch >> 4) - begun_ns, ended - begun, boundaries[2] - ended):
-        begun, ended = begun_ns, fetch >> 4  # the fetch was for the next step
-    found += [Part("forward", begun, ended), Part("backward", boundaries[1], boundaries[2])]
+    found += [Part("forward", boundaries[0], boundaries[1]), Part("backward", boundaries[1], boundaries[2])]
     return begun_ns, [*found, Part("optimizer", boundaries[3], boundaries[4])]

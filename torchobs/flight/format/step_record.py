@@ -36,7 +36,6 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from torchobs.detect.prefetch import is_forward_before
 from torchobs.flight.format.layout import RECORD_SIZE
 
 PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
@@ -136,11 +135,8 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
     backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
     if not begun_ns <= fetch <= fetched <= backward <= backward_ends <= optimizer <= end_ns:
         return None
-    before, forward = fetch - begun_ns, backward - fetched
-    if before and is_forward_before(before, forward, backward_ends - backward):
-        before, forward = 0, forward + before
-    other = before + optimizer - backward_ends
-    phases = (fetched - fetch, forward, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
+    other = fetch - begun_ns + optimizer - backward_ends
+    phases = (fetched - fetch, backward - fetched, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
     seconds = tuple([length / 1e9 for length in phases])
     length_s = (end_ns - begun_ns) / 1e9
     return StepRecord(

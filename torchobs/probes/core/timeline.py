@@ -8,8 +8,8 @@ Without a fetch, batches made by a plain function and environment steps count as
 them (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs). The script can mark them
 as ``data`` or ``rollout``; the time from there to the backward is then ``forward``.
 
-Where the next batch is fetched between forward and backward, the forward pass is the time before the fetch
-(:mod:`torchobs.detect.prefetch`).
+Where the next batch is fetched between forward and backward, the time before the fetch is ``other``: its boundaries do not
+show a forward pass.
 
 Evaluation is neither a step nor part of one. It is
 
@@ -32,7 +32,7 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING
 
-from torchobs.detect.prefetch import LEAST_USE, is_forward_before, were_stored
+from torchobs.detect.prefetch import LEAST_USE, were_stored
 from torchobs.probes.core.evaluation_window import EvaluationEnd, EvaluationStart
 from torchobs.probes.data.fetch_times import fetched_since
 
@@ -53,14 +53,14 @@ class PhaseTimeline:
 
     __slots__ = (
         "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_fetching", "_forward_ns",
-        "_has_trained", "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained",
-        "_undecided", "_used_ns", "_window", "_window_loader", "batches", "evaluations", "segment", "spent_ns",
+        "_has_trained", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained",
+        "_undecided", "_window", "_window_loader", "batches", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
         self.spent_ns = [0] * 8
-        self._mark_ns = self._compiling_ns = self._lead_ns = self._used_ns = 0  # lead: other work before the last fetch
+        self._mark_ns = self._compiling_ns = 0
         self._pinned: list[int] = []
         self._teacher = NOTHING  # module in eval() during a backward: its next eval() is probably no evaluation
         self._has_trained = False
@@ -90,7 +90,7 @@ class PhaseTimeline:
 
     def restart(self, now_ns: int) -> None:
         """Continue from the end of a step, after plain steps that bypassed the timeline."""
-        self._mark_ns, self.segment, self._fetched_together, self._has_trained, self._lead_ns = now_ns, OTHER, set(), True, 0
+        self._mark_ns, self.segment, self._fetched_together, self._has_trained = now_ns, OTHER, set(), True
 
     def add(self, spent_ns: Sequence[int]) -> None:
         """Add the times of a provisional end that was undone."""
@@ -115,9 +115,7 @@ class PhaseTimeline:
             return
         before = self.segment
         length = self._cut(now_ns, DATA)
-        aside = before == FORWARD and self._loader
-        self._lead_ns = length if aside == loader or (before == OTHER and self._window is None) else 0
-        if aside:
+        if before == FORWARD and self._loader:
             self._set_aside(length)
         elif before != NOTHING:
             self.spent_ns[before] += length
@@ -190,7 +188,6 @@ class PhaseTimeline:
             return
         before = self.segment
         length = self._cut(now_ns, BACKWARD)
-        self._used_ns = length
         if before == FORWARD and self._loader:
             self._trained, self._forward_ns = self._loader, length
             self._taken = 1 + self._undecided.get(self._loader, (0, 0, 0))[2]
@@ -227,11 +224,6 @@ class PhaseTimeline:
         length = self._cut(now_ns, segment)
         if before != NOTHING:
             self.spent_ns[before] += length
-        if before == BACKWARD:
-            if self._lead_ns and is_forward_before(self._lead_ns, self._used_ns, length):
-                self.spent_ns[OTHER] -= self._lead_ns
-                self.spent_ns[FORWARD] += self._lead_ns
-            self._lead_ns = 0
 
     def evaluation_begins(self, owner: int, now_ns: int) -> None:
         """``module.eval()`` was called; ``owner`` identifies the module."""
@@ -268,7 +260,6 @@ class PhaseTimeline:
         window = self._window
         if window is None:
             return
-        self._lead_ns = 0
         self.evaluations.append((window.begun_ns, end.at_ns))
         # checkpoints and compilations within it are counted as such
         within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
@@ -337,7 +328,7 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         self._decide()
         self._has_trained = True
-        spent, self.spent_ns, self._lead_ns = self.spent_ns, [0] * 8, 0
+        spent, self.spent_ns = self.spent_ns, [0] * 8
         return spent
 
     def snapshot(self) -> PhaseTimeline:
