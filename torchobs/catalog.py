@@ -736,10 +736,10 @@ RANK_START_TIME = _gauge("torchobs.rank.start_time", "s", survives=True).describ
 )
 RANK_RESTARTS = _counter("torchobs.rank.restarts", "{restart}").described("Times the launcher has restarted the rank.")
 RANK_SLOWDOWN = _gauge("torchobs.rank.slowdown", "1").described(
-    "Rank's step time over that of its peers on this machine, both without waiting for each other."
+    "Rank's step time over what it would be if its peers on this machine did not wait for it."
 )
 RANK_EXCESS = _gauge("torchobs.rank.excess", "s", OWN_PHASE).described(
-    "Time per step above the median of its peers on this machine, by phase."
+    "Time per step that the rank's peers on this machine wait for it, by the phase in which it is late."
 )
 RANK_BEHIND = _gauge("torchobs.rank.behind", "{step}").described(
     "Steps by which the rank is behind the furthest rank of the run on this machine."

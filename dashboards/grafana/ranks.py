@@ -89,16 +89,15 @@ def slow(limits: Thresholds) -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Slowest on their machine",
-            f"The exporters' own comparison, step by step: the {MOST} ranks with the longest step time over that of "
-            "their peers on the same machine, both without waiting for each other. Good: below 1.2. Empty: with one rank "
-            "per exporter.",
+            f"The exporters' own comparison, step by step: the {MOST} ranks with the longest step time over what it would be "
+            "if their peers on the same machine did not wait for them. Good: below 1.2. Empty: with one rank per exporter.",
             "short",
             Query(worst(select(catalog.RANK_SLOWDOWN, *RANKS)), RANK),
             steps=thresholds.ratio(limits.straggler),
         ),
         panels.lines(
             "What the slowest lose time with",
-            f"Time per step above the median of the peers on the same machine, by phase: the {MOST} worst. Good: below 5 ms. "
+            f"Time per step that the peers on the same machine wait for a rank, by phase: the {MOST} worst. Good: below 5 ms. "
             "Empty: with one rank per exporter.",
             "s",
             Query(worst(select(catalog.RANK_EXCESS, *RANKS)), "rank {{rank}} {{phase}}"),

@@ -12,7 +12,6 @@ from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.catalog import PHASES
 from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.flight.metrics.goodput import credit
 from torchobs.ranks.comparison import whole_norm
 from torchobs.ranks.snapshot import RunSummary, Snapshot
 
@@ -87,32 +86,19 @@ def test_the_slow_rank_is_found_though_all_take_the_same_time(flight_dir: Path, 
     )[1:] == ("2", "data")
 
 
-def test_who_waits_while_another_evaluates_alone_is_not_slow(flight_dir: Path, nodes: list[Node]) -> None:
-    """Rank 0 evaluates for 0.1 s per step, for which the other waits in its backward pass: both train equally fast."""
+@pytest.mark.parametrize("waiting", ["forward", "backward", "optimizer", "other"])
+def test_who_waits_while_another_evaluates_alone_is_not_slow(flight_dir: Path, nodes: list[Node], waiting: str) -> None:
+    """Wherever in its step it waits, and also while only one of the ranks has ended the step of the evaluation."""
     node = of(nodes, flight_dir, 2)
-    times = [(*FAST, 0.1), (0.01, 0.02, 0.15, 0.01, 0.01)]
-    node.train(times, 1)
-    snapshot = node.train(times, 20)
-    assert [rank.standing.slowdown for rank in snapshot.ranks if rank.standing] == pytest.approx([1.0, 1.0])
-    assert [max(rank.standing.excess_s.values()) for rank in snapshot.ranks if rank.standing] == pytest.approx([0.0, 0.0])
-
-
-def test_a_long_evaluation_that_is_shown_as_it_goes_on_makes_nobody_slow(flight_dir: Path, nodes: list[Node]) -> None:
-    """Rank 0 says so every second, the other that it has waited when its step ends: no window has only one of them."""
-    node = of(nodes, flight_dir, 2)
+    waits = tuple(own_s + 60.0 * (phase == waiting) for phase, own_s in zip(PHASES, FAST, strict=True))
     node.train([FAST, FAST], 1)
-    node.train([FAST, FAST], 20)
-    for seconds in range(1, 60):
-        node.clock.seconds += 1.0
-        node.files[0].writer.table.core.change(credit, 21, [0.0, seconds, 0.0, 0.0, 0.0], seconds + 1.0)
-        for file in node.files:
-            file.beat(node.clock.seconds)
-            file.save()
-        node.scanner.scan()
-    node.train([(*FAST, 60.0), (0.01, 0.02, 60.05, 0.01, 0.01)], 1)
-    for _ in range(4):
-        snapshot = node.train([FAST, FAST], 20)
-        assert [rank.standing.slowdown for rank in snapshot.ranks if rank.standing] == pytest.approx([1.0, 1.0])
+    node.train([FAST, FAST], 40)
+    node.train([(*FAST, 60.0), FAST], 1)
+    snapshots = [node.train([FAST, waits], 1), *(node.train([FAST, FAST], 20) for _ in range(6))]
+    for snapshot in snapshots:
+        standings = [rank.standing for rank in snapshot.ranks if rank.standing]
+        assert [one.slowdown for one in standings] == pytest.approx([1.0, 1.0])
+        assert [max(one.excess_s.values()) for one in standings] == pytest.approx([0.0, 0.0])
 
 
 def test_what_is_long_ago_does_not_count(flight_dir: Path, nodes: list[Node]) -> None:

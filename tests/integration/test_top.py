@@ -238,12 +238,13 @@ def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int
 
 
 def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
-    """Its own step time is twice its peers'; each of these has one peer that is as fast, and one that is not."""
+    """It is twice as slow in data as it would be without its peers' wait in their backward pass."""
     files = ranks(tmp_path, 3)
     seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
-    found = slownesses([seen[0], slowed(seen[1], 0, 0.0750), seen[2]])
-    assert [round(found[one.rank.incarnation].factor, 2) for one in seen] == [0.67, 2.0, 0.67]
-    lines = frame([seen[0], slowed(seen[1], 0, 0.0750), seen[2]], TerminalStyle(140), Screen(40), "12:00:00")
+    waiting = [slowed(one, 0 if one is seen[1] else 2, 0.0750) for one in seen]
+    found = slownesses(waiting)
+    assert [round(found[one.rank.incarnation].factor, 2) for one in seen] == [1.0, 2.0, 1.0]
+    lines = frame(waiting, TerminalStyle(140), Screen(40), "12:00:00")
     assert "Worth a look: Rank 1 is 2.0 times slower than the others in data." in lines[1]
     assert [one.pace.per_s for one in seen if one.pace] == pytest.approx([10.0] * len(seen))
     for file in files:

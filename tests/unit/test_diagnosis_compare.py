@@ -23,7 +23,7 @@ def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 10
 def pace_of(phases: dict[str, float]) -> Throughput:
     """As long as such steps take."""
     times = tuple(phases.get(phase, 0.0) for phase in catalog.PHASES)
-    return Throughput(100, sum(times), sum(times), times, 0.0, 10.0, 10.0, None, None)
+    return Throughput(100, sum(times), sum(times), times, 10.0, 10.0, None, None)
 
 
 def told(*ranks: RankReport) -> dict[str, str]:

@@ -1,13 +1,11 @@
 """Detect the rank that the others wait for, from each rank's time in the phases of a step.
 
 Ranks that exchange gradients all take the same time for a step: the slow one is late in one phase, and the others wait for it
-in another. So a rank's *lateness* is the largest excess above the median of its peers in a phase without waiting (data,
-forward, optimizer), and the *wait* that it causes is its largest deficit below the median in another. Slowness within the
-backward pass cannot be distinguished from waiting there, and is not found. Ranks with different step times do not wait for
-each other; there the slow one is simply slower.
-
-If one rank alone evaluates, saves or compiles, that is no part of its steps, but its peers wait for it within theirs: that
-time is subtracted from theirs first.
+in another. So a rank is slow by as much as its peers wait for it: by the time that it is above their median in data, forward
+or optimizer, as far as it is below their median in a phase in which they may wait for that. A rank that is above its peers
+while nobody waits for it may itself be waiting: for a rank that evaluates, saves or compiles, wherever in its own step.
+Slowness within the backward pass cannot be distinguished from waiting there, and is not found; neither are ranks that never
+wait for each other.
 """
 
 from __future__ import annotations
@@ -19,6 +17,9 @@ from typing import NamedTuple
 
 _LATE = (0, 1, 3)
 """Indexes of data, forward and optimizer."""
+_WAITS = ((0, 1, 2, 3, 4), (2, 3), (), (1, 2), (2, 3))
+"""By the index of a phase, those in which peers may wait for a rank that is late in it: a rank that is above its peers in
+forward, optimizer or other may wait there for what they do in data or other"""
 
 LEAST_RANKS = 2
 LEAST_STEPS = 8
@@ -38,15 +39,13 @@ class Spent(NamedTuple):
     """Number of steps averaged"""
     phases_s: Sequence[float]
     """Mean seconds of a step in each of ``catalog.PHASES``"""
-    aside_s: float
-    """Mean seconds per step of evaluation, checkpoints and compilation outside the steps"""
 
 
 class Slowness(NamedTuple):
     """How a rank compares with its peers."""
 
     factor: float
-    """Its step time over its peers', both without waiting; 1 = as fast as they are"""
+    """Its step time over what it would be if its peers did not wait for it; 1 = nobody waits for it"""
     phase: int
     """Index of the phase in which it loses most"""
     own_s: float = inf
@@ -54,7 +53,7 @@ class Slowness(NamedTuple):
     others_s: float = 0.0
     """The median of its peers there"""
     excess_s: Sequence[float] = ()
-    """Seconds per step above the median of its peers, in each phase"""
+    """Seconds per step that its peers wait for it, by the phase in which it is late"""
     steps: float = inf
     """Number of its steps compared"""
 
@@ -68,8 +67,7 @@ class Slowness(NamedTuple):
 def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
     """Return the slowness of each rank with enough steps; all views and metrics use this function."""
     enough = {rank: own for rank, own in spent.items() if own.steps >= LEAST_STEPS}
-    times = {rank: own.phases_s for rank, own in enough.items()}
-    found = compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
+    found = compare({rank: own.phases_s for rank, own in enough.items()})
     return {rank: one._replace(steps=enough[rank].steps) for rank, one in found.items()}
 
 
@@ -81,41 +79,20 @@ def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
     if len(times) < LEAST_RANKS:
         return {}
     columns = [sorted(column) for column in zip(*times.values(), strict=True)]
-    totals = sorted(sum(own) for own in times.values())
-    return {rank: _slowness(own, columns, totals) for rank, own in times.items()}
+    return {rank: _slowness(own, columns) for rank, own in times.items()}
 
 
-def without_asides(times: Mapping[str, Sequence[float]], asides: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
-    """Return the times without the waiting for peers that evaluate, save or compile.
-
-    ``asides``: every rank's mean seconds per step in these. It is subtracted from the phase in which a rank is most above its
-    peers, because it waited there: in its backward pass, or at a barrier between two steps.
-    """
-    if len(times) < LEAST_RANKS:
-        return {rank: tuple(own) for rank, own in times.items()}
-    columns = [sorted(column) for column in zip(*times.values(), strict=True)]
-    ordered = sorted(asides[rank] for rank in times)
-    found = {}
-    for rank, own in times.items():
-        above = [value - _median_without(column, value) for column, value in zip(columns, own, strict=True)]
-        waited = max(range(len(own)), key=above.__getitem__)
-        longer = max(0.0, _median_without(ordered, asides[rank]) - asides[rank])
-        found[rank] = tuple(
-            value - max(0.0, min(longer, above[index])) if index == waited else value for index, value in enumerate(own)
-        )
-    return found
-
-
-def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]], totals: Sequence[float]) -> Slowness:
+def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]]) -> Slowness:
     usual = [_median_without(column, value) for column, value in zip(columns, own, strict=True)]
     above = [value - typical for value, typical in zip(own, usual, strict=True)]
-    whole, total = _median_without(totals, sum(own)), sum(own)
-    late = max(above[index] for index in _LATE)
-    wait = max(-value for value in above)
-    without_waiting = whole - min(max(late, 0.0), max(wait, 0.0))
-    phase = max(_LATE if late > 0 else range(len(above)), key=above.__getitem__)
+    waits = [max((-above[index] for index in phases), default=0.0) for phases in _WAITS]
+    excess = [max(0.0, min(late, wait)) for late, wait in zip(above, waits, strict=True)]
+    waited_for = max(excess[index] for index in _LATE)
+    phase = max(_LATE if waited_for else range(len(above)), key=(excess if waited_for else above).__getitem__)
+    total = sum(own)
+    without_waiting = total - waited_for
     factor = total / without_waiting if without_waiting > 0 else 1.0
-    return Slowness(factor, phase, own[phase], usual[phase], tuple(above))
+    return Slowness(factor, phase, own[phase], usual[phase], tuple(excess))
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:

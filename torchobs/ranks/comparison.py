@@ -27,9 +27,7 @@ WINDOW_NS = 30_000_000_000
 """Shortest time over which a rank is compared, so that a rank with 1 ms steps is not judged by 16 ms."""
 _PHASE_KEYS = [(phase,) for phase in catalog.PHASES]
 _SAMPLE_NS = 1_000_000_000
-_METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GOODPUT_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
-_ASIDE = ("evaluation", "checkpoint", "compile")
-"""Phases outside the steps in which the peers wait for a rank."""
+_METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
 
 
 class RankComparator:
@@ -74,10 +72,9 @@ class _History:
         steps = _steps(readings)
         times = readings.of(catalog.STEP_PHASE_TIME)
         phases = tuple([times.get(key, 0.0) for key in _PHASE_KEYS])
-        phases += (sum(readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in _ASIDE),)
         marks = self._marks
         if marks and steps == marks[-1][1]:
-            return  # evaluation time grows continuously, a peer's wait for it at its step's end: sample both at a step's end
+            return
         if marks and steps < marks[-1][1]:
             marks.clear()
         if len(marks) > 1 and now_ns - marks[-2][0] < _SAMPLE_NS:
@@ -92,8 +89,7 @@ class _History:
         steps = last - first
         if steps < LEAST_STEPS:
             return None
-        *phases_s, aside_s = (max(0.0, now - then) / steps for now, then in zip(after, before, strict=True))
-        return Spent(steps, phases_s, aside_s)
+        return Spent(steps, [max(0.0, now - then) / steps for now, then in zip(after, before, strict=True)])
 
 
 def _is_counted(rank: Rank) -> bool:

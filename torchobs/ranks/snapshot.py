@@ -38,12 +38,12 @@ class RankStanding(NamedTuple):
 
     @property
     def slowdown(self) -> float | None:
-        """Its step time divided by that of its peers, both without waiting."""
+        """Its step time over what it would be if its peers did not wait for it."""
         return self.slowness.factor if self.slowness else None
 
     @property
     def excess_s(self) -> Mapping[str, float]:
-        """Seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty without a slowdown."""
+        """Seconds per step that its peers wait for it, by ``catalog.OWN_PHASES``; empty without a slowdown."""
         excess = self.slowness.excess_s if self.slowness else ()
         return {phase: own_s for phase, own_s in zip(catalog.PHASES, excess, strict=False) if phase in catalog.OWN_PHASES}
 

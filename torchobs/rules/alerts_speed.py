@@ -9,8 +9,8 @@ from torchobs.rules.alerts_ranks import lived
 from torchobs.rules.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, by_run, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.recordings import (
+    EXCESS,
     GOODPUT_NOW,
-    LATE,
     NODE_SLOWDOWN,
     PHASE_MEAN,
     RUN_GOODPUT_RATE,
@@ -23,7 +23,7 @@ from torchobs.rules.values import DEFAULT, Values
 
 BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
 """Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
-_SLOW_NODE = ' The ranks of node {{ $l.host }} take {{ printf "%.2f" $v }} times as long on average.'
+_SLOW_NODE = ' On average a rank of node {{ $l.host }} makes a step {{ printf "%.2f" $v }} times as long.'
 _GIVEN_UP = 'reason="recompile_limit"'
 LEAST_SHARE = 0.05
 """Shares of the time below it are not worth a word."""
@@ -68,20 +68,20 @@ def _slowdown(values: Values) -> Alert:
             f"{first(select(RUN_STEP_MEAN, THIS_RUN), ' It takes {{ $v | humanizeDuration }}')}"
             f"{first(select(RUN_STEP_BEST, THIS_RUN), ', at best {{ $v | humanizeDuration }}.')}"
         ),
-        culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest relative to its peers"),
+        culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest, for which the others wait"),
         also=(Culprits(f"{phases} > {LEAST_SHARE:g}", f"{SHARE} {{{{ $l.phase }}}}", "A step's time now is", named=False),),
     )
 
 
 def _straggler(values: Values) -> Alert:
-    """Return the alert: a rank against the median of its run, on whatever machines they are."""
+    """Return the alert: a rank that the others wait for, on whatever machines they are."""
     return Alert(
         alert="TorchobsStraggler",
-        expr=by_run(f"{SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {LATE} > {LEAST_EXCESS_S:g}"),
+        expr=by_run(f"{SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {EXCESS} > {LEAST_EXCESS_S:g}"),
         summary="waits for one of its ranks.",
         description=(
-            'In the last 10 minutes the slowest rank took {{ printf "%.1f" $value }} times as long for a step as its peers, '
-            "waiting for each other not counted."
+            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if the others did not '
+            "wait for the slowest rank."
             f"{first(f'topk(1, {select(NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}"
         ),
         culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),

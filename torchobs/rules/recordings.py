@@ -6,7 +6,7 @@ A run's series outlive its ranks' where they have to: who was alive, and how it 
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.promql import BY_RANK, BY_RUN, ON_RANK, ON_RUN, ONE_RUN, select
+from torchobs.rules.promql import BY_RANK, BY_RUN, ON_RANK, ON_RUN, ONE_RANK, ONE_RUN, select
 from torchobs.rules.rule_file import WINDOW, WINDOW_S, Group, Recording
 
 ONE_NUMBER = f"{ONE_RUN}, rank"
@@ -24,8 +24,9 @@ FIRST_START = "run:torchobs_rank_start_time_seconds:first"
 CHECKPOINT = "run:torchobs_checkpoint_timestamp_seconds:max"
 PHASE_MEAN = "rank_phase:torchobs_step_phase_time_seconds:mean10m"
 STEP_MEAN = "rank:torchobs_step_duration_seconds:mean10m"
-LATE = "rank:torchobs_step_phase_time_seconds:late10m"
-WAIT = "rank:torchobs_step_phase_time_seconds:wait10m"
+ABOVE = "rank_phase:torchobs_step_phase_time_seconds:above10m"
+WAIT = "rank_phase:torchobs_step_phase_time_seconds:wait10m"
+EXCESS = "rank:torchobs_rank_excess_seconds:run10m"
 SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
 NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
 RUN_STEP_MEAN = "run:torchobs_step_duration_seconds:mean10m"
@@ -49,8 +50,9 @@ GONE, GONE_S = "1h", 3600
 """How long a run without a living rank may be restarted: its wall time counts on, as time lost."""
 _STEP_S = 60
 """Resolution of the integral of the goodput"""
-LATE_PHASES = 'phase=~"data|forward|optimizer"'
-"""Phases in which no rank waits for another (`torchobs/detect/stragglers.py`)"""
+LATE_PHASES = {"data": "", "forward": 'phase=~"backward|optimizer"', "optimizer": 'phase=~"forward|backward"'}
+"""Phases in which a rank may be late, and those in which its peers may wait for that; all of them where there is no matcher
+(`torchobs/detect/stragglers.py`)"""
 
 
 def runs() -> Group:
@@ -127,28 +129,32 @@ def _tokens() -> str:
 
 
 def speed() -> Group:
-    """Return the rules about step times, over all machines: a rank's phases against the median of its run."""
+    """Return the rules about step times: how long each rank's peers wait for it.
+
+    The exporter says so of ranks that it sees together. Those of a run on several machines are compared here, in the same way.
+    """
     phases, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
     rate = f"(rate({steps}[{WINDOW}]) > 0)"
-    young = f"unless {ON_RANK} time() - {select(catalog.RANK_START_TIME)} < {WINDOW_S}"
-    median = f"quantile by ({ONE_RUN}, phase) (0.5, {PHASE_MEAN})"
-    of_phase = f"on ({ONE_RUN}, phase) group_left ()"
-    typical = f"quantile {BY_RUN} (0.5, {STEP_MEAN})"
-    # the median of two is their mean, half way to the other
-    peers = f"{ON_RUN} group_left () (1 + (count {BY_RUN} ({STEP_MEAN}) == bool 2))"
-    late = select(PHASE_MEAN, LATE_PHASES)
+    grown = f"and {ON_RANK} time() - {select(catalog.RANK_START_TIME)} >= {WINDOW_S}"
     info = f"topk {BY_RANK} (1, {select(catalog.RANK_INFO)})"
+    waited_for = f"({ABOVE} < {_ON_PHASE} {WAIT} or {WAIT} and {_ON_PHASE} {ABOVE})"
+    seen = select(catalog.RANK_EXCESS, f'phase=~"{"|".join(LATE_PHASES)}"')
     return Group(
         "torchobs.speed",
         (
-            Recording(PHASE_MEAN, f"rate({phases}[{WINDOW}]) / {ON_RANK} group_left () {rate} {young}"),
+            Recording(PHASE_MEAN, f"rate({phases}[{WINDOW}]) / {ON_RANK} group_left () {rate} {grown}"),
             Recording(STEP_MEAN, f"sum {BY_RANK} ({PHASE_MEAN})"),
-            Recording(LATE, f"clamp_min(max {BY_RANK} ({late} - {of_phase} {median}) * {peers}, 0)"),
-            Recording(WAIT, f"clamp_min(max {BY_RANK} (-1 * ({PHASE_MEAN} - {of_phase} {median})) * {peers}, 0)"),
+            Recording(ABOVE, _above_peers()),
+            Recording(WAIT, " or ".join(map(_wait, LATE_PHASES, LATE_PHASES.values()))),
+            Recording(
+                EXCESS,
+                f"max {BY_RANK} (clamp_min({waited_for}, 0)) "
+                f"or max {BY_RANK} (quantile_over_time(0.5, {seen}[{WINDOW}])) {grown}",
+            ),
             Recording(
                 SLOWDOWN,
-                f"{STEP_MEAN} / {ON_RANK} "
-                f"({_typical_of_each(typical)} - {ON_RANK} ({LATE} < {ON_RANK} {WAIT} or {ON_RANK} {WAIT}) > 0)",
+                f"{STEP_MEAN} / {ON_RANK} ({STEP_MEAN} - {ON_RANK} {EXCESS} > 0) and {ON_RANK} {ABOVE} "
+                f"or quantile_over_time(0.5, {select(catalog.RANK_SLOWDOWN)}[{WINDOW}]) {grown}",
             ),
             Recording(
                 NODE_SLOWDOWN,
@@ -157,13 +163,29 @@ def speed() -> Group:
             Recording(RUN_STEP_MEAN, f"avg {BY_RUN} ({STEP_MEAN})"),
             Recording(RUN_STEP_BEST, _best()),
         ),
-        interval="1m",  # means of ten minutes: five series for each rank
+        interval="1m",  # means of ten minutes: up to fifteen series for each rank
     )
 
 
-def _typical_of_each(typical: str) -> str:
-    """Return the run's typical step for each of its ranks."""
-    return f"({STEP_MEAN} * 0 + {ON_RUN} group_left () {typical})"
+_ON_PHASE = f"on ({ONE_RANK}, phase)"
+
+
+def _above_peers() -> str:
+    """Return each rank's time per step in each phase above the median of its peers, where no exporter sees the whole run."""
+    median = f"quantile by ({ONE_RUN}, phase) (0.5, {PHASE_MEAN})"
+    # the median of two is their mean, half way to the other
+    peers = f"{ON_RUN} group_left () (1 + (count {BY_RUN} ({STEP_MEAN}) == bool 2))"
+    together = f"unless {ON_RUN} max {BY_RUN} ({select(catalog.RUN_LOCAL_RANKS)}) >= {ON_RUN} {ALIVE}"
+    return (
+        f"({PHASE_MEAN} - on ({ONE_RUN}, phase) group_left () {median}) * {peers} "
+        f"and {ON_RUN} count {BY_RUN} ({STEP_MEAN}) > 1 {together}"
+    )
+
+
+def _wait(phase: str, matcher: str) -> str:
+    """Return how long the peers of each rank may wait for what it does in a phase."""
+    below = f"max {BY_RANK} (-1 * {select(ABOVE, matcher) if matcher else ABOVE})"
+    return f'label_replace({below}, "phase", "{phase}", "", "")'
 
 
 def _best() -> str:

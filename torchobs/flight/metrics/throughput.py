@@ -36,8 +36,6 @@ class Throughput(NamedTuple):
     """mean, the estimate for the next steps, without evaluations and checkpoints"""
     phases_s: tuple[float, ...]
     """mean per step in each of ``catalog.PHASES``"""
-    aside_s: float
-    """mean per step of evaluation, checkpoints and compilation"""
     window_s: float
     """from the end of the first step to the end of the last"""
     per_s: float | None
@@ -55,7 +53,7 @@ class Throughput(NamedTuple):
     @property
     def spent(self) -> Spent:
         """The input for comparing ranks."""
-        return Spent(self.steps, self.phases_s, self.aside_s)
+        return Spent(self.steps, self.phases_s)
 
 
 def pace(records: Sequence[StepRecord]) -> Throughput | None:
@@ -74,7 +72,6 @@ def pace(records: Sequence[StepRecord]) -> Throughput | None:
         step_s=median(record.duration_s for record in steps),
         mean_s=fmean(record.duration_s for record in steps),
         phases_s=tuple(phases),
-        aside_s=fmean(sum(record.phase_s[len(PHASES) :]) for record in steps),
         window_s=max(elapsed_s, 0.0),
         per_s=(len(steps) - 1) / timed if timed else None,
         tokens_per_s=_per_s(sum(record.tokens for record in later), timed),
