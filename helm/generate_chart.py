@@ -1,6 +1,7 @@
 """Write what the chart has from elsewhere: `python helm/generate_chart.py`, or `--check` it.
 
-Its version from torchobs/_version.py; schema and table of values from values.yaml; rules and dashboards from `deploy/`.
+Its version from torchobs/_version.py; schema and table of values from values.yaml; rules from torchobs/rules/; dashboards from
+`deploy/`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import yaml
 
 from torchobs._version import __version__
+from torchobs.rules import files
+from torchobs.rules.values import Values
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "torchobs"
@@ -77,10 +80,18 @@ def generated() -> dict[Path, str]:
     }
 
 
+_GRAFANA = "https://grafana.invalid"
+"""Taken out again: rules that are rendered without an address have no links."""
+
+
 def _copies() -> dict[Path, str]:
-    """Rules as they are; dashboards without white space: a Helm release must fit into a Secret of 1 MiB."""
-    prometheus, grafana = ROOT / "deploy" / "prometheus", ROOT / "deploy" / "grafana" / "dashboards"
-    rules = {CHART / "files" / name: (prometheus / name).read_text(encoding="utf-8") for name in (*RULES, RULES_NATIVE)}
+    """Return rules whose links begin with Grafana's address, which the template adds, and dashboards without white space.
+
+    A Helm release must fit into a Secret of 1 MiB.
+    """
+    grafana = ROOT / "deploy" / "grafana" / "dashboards"
+    texts = files.rendered(Values(grafana_url=_GRAFANA))
+    rules = {CHART / "files" / name: texts[name].replace(_GRAFANA, "") for name in (*RULES, RULES_NATIVE)}
     dashboards = {
         CHART / "files" / "dashboards" / path.name: json.dumps(
             json.loads(path.read_text(encoding="utf-8")), ensure_ascii=False, separators=(",", ":")

@@ -30,6 +30,9 @@ LAYERS = tuple(f"transformer.h.{block}.{part}" for block in range(8) for part in
 OPEN = {
     "operation": ("train_step", "evaluate"),
     "group": ("0",),
+    "exception.type": ("ValueError",),
+    "message": ("no batch",),
+    "location": ("train.py:7",),
     "device": ("cuda:0",),
     "layer": (*LAYERS, "other"),
     "name": ("perplexity", "accuracy"),
@@ -332,6 +335,7 @@ _SHOWN: dict[Metric, Shape] = {
         life.wobble(0.001, 0.5) + SLOW_S * life.slow * (life.rank == SLOW_RANK) * (of["phase"] == "data")
     ),
     catalog.RANK_EXIT: lambda _, __: np.nan,
+    catalog.RANK_EXCEPTION: lambda _, __: np.nan,
     catalog.PROCESS_CHILDREN: lambda _, __: 4.0,
     catalog.PROCESS_THREADS: lambda _, __: 96.0,
     catalog.PROCESS_OPEN_FILES: lambda life, _: 180 + life.age * 0.01,

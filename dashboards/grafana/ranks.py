@@ -213,8 +213,17 @@ def alive() -> tuple[Panel, ...]:
                 Column("no step for", per_rank(select(catalog.RANK_PROGRESS_AGE, *RANKS)) + NOT_ALIVE, "s"),
                 Column("at step", per_rank(select(catalog.RANK_STALL_POSITION, *RANKS), "phase") + NOT_ALIVE),
                 Column("", f"{per_rank(select(catalog.RANK_EXIT, *RANKS), 'reason')} == 1"),
+                Column("", f"{per_rank(select(catalog.RANK_EXCEPTION, *RANKS), 'exception_type', 'message')} == 1"),
             ),
-            labels={"rank": "rank", "instance": "exporter", "state": "state", "phase": "stuck in", "reason": "ended by"},
+            labels={
+                "rank": "rank",
+                "instance": "exporter",
+                "state": "state",
+                "phase": "stuck in",
+                "reason": "ended by",
+                "exception_type": "exception",
+                "message": "message",
+            },
         ),
     )
 

@@ -51,8 +51,6 @@ def of_clusters(case: dict[str, Any]) -> dict[str, Any]:
 def _of_cluster(alert: dict[str, Any], cluster: str) -> dict[str, Any]:
     notes = dict(alert["exp_annotations"])
     notes["summary"] = WHOSE.sub(rf"\1 ({cluster})\2", notes["summary"])
-    if "dashboard_url" in notes:
-        notes["dashboard_url"] = notes["dashboard_url"].replace("&to=now", f"&to=now&var-cluster={cluster}")
     return {"exp_labels": {**alert["exp_labels"], "cluster": cluster}, "exp_annotations": notes}
 
 

@@ -236,6 +236,7 @@ def test_alerts_are_chosen_and_changed_by_values(program: Callable[[str], str], 
     assert after["TorchobsSlowdown"]["labels"]["severity"] == "ticket"
     assert failed["annotations"]["runbook_url"] == "https://runbooks.example.org/torchobs/TorchobsRankFailed.md"
     assert failed["annotations"]["dashboard_url"].startswith("https://grafana.example.org/d/torchobs-run?")
+    assert not any("dashboard_url" in rule["annotations"] for rule in before.values())
     assert all(after[name]["expr"] == before[name]["expr"] for name in after)
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups_of(text)}))
     argv = [program("promtool"), "check", "rules", str(tmp_path / "rules.yml")]

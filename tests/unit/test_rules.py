@@ -117,6 +117,16 @@ def test_alerts_say_what_is_wrong_and_where_to_read_on(rule: dict[str, Any]) -> 
     assert "&var-run_id={{ . | urlquery }}" in notes["dashboard_url"]
 
 
+def test_alerts_link_to_no_dashboard_where_it_is_unknown_where_grafana_is() -> None:
+    """A path is no link for whoever reads it in a chat or on a pager."""
+    for text in rendered().values():
+        assert "dashboard_url" not in text
+    for name, text in rendered(CHOSEN).items():
+        links = re.findall(r"dashboard_url: (\S+)", text)
+        assert all(link.startswith("https://grafana.example.org/d/") for link in links)
+        assert bool(links) == ("alert: Torchobs" in text or "title: Torchobs" in text), name
+
+
 @each_alert
 def test_alerts_name_the_culprit_by_queries_of_their_own_run(rule: dict[str, Any]) -> None:
     """Each query in a text is PromQL about metrics that exist, whose every selector is limited to the run."""

@@ -106,20 +106,43 @@ def _gradient_explosion(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGradientExplosion",
         expr=expr,
-        summary="is blowing up.",
-        description=(
-            'In the last 10 minutes the worst rank had {{ printf "%.0f" $value }} steps whose gradient or loss was NaN, '
-            "infinite or far above its own past."
+        summary="has steps whose gradient or loss is far above its past, or not finite.",
+        description='In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} such steps.',
+        culprits=_kinds(),
+        also=(
+            Culprits(
+                f"{select(lately, THIS_RUN)} > {values.thresholds.skipped:g}",
+                '{{ printf "%.0f" $v }} steps',
+                "Skipped by a loss scaler",
+            ),
+            Culprits(
+                select(catalog.GRAD_LAYER_GROWTH, THIS_RUN),
+                'layer {{ $l.layer }} of rank {{ $l.rank }} whose gradient grew {{ printf "%.3g" $v }} times',
+                "Look at",
+                named=False,
+            ),
         ),
-        culprits=Culprits(
-            f"{select(catalog.GRAD_LAYER_GROWTH, THIS_RUN)} or on () {select(catalog.GRAD_LAYER_NORM, THIS_RUN)}",
-            "layer {{ $l.layer }} of rank {{ $l.rank }} "
-            f'{{{{ if eq $l.__name__ "{catalog.GRAD_LAYER_GROWTH.prometheus}" }}}}'
-            'whose gradient grew {{ printf "%.3g" $v }} times'
-            '{{ else }}with a gradient norm of {{ printf "%.3g" $v }} now{{ end }}',
-            "Look at",
-            named=False,
-        ),
+    )
+
+
+_STEPS_OF_KIND = {
+    "gradient_explosion": "whose gradient is far above its past",
+    "loss_spike": "whose loss is far above its past",
+    "nonfinite_gradient": "whose gradient is NaN or infinite",
+    "nonfinite_loss": "whose loss is NaN or infinite",
+}
+"""What is said of the steps that are an anomaly of a kind; layers are named only where their own gradients grew."""
+
+
+def _kinds() -> Culprits:
+    """Return how many steps there were of each kind, on the rank with most."""
+    of_kind = 'kind=~"{}"'.format("|".join(map(_kind, _STEPS_OF_KIND)))
+    words = "{{ else ".join(f'if eq $l.kind "{kind}" }}}}{words}' for kind, words in _STEPS_OF_KIND.items())
+    return Culprits(
+        f"max by ({ONE_RUN}, kind) ({select(name(catalog.ANOMALIES), THIS_RUN, of_kind)})",
+        f'{{{{ printf "%.0f" $v }}}} {{{{ {words}{{{{ end }}}}',
+        "By kind",
+        named=False,
     )
 
 

@@ -16,14 +16,14 @@ from torchobs.rules.recordings import (
     MISSING,
     ONE_NUMBER,
     RUN_STEP_BEST,
+    SEEN,
     STARTED,
     TWINS,
+    ended,
 )
 from torchobs.rules.rule_file import Alert, Group, Recording
 from torchobs.rules.values import DEFAULT, Values
 
-SEEN = "5m"
-"""How long a crash is looked for: rules are evaluated each minute by default, and the series of a dead rank ends before."""
 WAITS_S = 1800
 """Default timeout of torch.distributed's process groups with gloo: after it, a peer's evaluation explains no wait."""
 UNRESPONSIVE_S = 120.0
@@ -63,10 +63,17 @@ def _failed() -> Alert:
         summary="has lost a rank.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or vanished (killed, likely out '
-            "of memory). Any others wait for them until their collectives time out."
+            f"of memory).{_survivors()}"
         ),
         culprits=_faults(SEEN),
     )
+
+
+def _survivors() -> str:
+    """Return a sentence about the ranks that live while one has failed, and was not started again; nothing for one rank."""
+    living = f"sum {BY_RUN} ({select(catalog.RANK_UP, THIS_RUN)}) > 0 and on ({ONE_RUN}) {ended(FAULTS, THIS_RUN)} > 0"
+    live = amount("other rank lives", "other ranks live", "$v")
+    return first(living, f" {live}: a collective that needs all of them waits until it times out.")
 
 
 def _state(state: str, *matchers: str) -> str:
@@ -145,8 +152,16 @@ def _usual_step() -> str:
 
 
 def _faults(range_: str) -> Culprits:
-    ended = select(catalog.RANK_EXIT, THIS_RUN, f'reason=~"{FAULTS}"')
-    return Culprits(f"max_over_time({ended}[{range_}])", "{{ $l.reason }}", "Among them")
+    """Return the ranks that failed, by their exception where one ended them, else by the reason of their end."""
+    matchers = (f'reason=~"{reasons}"' for reasons in (FAULTS, "exception"))
+    exits, raised = (f"max_over_time({select(catalog.RANK_EXIT, THIS_RUN, one)}[{range_}])" for one in matchers)
+    exceptions = f"topk by ({ONE_RANK}) (1, max_over_time({select(catalog.RANK_EXCEPTION, THIS_RUN)}[{range_}]))"
+    known = f"{raised} * on ({ONE_RANK}) group_left (exception_type, message, location) {exceptions}"
+    show = (
+        "{{ with $l.exception_type }}{{ . }}{{ with $l.message }}: {{ . }}{{ end }}{{ with $l.location }} ({{ . }}){{ end }}"
+        "{{ else }}{{ $l.reason }}{{ end }}"
+    )
+    return Culprits(f"({known} or on ({ONE_RANK}, reason) {exits})", show, "Among them")
 
 
 def _ends() -> Culprits:

@@ -44,7 +44,7 @@ def _group(group: Group, values: Values) -> dict[str, Any]:
 
 def _rule(alert: Alert, values: Values) -> dict[str, Any]:
     links = {"runbook_url": f"{values.runbooks}/{alert.alert}.md"}
-    if alert.of_run:
+    if alert.of_run and values.grafana_url:
         links = {"dashboard_url": dashboard(values.grafana_url, alert.dashboard, "now-1h"), **links}
     return {
         "uid": alert.alert,

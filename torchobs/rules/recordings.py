@@ -43,6 +43,8 @@ PRODUCTIVE = "run:torchobs_goodput_time_seconds:productive_rate5m"
 NO_FAULT = ("finished", "interrupted", "terminated")
 """Exit reasons that are somebody's wish, and no fault."""
 FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_FAULT)
+SEEN = "5m"
+"""How long an end is looked for: rules are evaluated each minute by default, and the series of a dead rank end before."""
 PAST = "7d"
 """How far back a run's best and its first start are remembered over a gap; a longer run is judged by so much of its end."""
 _PAST_S = 7 * 86_400
@@ -57,9 +59,7 @@ LATE_PHASES = {"data": "", "forward": 'phase=~"backward|optimizer"', "optimizer"
 
 def runs() -> Group:
     """Return the rules about who is there: a handful of series for each run."""
-    started, up, exited = select(catalog.RANK_START_TIME), select(catalog.RANK_UP), catalog.RANK_EXIT
-    again = f"unless on ({ONE_NUMBER}) {up} == 1"
-    failed, left = (select(exited, f'reason=~"{reasons}"') for reasons in (FAULTS, "|".join(NO_FAULT)))
+    started, up = select(catalog.RANK_START_TIME), select(catalog.RANK_UP)
     return Group(
         "torchobs.runs",
         (
@@ -67,11 +67,8 @@ def runs() -> Group:
             Recording(TWINS, f"count by ({ONE_NUMBER}) ({up} == 1) > 1"),
             Recording(RUN_STARTED, f"max {BY_RUN} ({started})"),
             Recording(ALIVE, f"sum {BY_RUN} ({up})"),
-            Recording(
-                FAILED,
-                f"count {BY_RUN} (max by ({ONE_NUMBER}) (max_over_time({failed}[5m])) == 1 {again}) or 0 * sum {BY_RUN} ({up})",
-            ),
-            Recording(LEFT, f"count {BY_RUN} (max by ({ONE_NUMBER}) ({left}) == 1 {again}) or 0 * sum {BY_RUN} ({up})"),
+            Recording(FAILED, f"{ended(FAULTS)} or 0 * sum {BY_RUN} ({up})"),
+            Recording(LEFT, f"{ended('|'.join(NO_FAULT))} or 0 * sum {BY_RUN} ({up})"),
             Recording(WORLD_SIZE, f"max {BY_RUN} ({select(catalog.WORLD_SIZE)})"),
             Recording(MISSING, f"clamp_min({WORLD_SIZE} - {ON_RUN} {ALIVE} - {ON_RUN} {LEFT}, 0) and {ON_RUN} {ALIVE} > 0"),
             Recording(FIRST_START, _first_start()),
@@ -82,6 +79,16 @@ def runs() -> Group:
             Recording(REPEATING, _repeating()),
         ),
     )
+
+
+def ended(reasons: str, *matchers: str) -> str:
+    """Return how many ranks of each run have ended for one of the reasons, and were not started again.
+
+    A rule that is evaluated each minute may find the series of a rank gone that said so in a single scrape: it looks back.
+    """
+    exits = select(catalog.RANK_EXIT, *matchers, f'reason=~"{reasons}"')
+    again = f"unless on ({ONE_NUMBER}) {select(catalog.RANK_UP, *matchers)} == 1"
+    return f"count {BY_RUN} (max by ({ONE_NUMBER}) (max_over_time({exits}[{SEEN}])) == 1 {again})"
 
 
 def _first_start() -> str:

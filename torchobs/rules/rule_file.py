@@ -63,7 +63,7 @@ class Alert:
     def rendered(self, values: Values) -> dict[str, Any]:
         """Return the rule as Prometheus reads it."""
         links = {"runbook_url": f"{values.runbooks}/{self.alert}.md"}
-        if self.of_run:
+        if self.of_run and values.grafana_url:
             links = {"dashboard_url": alert_texts.dashboard(values.grafana_url, self.dashboard), **links}
         return {
             "alert": self.alert,

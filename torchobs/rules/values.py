@@ -81,7 +81,7 @@ class Values:
     disabled: tuple[str, ...] = ()
     """Alerts to leave out"""
     grafana_url: str = ""
-    """Where Grafana is, for links to its dashboards; without it they are paths"""
+    """Where Grafana is, for links to its dashboards; without it there are none"""
     runbooks: str = RUNBOOKS
     """Folder of the runbooks"""
 
