@@ -55,7 +55,9 @@ def test_every_rule_file_is_valid(name: str, program: Callable[[str], str], chec
         check(program(name), "check", "rules", "--lint-fatal", path)
 
 
-@pytest.mark.parametrize(("name", "interval"), [("promtool", "15s"), ("promtool", "1m"), ("promtool3", "1m")])
+@pytest.mark.parametrize(
+    ("name", "interval"), [("promtool", "15s"), ("promtool", "30s"), ("promtool", "1m"), ("promtool3", "1m")]
+)
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_fires_and_stays_quiet(
     name: str, program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, interval: str
@@ -101,8 +103,12 @@ def test_percentiles_of_native_histograms(program: Callable[[str], str], checkou
 
 # What is wrong, and the case that notices it.
 MUTATIONS = [
-    ("torchobs_anomalies_total and on", "torchobs_nothing and on", "never scraped before"),
-    ("time() - torchobs_rank_start_time_seconds < 600", "torchobs_rank_start_time_seconds", "after an outage"),
+    ("last_over_time(torchobs_anomalies_total[5m]) and", "torchobs_nothing and", "never scraped before"),
+    (
+        "time() - last_over_time(torchobs_rank_start_time_seconds[5m]) < 600",
+        "torchobs_rank_start_time_seconds",
+        "after an outage",
+    ),
     ("increase(torchobs_anomalies_total[10m])", "torchobs_anomalies_total", "after an outage"),
     (
         "increase(torchobs_anomalies_total[10m])",
@@ -120,7 +126,7 @@ MUTATIONS = [
     ("> 20", "> 2000", "skips nearly every step"),
     ("> 20", "> 10", "of a slow job calibrates"),
     ("rank:torchobs_amp_steps_skipped:recent > 0.5", "rank:torchobs_steps:recent > 0.5", "for a fast job"),
-    ("torchobs_amp_steps_skipped_total and on", "torchobs_nothing and on", "every step before the first scrape"),
+    ("last_over_time(torchobs_amp_steps_skipped_total[5m]) and", "torchobs_nothing and", "every step before the first scrape"),
     (f"max by ({ONE_RUN}) (\n", f"max by ({ONE_RUN}, rank) (\n", "explodes on every rank"),
     (f"max by ({ONE_RUN}) (\n", f"sum by ({ONE_RUN}) (\n", "explodes on every rank"),
     (f"max by ({ONE_RUN}) (\n", "max by (job_name, run_id) (\n", "explodes on every rank"),
@@ -130,9 +136,9 @@ MUTATIONS = [
 
 
 LATE = [
-    ("torchobs_compile_recompiles_total and on", "torchobs_nothing and on", "before the first scrape"),
+    ("last_over_time(torchobs_compile_recompiles_total[5m]) and", "torchobs_nothing and", "before the first scrape"),
     ("unless torchobs_compile_failures_total", "and torchobs_compile_failures_total", "between two scrapes"),
-    ("torchobs_rank_start_time_seconds < 600", "torchobs_rank_start_time_seconds < 60000", "before the first scrape"),
+    ("torchobs_rank_start_time_seconds[5m]) < 600", "torchobs_rank_start_time_seconds[5m]) < 60000", "before the first scrape"),
     (f"and on ({ONE_RANK}) torchobs_rank_start_time_seconds offset 10m", "", "scraped again after an outage"),
 ]
 

@@ -23,6 +23,7 @@ def checkpoints(values: Values = DEFAULT) -> Group:
 
 
 def _failed() -> Alert:
+    """Return the alert on saves that raised, and after which none has succeeded: what was saved is looked for as far back."""
     failed, saved = (select(name(catalog.CHECKPOINTS), f'result="{result}"') for result in ("failed", "saved"))
     return Alert(
         alert="TorchobsCheckpointFailed",
@@ -30,7 +31,7 @@ def _failed() -> Alert:
             max {BY_RUN} (
                 {failed} offset {RETRIED} > 0
                 unless on ({ONE_RUN})
-                {saved} > 0
+                max_over_time({saved}[{RETRIED}]) > 0
             )
         """,
         severity="page",

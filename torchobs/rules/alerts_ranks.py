@@ -16,12 +16,11 @@ from torchobs.rules.recordings import (
     MISSING,
     ONE_NUMBER,
     RUN_STEP_BEST,
-    SEEN,
     STARTED,
     TWINS,
     ended,
 )
-from torchobs.rules.rule_file import Alert, Group, Recording
+from torchobs.rules.rule_file import SEEN, Alert, Group, Recording
 from torchobs.rules.values import DEFAULT, Values
 
 WAITS_S = 1800

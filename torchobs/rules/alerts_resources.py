@@ -6,7 +6,7 @@ from torchobs import catalog
 from torchobs.rules.alert_texts import AT, DURATION, EXPORTER, SHARE, THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RANK, by_run, select
 from torchobs.rules.recent import name, recent
-from torchobs.rules.rule_file import WINDOW, Alert, Group
+from torchobs.rules.rule_file import SEEN, WINDOW, Alert, Group
 from torchobs.rules.values import DEFAULT, Values
 
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
@@ -207,7 +207,8 @@ def _scaler(values: Values) -> Alert:
 
 
 def _gpu_fault() -> Alert:
-    failed, here = (select(catalog.HW_STATUS, *more, 'hw_state="failed"') for more in ((), (THIS_RUN,)))
+    states = (select(catalog.HW_STATUS, *more, 'hw_state="failed"') for more in ((), (THIS_RUN,)))
+    failed, here = (f"max_over_time({one}[{SEEN}])" for one in states)
     errors, errors_here = name(catalog.HW_ERRORS), select(name(catalog.HW_ERRORS), THIS_RUN)
     return Alert(
         alert="TorchobsGpuFault",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules.promql import ONE_RANK, select
-from torchobs.rules.rule_file import WINDOW, WINDOW_S, Recording
+from torchobs.rules.rule_file import SEEN, WINDOW, WINDOW_S, Recording
 
 RECENT = ":recent"
 
@@ -25,15 +25,17 @@ def name(metric: Metric) -> str:
 def recent(metric: Metric, *matchers: str, born_later: bool = False) -> Recording:
     """Return the rule; nothing is recorded where nothing was counted.
 
-    ``born_later``: the series may be much younger than their rank; otherwise they begin with it.
+    ``born_later``: the series may be much younger than their rank; otherwise they begin with it. The last sample of series that
+    have ended since the evaluation before counts, too.
     """
     counter, started = select(metric, *matchers), select(catalog.RANK_START_TIME)
+    now, before = f"last_over_time({counter}[{SEEN}])", f"offset {WINDOW}"
     new = f"""
           or
-            {counter} unless {counter} offset {WINDOW} and on ({ONE_RANK}) {started} offset {WINDOW}"""
+            {now} unless {counter} {before} and on ({ONE_RANK}) {started} {before}"""
     expr = f"""
         (
-            {counter} and on ({ONE_RANK}) time() - {started} < {WINDOW_S}{new if born_later else ""}
+            {now} and on ({ONE_RANK}) time() - last_over_time({started}[{SEEN}]) < {WINDOW_S}{new if born_later else ""}
           or
             increase({counter}[{WINDOW}])
         ) > 0

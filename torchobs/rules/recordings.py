@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.rules.promql import BY_RANK, BY_RUN, ON_RANK, ON_RUN, ONE_RANK, ONE_RUN, select
-from torchobs.rules.rule_file import WINDOW, WINDOW_S, Group, Recording
+from torchobs.rules.rule_file import SEEN, WINDOW, WINDOW_S, Group, Recording
 
 ONE_NUMBER = f"{ONE_RUN}, rank"
 """A rank whatever machine it is on: after a restart elsewhere it has another instance."""
@@ -43,8 +43,6 @@ PRODUCTIVE = "run:torchobs_goodput_time_seconds:productive_rate5m"
 NO_FAULT = ("finished", "interrupted", "terminated")
 """Exit reasons that are somebody's wish, and no fault."""
 FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_FAULT)
-SEEN = "5m"
-"""How long an end is looked for: rules are evaluated each minute by default, and the series of a dead rank end before."""
 PAST = "7d"
 """How far back a run's best and its first start are remembered over a gap; a longer run is judged by so much of its end."""
 _PAST_S = 7 * 86_400
@@ -66,9 +64,9 @@ def runs() -> Group:
             Recording(STARTED, f"max by ({ONE_NUMBER}) ({started})"),
             Recording(TWINS, f"count by ({ONE_NUMBER}) ({up} == 1) > 1"),
             Recording(RUN_STARTED, f"max {BY_RUN} ({started})"),
-            Recording(ALIVE, f"sum {BY_RUN} ({up})"),
-            Recording(FAILED, f"{ended(FAULTS)} or 0 * sum {BY_RUN} ({up})"),
-            Recording(LEFT, f"{ended('|'.join(NO_FAULT))} or 0 * sum {BY_RUN} ({up})"),
+            Recording(ALIVE, f"sum {BY_RUN} ({up}) or 0 * {ended()}"),
+            Recording(FAILED, f"{ended(FAULTS)} or 0 * {ALIVE}"),
+            Recording(LEFT, f"{ended('|'.join(NO_FAULT))} or 0 * {ALIVE}"),
             Recording(WORLD_SIZE, f"max {BY_RUN} ({select(catalog.WORLD_SIZE)})"),
             Recording(MISSING, f"clamp_min({WORLD_SIZE} - {ON_RUN} {ALIVE} - {ON_RUN} {LEFT}, 0) and {ON_RUN} {ALIVE} > 0"),
             Recording(FIRST_START, _first_start()),
@@ -81,12 +79,12 @@ def runs() -> Group:
     )
 
 
-def ended(reasons: str, *matchers: str) -> str:
-    """Return how many ranks of each run have ended for one of the reasons, and were not started again.
+def ended(reasons: str = "", *matchers: str) -> str:
+    """Return how many ranks of each run have ended for one of the reasons (all by default), and were not started again.
 
     A rule that is evaluated each minute may find the series of a rank gone that said so in a single scrape: it looks back.
     """
-    exits = select(catalog.RANK_EXIT, *matchers, f'reason=~"{reasons}"')
+    exits = select(catalog.RANK_EXIT, *matchers, *([f'reason=~"{reasons}"'] if reasons else []))
     again = f"unless on ({ONE_NUMBER}) {select(catalog.RANK_UP, *matchers)} == 1"
     return f"count {BY_RUN} (max by ({ONE_NUMBER}) (max_over_time({exits}[{SEEN}])) == 1 {again})"
 
@@ -161,7 +159,7 @@ def speed() -> Group:
             Recording(
                 SLOWDOWN,
                 f"{STEP_MEAN} / {ON_RANK} ({STEP_MEAN} - {ON_RANK} {EXCESS} > 0) and {ON_RANK} {ABOVE} "
-                f"or quantile_over_time(0.5, {select(catalog.RANK_SLOWDOWN)}[{WINDOW}]) {grown}",
+                f"or max {BY_RANK} (quantile_over_time(0.5, {select(catalog.RANK_SLOWDOWN)}[{WINDOW}])) {grown}",
             ),
             Recording(
                 NODE_SLOWDOWN,
