@@ -78,11 +78,11 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
         ("pager", "TorchobsCrashLoop", r"Among them: rank 0 on node-0: exception\.$"),
     ],
     "persistent-nan": [
-        ("tickets", "TorchobsGradientExplosion", r"layer layers\.\d of rank 0"),
+        ("tickets", "TorchobsGradientExplosion", r"By kind: (\d+ whose \w+ is NaN or infinite(; )?)+\.$"),
         ("pager", "TorchobsLossNotFinite", "Most on: rank 0 on node-0: "),
     ],
     "single-nan": [],
-    "explosion": [("tickets", "TorchobsGradientExplosion", r"layer layers\.\d of rank 0")],
+    "explosion": [("tickets", "TorchobsGradientExplosion", r"By kind: .*\d+ whose gradient is far above its past")],
     "scaler-stuck": [
         ("tickets", "TorchobsLossScaleStuck", "Longest: rank 0 on node-0: "),
         ("pager", "TorchobsLossNotFinite", "Most on: rank 0 on node-0: "),  # at a scale of 0 the weights are lost, too

@@ -41,8 +41,8 @@ examples:
   kubectl exec -it pod -c trainer -- torchobs top
 
 Columns: tokens/s (or samples/s) and MFU, the share of the devices' peak, where they are known; data, fwd, bwd, opt and
-other are shares of a typical step (waiting for data, forward, backward, optimizer, the rest); slow is the rank's own step
-time divided by that of the others, both without waiting for each other (1.00×: as fast)."""
+other are shares of a typical step (waiting for data, forward, backward, optimizer, the rest); slow is the rank's step
+time over what it would be if the others did not wait for it (1.00×: nobody waits for it)."""
 
 _INTERVAL = Option(
     "interval", option_types.duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION"

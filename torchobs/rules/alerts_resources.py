@@ -208,7 +208,7 @@ def _scaler(values: Values) -> Alert:
 
 def _gpu_fault() -> Alert:
     states = (select(catalog.HW_STATUS, *more, 'hw_state="failed"') for more in ((), (THIS_RUN,)))
-    failed, here = (f"max_over_time({one}[{SEEN}])" for one in states)
+    failed, here = (f"last_over_time({one}[{SEEN}])" for one in states)
     errors, errors_here = name(catalog.HW_ERRORS), select(name(catalog.HW_ERRORS), THIS_RUN)
     return Alert(
         alert="TorchobsGpuFault",
