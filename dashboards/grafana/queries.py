@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules import recordings
 from torchobs.rules.percentiles import rank_quantile, run_quantile
-from torchobs.rules.promql import BY_RUN, ON_RANK, ON_RUN, RUN, select
+from torchobs.rules.promql import ON_RANK, ON_RUN, RUN, select
 
 RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
 """Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""
@@ -72,32 +72,23 @@ def shares(metric: Metric, by: str, *matchers: str) -> str:
 
 
 def own_step_s(*matchers: str) -> str:
-    """Return the seconds of a step that a rank does not spend waiting for others."""
-    return f"{_own_time(*matchers)} / {per_rank(rate(catalog.STEPS, *matchers) + ' > 0', operator='sum')}"
-
-
-def _own_time(*matchers: str) -> str:
-    """Return each rank's seconds per second without the backward pass, in which ranks wait for the slowest one."""
+    """Return the seconds of a step that a rank does not spend in its backward pass, in which it waits for the slowest one."""
     phases = "|".join(catalog.OWN_PHASES)
-    return per_rank(rate(catalog.STEP_PHASE_TIME, *matchers, f'phase=~"{phases}"'), operator="sum")
+    own = per_rank(rate(catalog.STEP_PHASE_TIME, *matchers, f'phase=~"{phases}"'), operator="sum")
+    return f"{own} / {per_rank(rate(catalog.STEPS, *matchers) + ' > 0', operator='sum')}"
 
 
 def straggling(*matchers: str) -> str:
-    """Return how slow each rank is as recorded; where rules are not loaded, its own step time over the median of the run."""
-    return f"{select(recordings.SLOWDOWN, *matchers)} or {_over_median(*matchers)}"
+    """Return how slow each rank is as recorded; where rules are not loaded, as the exporter of its machine says."""
+    return f"{select(recordings.SLOWDOWN, *matchers)} or {per_rank(select(catalog.RANK_SLOWDOWN, *matchers))}"
 
 
 def slow_nodes(*matchers: str) -> str:
-    """Return how slow the ranks of each machine are on average, as recorded or computed."""
+    """Return how slow the ranks of each machine are on average, as recorded or as its exporter says."""
     info = per_rank(select(catalog.RANK_INFO, *matchers), "host")
-    computed = per_run("avg", f"{_over_median(*matchers)} * {ON_RANK} group_left (host) {info}", "host")
+    slowdown = per_rank(select(catalog.RANK_SLOWDOWN, *matchers))
+    computed = per_run("avg", f"{slowdown} * {ON_RANK} group_left (host) {info}", "host")
     return f"{select(recordings.NODE_SLOWDOWN, *RUNS)} or {computed}"
-
-
-def _over_median(*matchers: str) -> str:
-    """Return each rank's own time over the median. Of time, not of a step: who wait for each other do as many steps."""
-    own = _own_time(*matchers)
-    return f"{own} / {ON_RUN} group_left () quantile {BY_RUN} (0.5, {own})"
 
 
 def tokens(*matchers: str) -> str:

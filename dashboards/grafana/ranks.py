@@ -70,8 +70,8 @@ def slow(limits: Thresholds) -> tuple[Panel, ...]:
         panels.coarse(
             panels.lines(
                 "Stragglers across nodes",
-                f"The {MOST} ranks with the greatest own step time, over the median of the run's ranks on all nodes. Good: "
-                "below 1.2.",
+                f"The {MOST} ranks that the others wait for most, on whatever nodes: step time over what it would be if they "
+                "did not. Good: below 1.2.",
                 "short",
                 Query(worst(straggling(*RANKS)), RANK),
                 steps=thresholds.ratio(limits.straggler),
@@ -80,8 +80,8 @@ def slow(limits: Thresholds) -> tuple[Panel, ...]:
         panels.coarse(
             panels.lines(
                 "Slow nodes",
-                f"The {MOST} machines whose ranks are slowest on average, over the median of the run's ranks. Good: below "
-                "1.2; a whole node above it has a hot GPU, a busy CPU or a slow disk.",
+                f"The {MOST} machines whose ranks the others wait for most, on average. Good: below 1.2; a whole node above "
+                "it has a hot GPU, a busy CPU or a slow disk.",
                 "short",
                 Query(worst(slow_nodes(*RANKS)), "{{host}}"),
                 steps=thresholds.ratio(limits.straggler),

@@ -5,8 +5,10 @@ Each alert has a runbook in docs/runbooks, and test cases that fire and that do 
 
 from __future__ import annotations
 
+from math import exp
+
 from torchobs import catalog
-from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
+from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES, LEAST_NORM_EXCESS
 from torchobs.detect.vanishing import LASTING
 from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
@@ -116,7 +118,7 @@ def _gradient_explosion(values: Values) -> Alert:
                 "Skipped by a loss scaler",
             ),
             Culprits(
-                select(catalog.GRAD_LAYER_GROWTH, THIS_RUN),
+                f"{select(catalog.GRAD_LAYER_GROWTH, THIS_RUN)} >= {exp(LEAST_NORM_EXCESS):g}",
                 'layer {{ $l.layer }} of rank {{ $l.rank }} whose gradient grew {{ printf "%.3g" $v }} times',
                 "Look at",
                 named=False,
