@@ -164,7 +164,7 @@ def states() -> Panel:
         "Unresponsive: its heartbeat stopped while the process is there. Hung: alive without a step for much longer than its "
         "steps take. Lost: gone without a word, as after SIGKILL. Good: all green, blue at the end.",
         "short",
-        Query(f"sum by (state) ({select(catalog.RANK_STATE_SET, *RANKS)})", "{{state}}"),
+        Query(f"sum by (state) ({select(catalog.RANK_STATE_SET, *RANKS)} == 1)", "{{state}}"),
         stacked=True,
         width=10,
     )
