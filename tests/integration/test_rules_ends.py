@@ -103,3 +103,43 @@ def test_what_only_the_last_scrape_saw_fires(
                 expected.add(f"{number} at {begun_s + 60}")
     assert tests
     assert fired(program("promtool"), checkout, tmp_path, alert, interval, tests) == expected
+
+
+@each_interval
+@pytest.mark.parametrize(
+    ("reason", "alerts"),
+    [
+        ("finished", set()),
+        ("interrupted", set()),
+        ("terminated", set()),
+        ("exception", {"TorchobsRankFailed", "TorchobsRunDown"}),
+        ("lost", {"TorchobsRankFailed", "TorchobsRunDown"}),
+        ("", {"TorchobsTelemetryGone"}),
+    ],
+)
+def test_a_run_s_end_is_known_by_one_scrape(
+    program: Callable[[str], str], checkout: Path, tmp_path: Path, interval: str, reason: str, alerts: set[str]
+) -> None:
+    """Of two ranks on two machines, which have trained for twenty minutes; without a reason they are just gone."""
+    series = []
+    for rank in range(2):
+        labels = f'job_name="gpt", run_id="a", rank="{rank}", instance="n{rank}:1"'
+        series += [
+            {"series": f"torchobs_rank_up{{{labels}}}", "values": "1x80 0 stale" if reason else "1x80 stale"},
+            {"series": f"torchobs_rank_start_time_seconds{{{labels}}}", "values": "0x81 stale"},
+            {"series": f"torchobs_world_size{{{labels}}}", "values": "2x81 stale"},
+        ]
+        if reason:
+            series.append({"series": f'torchobs_rank_exit{{{labels}, reason="{reason}"}}', "values": "_x81 1 stale"})
+    found = set()
+    for alert in (
+        "TorchobsRankFailed",
+        "TorchobsRunDown",
+        "TorchobsTelemetryGone",
+        "TorchobsRanksMissing",
+        "TorchobsGoodputLow",
+    ):
+        checks = looks(alert, [at_min * 60 for at_min in range(15, 60)])
+        test = {"name": alert, "interval": "15s", "input_series": series, "alert_rule_test": checks}
+        found |= {name.split(" at ")[0] for name in fired(program("promtool"), checkout, tmp_path, alert, interval, [test])}
+    assert found == alerts

@@ -11,8 +11,10 @@ import yaml
 from tests import rule_cases
 from tests.support import ROOT
 from torchobs.cli.dispatch import main
+from torchobs.rules.files import ALERTS as ALERT_FILE
+from torchobs.rules.files import rendered
 from torchobs.rules.promql import ONE_RANK, ONE_RUN
-from torchobs.rules.values import DEFAULT, Thresholds
+from torchobs.rules.values import DEFAULT, Thresholds, Values
 
 ALERTS = sorted(path.stem for path in (ROOT / "tests" / "rules").glob("Torchobs*.yml"))
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -76,6 +78,21 @@ def test_rules_with_other_values_are_valid(name: str, program: Callable[[str], s
     assert main(["rules", "render", "--values", str(tmp_path / "my.yml"), str(tmp_path)]) == 0
     for path in sorted(tmp_path.rglob("torchobs-*.yml")):
         check(program(name), "check", "rules", "--lint-fatal", path)
+
+
+@PROGRAMS
+def test_a_link_leads_to_the_run_s_dashboard_from_an_hour_before_the_alert(
+    name: str, program: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Where it is known where Grafana is; what is in the labels is quoted."""
+    (tmp_path / "rules.yml").write_text(rendered(Values(grafana_url="https://grafana.example.org"))[ALERT_FILE])
+    series = 'torchobs_rank_exit{run_id="a b", job_name="gpt", rank="0", instance="n0:1", reason="lost"}'
+    look = {"eval_time": "20m", "alertname": "TorchobsRankFailed", "exp_alerts": []}
+    test = {"interval": "15s", "input_series": [{"series": series, "values": "1x100"}], "alert_rule_test": [look]}
+    (tmp_path / "cases.yml").write_text(yaml.dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]}))
+    result = promtool(program(name), "test", "rules", tmp_path / "cases.yml")
+    link = "https://grafana.example.org/d/torchobs-run?from=-2400000&to=now&var-job_name=gpt&var-run_id=a+b"
+    assert f'dashboard_url="{link}"' in result.stdout + result.stderr
 
 
 def test_every_alert_has_cases(checkout: Path) -> None:
