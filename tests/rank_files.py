@@ -19,6 +19,7 @@ from torchobs.flight.writer.series_table import CORE, USER
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.ranks.rank_file import Now
+from torchobs.support.descriptors import Descriptor
 
 S = 1_000_000_000
 BOOT = bytes(range(16))
@@ -80,7 +81,7 @@ class File:
         self.writer = FlightWriter(self.header, self.memory)
         self.path = directory / file_name(self.header)
         self.lock_path = directory / lock_name(self.path.name)
-        self._lock_fd = -1
+        self._lock: Descriptor | None = None
         self.beat(born_s)
 
     def beat(self, seconds: float) -> None:
@@ -118,15 +119,15 @@ class File:
 
     def hold(self) -> File:
         """Take the lock, as a living rank has it."""
-        self._lock_fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
-        lock.take(self._lock_fd)
+        self._lock = Descriptor("lock", str(self.lock_path), os.O_RDWR | os.O_CREAT)
+        lock.take(self._lock)
         return self
 
     def release(self) -> None:
         """Let go of the lock, as the kernel does for a process that is gone. Idempotent."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            lock.release(fd)
+        held, self._lock = self._lock, None
+        if held is not None:
+            lock.release(held)
 
 
 def live_rank(directory: Path, **resource: str | int) -> FlightWriter:

@@ -17,6 +17,7 @@ from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE
 from torchobs.flight.writer.writer import open_writer
+from torchobs.support.descriptors import Descriptor
 
 Play = Callable[[str], "Holder"]
 
@@ -114,10 +115,10 @@ def test_a_lock_that_was_let_go_is_free(flight_dir: Path) -> None:
 def test_a_lock_that_somebody_has_is_not_taken_twice(play: Play, flight_dir: Path) -> None:
     """The second taker is told so."""
     holder = play("nothing")
-    fd = os.open(flight_dir / lock_name(holder.name), os.O_RDWR)
+    file = Descriptor("lock", str(flight_dir / lock_name(holder.name)), os.O_RDWR)
     with pytest.raises((BlockingIOError, PermissionError)):
-        lock.take(fd)
-    os.close(fd)
+        lock.take(file)
+    file.close()
     assert holder.holds()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -310,9 +311,9 @@ def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(
     fleet.close()
 
 
-def _claim(directory: str, taken: Any, leave: Any) -> None:
-    claims = GpuOwnership(directory, "run")
-    taken.put([claims.take("GPU-a"), claims.take("GPU-a"), GpuOwnership(directory, "another").take("GPU-b")])
+def _claim(directory: str, run_id: str, uuid: str, taken: Any, leave: Any) -> None:
+    claims = GpuOwnership(directory, run_id)
+    taken.put([claims.take(uuid), claims.take(uuid)])
     leave.wait()
 
 
@@ -320,17 +321,42 @@ def test_one_rank_samples_a_gpu_and_another_follows_when_it_dies(flight_dir: Pat
     """The kernel drops what a dead rank had; runs that share a node do not take from each other."""
     context = multiprocessing.get_context("spawn")
     taken, leave = context.Queue(), context.Event()
-    holder = context.Process(target=_claim, args=(str(flight_dir), taken, leave))
-    holder.start()
-    assert taken.get(timeout=60) == [True, True, True]
-    claims, another = GpuOwnership(str(flight_dir), "run"), GpuOwnership(str(flight_dir), "another")
+    pairs = ("run", "GPU-a"), ("another", "GPU-b")
+    holders = [context.Process(target=_claim, args=(str(flight_dir), *pair, taken, leave)) for pair in pairs]
+    for holder in holders:
+        holder.start()
+    assert [taken.get(timeout=60) for _ in holders] == [[True, True]] * 2
+    claims = GpuOwnership(str(flight_dir), "run")
     assert not claims.take("GPU-a")
     assert claims.take("GPU-b")
-    holder.kill()
-    holder.join()
+    for holder in holders:
+        holder.kill()
+        holder.join()
     assert claims.take("GPU-a")
     claims.close()
-    another.close()
+
+
+def test_a_script_that_closes_the_locks_takes_no_gpu_from_its_rank(flight_dir: Path) -> None:
+    """They are locked again, but for those that another rank has locked meanwhile: that one samples them now."""
+    context = multiprocessing.get_context("spawn")
+    taken, leave = context.Queue(), context.Event()
+    claims = GpuOwnership(str(flight_dir), "run")
+    assert claims.take("GPU-a")
+    assert claims.take("GPU-b")
+    assert claims._file is not None
+    assert claims.restore() == set()
+    os.close(claims._file.number())
+    holder = context.Process(target=_claim, args=(str(flight_dir), "run", "GPU-a", taken, leave))
+    holder.start()
+    assert taken.get(timeout=60) == [True, True]
+    assert claims.restore() == {"GPU-a"}
+    later = context.Process(target=_claim, args=(str(flight_dir), "run", "GPU-b", taken, leave))
+    later.start()
+    assert taken.get(timeout=60) == [False, False]
+    for one in (holder, later):
+        one.kill()
+        one.join()
+    claims.close()
 
 
 def test_where_claims_cannot_be_made_everything_is_sampled(tmp_path: Path) -> None:

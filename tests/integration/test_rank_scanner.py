@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_NS, Clock, File, S
+from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S
 from tests.scanners import scanner_of, states, steps
 from torchobs.detect.stall import Standstill
 from torchobs.exporter.api import history, serializers
@@ -32,6 +32,27 @@ def rank(flight_dir: Path) -> Iterator[Callable[..., File]]:
     yield make
     for file in made:
         file.release()
+
+
+def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(
+    scanner: Scanner, rank: Callable[..., File], clock: Clock
+) -> None:
+    """A script that closes descriptors drops the lock: the old mark beside a heart that beats is no end; then it is."""
+    file = rank()
+    file.release()
+    file.lock_path.write_text("Stack (most recent call first)\n")
+    os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
+    for seconds in (3.0, 4.0):
+        file.beat(seconds)
+        file.save()
+        clock.seconds = seconds + 0.1
+        assert states(scanner.scan()) == {"0": "alive"}
+    clock.seconds = 4.7
+    assert states(scanner.scan()) == {"0": "failed"}
+    file.beat(5.0)
+    file.save()
+    clock.seconds = 5.1
+    assert states(scanner.scan()) == {"0": "alive"}, "its heart beats again"
 
 
 def test_a_living_rank_is_served_up_to_its_last_step(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:

@@ -37,6 +37,12 @@ sys.stderr.write("mine\\n")
 {wait}
 raise ValueError("at its end")
 """
+CLOSE = """
+import os
+os.close(2)
+assert os.open("own.txt", os.O_CREAT | os.O_RDWR) == 2
+sys.exit()
+"""
 WAIT = """
 import glob, os
 while not glob.glob(os.environ["TORCHOBS_DIR"] + "/exporter.json"):
@@ -108,6 +114,13 @@ def test_where_no_terminal_reads_nothing_is_said(tmp_path: Path, flight_dir: Pat
         [*RUN, "--no-exporter", "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("trained\n", "")
+
+
+def test_a_script_that_closed_the_terminal_has_its_file_to_itself(tmp_path: Path, flight_dir: Path) -> None:
+    """A daemon's next file gets the number of standard error: the end is not said there."""
+    said = run(tmp_path, flight_dir, "--no-exporter", wait=CLOSE)
+    assert (said.status, said.output, said.terminal) == (0, "trained\n", "mine\n")
+    assert (tmp_path / "own.txt").read_bytes() == b""
 
 
 def test_the_start_says_where_the_page_is(tmp_path: Path, flight_dir: Path) -> None:

@@ -26,8 +26,8 @@ def born(flight_dir: Path) -> Iterator[CreatedFile]:
     """A new file."""
     made = create(flights.place(flight_dir, in_memory=False), flights.header(16))
     yield made
-    lock.release(made.lock_fd)
-    os.close(made.place.fd)
+    lock.release(made.lock)
+    made.place.directory.close()
 
 
 def on_disk(born: CreatedFile) -> bytes:
@@ -78,7 +78,7 @@ def test_a_deferred_store_waits_for_the_flush(born: CreatedFile) -> None:
 def test_a_deferred_flush_does_not_store_through_the_map(born: CreatedFile) -> None:
     """A store into a mapped page that waits for writeback holds the GIL, and the training with it; a write does not."""
     deferred = DeferredStorage(born)
-    born.map.close()  # a store through it would raise
+    born.map.release()  # a store through it would raise
     deferred.store(8192, b"abc")
     deferred.flush()
     assert on_disk(born)[8192:8195] == b"abc"
@@ -232,20 +232,23 @@ def test_a_file_that_is_closed_is_never_written_by_a_late_flush(born: CreatedFil
     """Its descriptor's number may be another file's by then: a checkpoint, say."""
     deferred = DeferredStorage(born)
     deferred.store(8192, b"abc")
-    number = deferred._fd
+    assert deferred._file is not None
+    number = deferred._file.number()
     deferred.detach()
     checkpoint = Path(born.place.path) / "checkpoint"
     checkpoint.write_bytes(bytes(9000))
     with checkpoint.open("r+b", buffering=0) as file:
-        assert file.fileno() == number
+        os.dup2(file.fileno(), number)
         deferred.flush()
+        os.close(number)
     assert checkpoint.read_bytes() == bytes(9000)
 
 
 def test_a_file_that_is_closed_while_a_flush_is_stuck_keeps_its_descriptor(born: CreatedFile) -> None:
     """The stuck thread has its number: it is not closed under it."""
     deferred = DeferredStorage(born)
-    number = deferred._fd
+    assert deferred._file is not None
+    number = deferred._file.number()
     assert deferred._flushing.acquire(blocking=False)
     deferred.detach()
     os.fstat(number)  # still open

@@ -374,7 +374,7 @@ def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, be
             bell.armed = True
             born = create(place, flights.header())
             bell.armed = False
-            lock.release(born.lock_fd)
+            lock.release(born.lock)
             made += 1
         except Interruption:
             cut += 1

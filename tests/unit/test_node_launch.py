@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from torchobs.flight.files import lock
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.files.location import open_place
+from torchobs.flight.format.layout import MIN_SIZE, Exit
+from torchobs.flight.writer.writer import open_writer
 from torchobs.node import announcement, election, launch
+from torchobs.support.descriptors import Descriptor
 
 LOG = logging.getLogger("torchobs.test")
 
@@ -173,16 +178,42 @@ def test_the_url_is_one_that_can_be_typed(address: str, expected: str) -> None:
     assert announcement.url(address) == expected
 
 
+def test_a_rank_lives_while_its_heart_beats(directory_fd: int, flight_dir: Path) -> None:
+    """A script that closes descriptors which it has not opened drops the lock; an end that was recorded is one all the same."""
+    writer = open_writer(open_place(str(flight_dir), None), {"rank": 0}, MIN_SIZE)
+    assert writer._created is not None
+    os.close(writer._created.lock.number())
+    writer.heartbeat()
+    assert not lock_is_held_by_anybody(directory_fd, lock_name(writer.name))
+    assert election.anyone_alive(directory_fd)
+    assert writer.restore()
+    assert lock_is_held_by_anybody(directory_fd, lock_name(writer.name))
+    os.close(writer._created.lock.number())
+    writer.heartbeat()
+    writer.exit(Exit.FINISHED, 0)
+    lock._held.clear()
+    assert not election.anyone_alive(directory_fd)
+    writer.close()
+
+
+def lock_is_held_by_anybody(directory_fd: int, name: str) -> bool:
+    """What another process gets for an answer."""
+    child = os.fork()
+    if not child:
+        os._exit(lock.is_held(directory_fd, name))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
 def test_a_rank_lives_while_its_lock_is_held(directory_fd: int, flight_dir: Path) -> None:
     """The rescan counts published files with a held lock: not dead ones, not unpublished ones, not those without a lock."""
     name = f"r0-{'0' * 32}"
     assert not election.anyone_alive(directory_fd)
     (flight_dir / f"{name}.flight").touch()
     assert not election.anyone_alive(directory_fd)
-    fd = os.open(flight_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT)
+    file = Descriptor("lock", str(flight_dir / f"{name}.lock"), os.O_RDWR | os.O_CREAT)
     assert not election.anyone_alive(directory_fd)
-    lock.take(fd)
+    lock.take(file)
     assert election.anyone_alive(directory_fd)
     (flight_dir / f"{name}.flight").rename(flight_dir / ".tmp-0")
     assert not election.anyone_alive(directory_fd)
-    lock.release(fd)
+    lock.release(file)

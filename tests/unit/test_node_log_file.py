@@ -89,7 +89,8 @@ def test_causes_without_number_take_no_memory_without_limit() -> None:
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
     """Whole lines are left, the newest among them, and what is written next comes after them."""
     directory = os.open(tmp_path, os.O_RDONLY)
-    fd = log_file.open_log(directory)
+    file = log_file.open_log(directory)
+    fd = file.number()
     for number in range(1000):
         os.write(fd, b"line %03d\n" % number)
     log_file.shorten(fd, limit=9000)
@@ -97,7 +98,7 @@ def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
     log_file.shorten(fd, limit=1000)
     os.write(fd, b"next\n")
     lines = (tmp_path / log_file.NAME).read_text().splitlines()
-    os.close(fd)
+    file.close()
     os.close(directory)
     assert lines == [*(f"line {number}" for number in range(945, 1000)), "next"]
 

@@ -114,7 +114,7 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
         opened = location.open_place(flight_dir, runtime_dir)
     except OSError as problem:
         return Check("directory", FAIL, text_format.clean(problem.strerror or problem), _OWN_DIRECTORY)
-    os.close(opened.fd)
+    opened.directory.close()
     if not opened.in_memory:
         remedy = "a tmpfs saves the disk a write each 0.1 s: TORCHOBS_DIR=/dev/shm/…"
         return Check("directory", WARN, f"{about}: no memory file system", remedy)

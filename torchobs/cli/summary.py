@@ -102,6 +102,11 @@ def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) 
 
 
 def _tell(lines: Sequence[str]) -> None:
-    """Write in one piece to descriptor 2: the script may have replaced or closed ``sys.stderr``."""
+    """Write in one piece to descriptor 2: the script may have replaced or closed ``sys.stderr``.
+
+    If it has closed the descriptor too, as a daemon does, another file of it may have the number: then nothing is written.
+    """
     with contextlib.suppress(OSError):
+        if not os.isatty(_STDERR):
+            return
         os.write(_STDERR, "".join(f"torchobs: {line}\n" for line in lines).encode(errors="replace"))

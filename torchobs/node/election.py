@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 
-from torchobs.flight.files import lock
+from torchobs.flight.files import entries, lock
+from torchobs.support.descriptors import Descriptor
 
 LOCK = "exporter.lock"
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
@@ -28,12 +30,17 @@ def is_decided(directory_fd: int) -> bool:
 
 def anyone_alive(directory_fd: int) -> bool:
     """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
-    from torchobs.flight.files.create import lock_name  # neither is needed by a process that loses the election
+    from torchobs.flight.files.create import lock_name  # none is needed by a process that loses the election
+    from torchobs.flight.format.layout import BadFlightFileError
     from torchobs.flight.reader import reader
 
     for name in reader.names(directory_fd):
         with contextlib.suppress(OSError):  # the lock file was cleaned up, so nobody holds it
             if lock.is_held(directory_fd, lock_name(name)):
+                return True
+        # a program that closes descriptors which are not its own drops the lock, but its heartbeat goes on
+        with contextlib.suppress(OSError, BadFlightFileError), contextlib.closing(reader.open_file(directory_fd, name)) as file:
+            if file.is_beating(time.monotonic_ns()):
                 return True
     return False
 
@@ -43,36 +50,35 @@ class Election:
 
     def __init__(self, directory_fd: int) -> None:
         self._directory_fd = directory_fd
-        self._fd = -1
+        self._file: Descriptor | None = None
 
     def win(self) -> bool:
         """Try to become the exporter; return True on success. Raises ``OSError`` if the lock file cannot be opened."""
         while not self.holds():
             self.release()  # the name was removed or now belongs to another file
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(LOCK, flags, 0o600, dir_fd=self._directory_fd)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = Descriptor("election", LOCK, flags, directory=self._directory_fd)
             try:
-                lock.take(fd)
+                lock.take(file)
             except OSError as problem:
-                os.close(fd)
+                file.close()
                 if problem.errno in _HELD_BY_ANOTHER:
                     return False
                 raise
-            self._fd = fd
+            self._file = file
         return True
 
     def holds(self) -> bool:
         """Return True if this process is still the exporter: the directory or the lock's name may have been removed."""
-        if self._fd < 0:
+        if self._file is None or not self._file.is_intact():
             return False
         try:
-            named = os.stat(LOCK, dir_fd=self._directory_fd, follow_symlinks=False)
+            return entries.inode(self._directory_fd, LOCK) == self._file.identity.inode
         except OSError:
             return False
-        return os.path.samestat(named, os.fstat(self._fd))
 
     def release(self) -> None:
         """Release the lock. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            lock.release(fd)
+        file, self._file = self._file, None
+        if file is not None:
+            lock.release(file)

@@ -138,14 +138,14 @@ def _start(
         return
     root = str(Path(__file__).parents[2])
     argv = [*_SHELL, sys.executable, "-I", "-c", _BOOTSTRAP, root, flight_dir, address, str(grace_s), *directories]
-    log_fd = open_log(directory_fd)
+    log_file = open_log(directory_fd)
     try:
         # No preexec_fn: with it Popen forks and runs Python in the child instead of vfork and exec.
         shell = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
+            stdout=log_file.number(),
+            stderr=log_file.number(),
             close_fds=True,
             cwd="/",
             env=inherited(environ),
@@ -154,7 +154,7 @@ def _start(
         )
         shell.wait(_SHELL_TIMEOUT_S)
     finally:
-        os.close(log_fd)
+        log_file.close()
 
 
 def _directory(module: str) -> str | None:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from torchobs.support.descriptors import Descriptor
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ BURST = 10
 _MAX_CAUSES = 1000
 
 
-def open_log(directory_fd: int) -> int:
+def open_log(directory_fd: int) -> Descriptor:
     """Open the log for appending. Raises ``OSError``."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.open(NAME, flags, 0o600, dir_fd=directory_fd)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return Descriptor("", NAME, flags, directory=directory_fd)
 
 
 def shorten(fd: int, limit: int = MAX_SIZE) -> None:

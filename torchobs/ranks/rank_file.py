@@ -237,17 +237,18 @@ class RankFile:
         self.file.close()
 
     def _read(self, now: Now) -> None:
-        before, self.view = self.view.live.heartbeat_ns, self._with_mark(self.file.read(final=not self.up))
-        self._learned_s = self._durations.timeout_s(self.view)
-        beat = self.view.live.heartbeat_ns
+        before, view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
+        self._learned_s = self._durations.timeout_s(view)
+        beat = view.live.heartbeat_ns
         if beat is not None and beat != before:
             # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
-        payloads = self.file.fresh_events(self._new_events, self.view.live.event_head)
+        self.view = self._with_mark(view, self.beat_age_s(now))
+        payloads = self.file.fresh_events(self._new_events, view.live.event_head)
         self._exemplars.add(payloads)
         self.exception = exceptions.newest(payloads) or self.exception
 
-    def _with_mark(self, view: View) -> View:
+    def _with_mark(self, view: View, beat_age_s: float) -> View:
         """Return the view, with the signal that ended the rank as its exit, unless it said something else itself."""
         live = view.live
         if self._fatal is not None and live.exit_reason is None:
@@ -255,7 +256,9 @@ class RankFile:
         if self._terminated_s is None or live.exit_reason is not None:
             return view
         last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)
-        if last_s - self._terminated_s > termination.LASTING_S:
+        lived_on_s = last_s - self._terminated_s
+        survives = lived_on_s > state.FADED_AFTER_S >= beat_age_s  # its lock is free because the program has closed it
+        if lived_on_s > termination.LASTING_S or survives:
             return view
         return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143))
 

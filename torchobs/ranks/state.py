@@ -14,6 +14,7 @@ from torchobs import catalog
 from torchobs.detect import stall
 from torchobs.detect.stall import PATIENT_PHASES, Standstill
 from torchobs.flight.format.layout import Exit
+from torchobs.flight.format.live_words import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
-
-FADED_AFTER_S = 0.6
-"""A rank with a free lock is dead after this long without a heartbeat. A free lock alone is no proof: a living process that
-closes unknown descriptors, as daemons do, loses its lock."""
 
 UNRESPONSIVE_AFTER_S = 2.0
 """Four heartbeats missed, with the lock held."""

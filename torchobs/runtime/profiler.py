@@ -8,13 +8,12 @@ compressing takes seconds. It makes way for the application's own profiler (:mod
 from __future__ import annotations
 
 import gzip
-import os
 import tempfile
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchobs import catalog
 from torchobs.flight.files import artifacts
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.support.descriptors import Descriptor
 
 NO_STEP_S = 120.0
 """A rank without a backward pass for this long is not training."""
@@ -154,7 +154,7 @@ class Profiles:
         if run is None or place is None:
             return
         attributes = {"reason": reason, "steps": ended - run.first, "evidence": run.wanted.id}
-        own = replace(place, fd=os.dup(place.fd))  # the session may end while the trace is written
+        own = replace(place, directory=place.directory.copy())  # the session may end while the trace is written
         self._writing = threading.Thread(target=self._write, args=(run, own, attributes), name="torchobs-profile", daemon=True)
         self._writing.start()
 
@@ -164,7 +164,7 @@ class Profiles:
         breaker = CircuitBreaker("profile")
         done = call(breaker, _export, run.recording.profiler, place, run.wanted)
         call(CircuitBreaker("profile"), _free_trace, run.recording.profiler)
-        os.close(place.fd)
+        place.directory.close()
         if isinstance(done, int):
             self._context.event(catalog.EVENT_PROFILE_END, {**attributes, "size": done})
         elif done is not None:
@@ -207,8 +207,8 @@ def _store(plain: Path, most: int, place: FlightDirectory, wanted: ArtifactName)
     if problem_detail is not None:
         return {"reason": "no_room", "detail": problem_detail}
     try:
-        with artifacts.new(place, wanted) as fd:
-            size = _compress(plain, fd)
+        with artifacts.new(place, wanted) as file:
+            size = _compress(plain, file)
     except _TooLargeError:
         return {"reason": "too_large"}
     except OSError as problem:
@@ -216,16 +216,28 @@ def _store(plain: Path, most: int, place: FlightDirectory, wanted: ArtifactName)
     return size
 
 
-def _compress(plain: Path, fd: int) -> int:
+def _compress(plain: Path, file: Descriptor) -> int:
     """Compress into an open file; return its size in bytes. Raises :class:`_TooLargeError` beyond the artifact limit."""
-    with plain.open("rb") as source, open(fd, "wb", closefd=False) as target:
-        with gzip.GzipFile("", "wb", 6, target, mtime=0) as packed:
-            while chunk := source.read(_CHUNK):
-                packed.write(chunk)
-                if target.tell() > LIMITS[PROFILE]:
-                    raise _TooLargeError
-        target.flush()
-        size = os.fstat(fd).st_size
-    if size > LIMITS[PROFILE]:
-        raise _TooLargeError
-    return size
+    target = _Target(file)
+    with plain.open("rb") as source, gzip.GzipFile("", "wb", 6, cast("Any", target), mtime=0) as packed:
+        while chunk := source.read(_CHUNK):
+            packed.write(chunk)
+    return target.size
+
+
+class _Target:
+    """What a trace is compressed into: limited in size."""
+
+    def __init__(self, file: Descriptor) -> None:
+        self._file, self.size = file, 0
+
+    def write(self, data: bytes) -> int:
+        """Append ``data``. Raises :class:`_TooLargeError`, or ``OSError``."""
+        self.size += len(data)
+        if self.size > LIMITS[PROFILE]:
+            raise _TooLargeError
+        artifacts.append(self._file, data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""

@@ -21,6 +21,7 @@ from torchobs.probes.gradients.grown_layers import GrownLayers
 from torchobs.runtime.stall_watch import live_phase
 from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
+from torchobs.support.descriptors import take_lost
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.rank_log import OWN
 from torchobs.support.rate_limit import RateLimiter
@@ -89,6 +90,7 @@ class Sampler:
         self._breaker, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
         self._grown = GrownLayers(context)
         self._published: dict[str, int] = {}
+        self._lost: set[tuple[str, str]] = set()
         now = time.monotonic()
         self._name_checked = self._overhead_published = now
         self._observed = now - OBSERVE_INTERVAL_S + FIRST_OBSERVE_S
@@ -124,6 +126,7 @@ class Sampler:
         collects = gc.isenabled()
         gc.disable()
         self._context.writer.heartbeat()
+        self._context.writer.restore()
         if collects:
             gc.enable()
 
@@ -146,6 +149,8 @@ class Sampler:
     def round(self, *, last: bool = False) -> None:
         """Run one round. Expensive work that changes little runs once a second, and in the ``last`` round."""
         context, writer, yield_gil = self._context, self._context.writer, self._context.yield_gil
+        if not writer.restore():
+            self._check_name()
         self._receive(last=last)
         context.scalars.set_left()
         self._write_scalars(last=last)
@@ -174,6 +179,7 @@ class Sampler:
                 call(context.breaker(probe), sample)
                 yield_gil()
         writer.publish()
+        self._report_lost_files()
 
     def _receive(self, *, last: bool) -> None:
         """Deliver what has arrived from devices; what was not sent yet is, in the thread that ends the session."""
@@ -265,6 +271,15 @@ class Sampler:
             if fresh > 0:
                 self._published[what] = dropped
                 context.count(catalog.FLIGHT_DROPPED, fresh, {"what": what})
+
+    def _report_lost_files(self) -> None:
+        """Report files that the program has closed, each once: a program may do so in every step."""
+        lost = dict.fromkeys(take_lost())
+        fresh, self._lost = [one for one in lost if one not in self._lost], self._lost.union(lost)
+        if fresh:
+            names = ", ".join(f"{name} ({problem})" if problem else name for name, problem in fresh)
+            what = "the program has closed descriptors that it had not opened, files of torchobs among them"
+            self._context.warn_limited("descriptors", f"{what}: {names}; what can be opened again is open", own=True)
 
     def _check_name(self) -> None:
         try:

@@ -150,7 +150,7 @@ class Session:
         try:
             writer = open_writer(place, resource, chosen.file_size, native=chosen.native)
         except OSError as error:
-            os.close(place.fd)
+            place.directory.close()
             what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
             raise NoPlaceError(what, of_one_rank=True) from error
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.data.worker_states import LoaderWorker
+    from torchobs.support.descriptors import Descriptor
 
 _MAX_WORKERS = 8
 MIN_FREE = 64 << 10
@@ -97,20 +98,21 @@ def _write(
     if (lack := shortage(place.fd, MIN_FREE)) is not None:
         return {"reason": "no_room", "detail": lack}
     try:
-        with artifacts.new(place, done) as fd:
-            _write_content(fd, _header(context, states).encode(), f"\n{stacks}".encode() if stacks else b"")
+        with artifacts.new(place, done) as file:
+            _write_content(file, _header(context, states).encode(), f"\n{stacks}".encode() if stacks else b"")
     except OSError as problem:
         return artifacts.refusal(problem)
     return None
 
 
-def _write_content(fd: int, header: bytes, workers: bytes) -> None:
+def _write_content(file: Descriptor, header: bytes, workers: bytes) -> None:
     """Write header, stacks, those of ``workers``, and the end marker. Raises ``OSError``."""
-    artifacts.append(fd, header)
-    faulthandler.dump_traceback(file=fd, all_threads=True)
-    os.ftruncate(fd, min(os.fstat(fd).st_size, LIMITS[STACKS] - len(END) - len(workers)))
-    artifacts.append(fd, workers)
-    artifacts.append(fd, END)
+    artifacts.append(file, header)
+    faulthandler.dump_traceback(file=file.number(), all_threads=True)
+    size = os.fstat(file.number()).st_size
+    os.ftruncate(file.number(), min(size, LIMITS[STACKS] - len(END) - len(workers)))
+    artifacts.append(file, workers)
+    artifacts.append(file, END)
 
 
 def _header(context: ProbeContext, states: Sequence[str]) -> str:

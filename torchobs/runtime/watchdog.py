@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.files import artifacts, signal_marks
 from torchobs.flight.files.artifacts import END, STUCK, named
+from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:
     from torchobs.flight.files.artifacts import ArtifactName
@@ -67,7 +68,10 @@ class Watchdog:
         self._armed = _ITimerSpec(0, 0, self._silence_ns // 1_000_000_000, self._silence_ns % 1_000_000_000)
         self._timer = ctypes.c_void_p()
         self._thread: threading.Thread | None = None
-        self._signal = self._fd = -1
+        self._signal = -1
+        self._file: Descriptor | None = None
+        self._number = -1
+        """The file's number, as ``faulthandler`` has it"""
         self._handler = b""
         self._no_file = True
         """No file to write to"""
@@ -83,6 +87,7 @@ class Watchdog:
             self._set_up()
         if self._signal < 0 or self._thread is not threading.current_thread():
             return  # unavailable; or the session's last round, in another thread
+        self._restore_file()
         if self._no_file and not self._create_file():
             self._disarm()
             return
@@ -115,24 +120,48 @@ class Watchdog:
             return
         if self._action(number) == self._handler:
             faulthandler.unregister(number)
-            os.close(self._fd)
+            if self._file is not None:
+                self._file.close()
 
     def _set_up(self) -> None:
         place, number = self._writer.place, _unused_signal()
         self._libc = _library()
         if place is None or number is None or self._libc is None:
             return
-        self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         # It may still count as registered where somebody replaced an earlier session's handler and took theirs away again;
         # register() would install nothing then, and the signal's default action kills the process.
         faulthandler.unregister(number)
-        faulthandler.register(number, file=self._fd, all_threads=True, chain=False)
-        self._signal, self._handler = number, self._action(number)
+        self._signal = number
+        self._write_to(_nowhere())
+        self._handler = self._action(number)
         _registered.add(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         how = _SigEvent(signal=number, how=_SIGEV_THREAD_ID, thread=threading.get_native_id())
         if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(how), ctypes.byref(self._timer)):
             self.unregister()
+
+    def _write_to(self, file: Descriptor) -> None:
+        """Have the stacks written to that file."""
+        before, self._file = self._file, file
+        self._number = file.number()
+        faulthandler.register(self._signal, file=self._number, all_threads=True, chain=False)
+        if before is not None and before is not file:
+            before.close()
+
+    def _restore_file(self) -> None:
+        """Open the file again if the program has closed it: ``faulthandler`` has its number, which may be another file's."""
+        file = self._file
+        try:
+            if file is not None and file.number() != self._number:
+                self._write_to(file)
+        except OSError:  # its name is gone as well
+            self._no_file = True
+            self._disarm()
+            try:
+                self._write_to(_nowhere())
+            except OSError:
+                self.unregister()
+                raise
 
     def _set(self, when: _ITimerSpec) -> None:
         self._libc.timer_settime(self._timer, 0, ctypes.byref(when), None)
@@ -169,7 +198,7 @@ class Watchdog:
         try:
             artifacts.finish(place, self._own.name, done)
         except OSError as problem:
-            os.ftruncate(self._fd, 0)
+            self._truncate(0)
             return artifacts.refusal(problem)
         self._no_file = True  # the next stacks go to another file
         attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
@@ -182,14 +211,19 @@ class Watchdog:
     def _append_end(self, size: int) -> dict[str, str] | None:
         """Append the end marker; on failure, return the event's attributes that say why."""
         try:
-            os.ftruncate(self._fd, min(size, artifacts.LIMITS[STUCK] - len(END)))
-            artifacts.append(self._fd, END)
+            self._truncate(min(size, artifacts.LIMITS[STUCK] - len(END)))
+            if self._file is not None:
+                artifacts.append(self._file, END)
         except OSError as problem:
             return artifacts.refusal(problem)
         finally:
             if not size:  # nothing was written although there was space, as after SIGSTOP
-                os.ftruncate(self._fd, 0)
+                self._truncate(0)
         return None
+
+    def _truncate(self, size: int) -> None:
+        if self._file is not None:
+            os.ftruncate(self._file.number(), size)
 
     def _create_file(self) -> bool:
         """Create an empty file for the next stacks; return True on success. Without one no timer is set; an event says why."""
@@ -197,17 +231,19 @@ class Watchdog:
         if place is None:
             return False
         try:
-            fd = artifacts.create(place, self._own.name)
+            self._write_to(artifacts.create(place, self._own.name))
         except OSError as problem:
             refused = artifacts.refusal(problem)
             if refused["detail"] != self._last_error:  # this runs up to ten times a second
                 self._last_error = refused["detail"]
                 self._report_failure(refused, self._own)
             return False
-        os.dup2(fd, self._fd, inheritable=False)
-        os.close(fd)
         self._no_file, self._last_error = False, ""
         return True
+
+
+def _nowhere() -> Descriptor:
+    return Descriptor("watchdog", os.devnull, os.O_WRONLY)
 
 
 def _size(own: ArtifactName, directory_fd: int) -> int | None:

@@ -1,1 +1,1 @@
-"""Utilities for all packages: error guard, import hooks, graph-safe wrappers, rate limit, cgroup and /proc parsers."""
+"""Utilities for all packages: error guard, import hooks, graph-safe wrappers, descriptors, rate limit, cgroup parsers."""

@@ -14,9 +14,10 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from torchobs.support.descriptors import content
+
 _NO_LIMIT = 1 << 62
 """v1 expresses "no limit" by a number near 2^63."""
-_CHUNK = 16 * 1024
 _MAX_NUMBER_LENGTH = 40
 """Characters that a number and the spaces before it take at most."""
 
@@ -161,18 +162,9 @@ def pressure(text: str) -> dict[str, float]:
 def read(path: str) -> str:
     """Return a file's text; ``""`` if it is missing or unreadable (a disabled controller: EOPNOTSUPP)."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return content(path).decode(errors="replace")
     except OSError:
         return ""
-    chunks = []
-    try:
-        while chunk := os.read(fd, _CHUNK):
-            chunks.append(chunk)  # the kernel returns lists of records, such as mountinfo, a page at a time
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
-    return b"".join(chunks).decode(errors="replace")
 
 
 def unescaped(path: str) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchobs.flight.files.location import FlightDirectory
+    from torchobs.support.descriptors import Descriptor
 
 STACKS, STUCK, PROFILE, LEAK, LAYERS = "stacks", "stuck", "profile", "leak", "layers"
 KINDS = (STACKS, STUCK, PROFILE, LEAK, LAYERS)
@@ -123,30 +124,30 @@ def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) ->
 # -- the trainer's side ----------------------------------------------------------------------------------------------------
 
 
-def create(place: FlightDirectory, name: str) -> int:
+def create(place: FlightDirectory, name: str) -> Descriptor:
     """Create a file there, with the mode of a flight file, and open it for appending. Raises ``OSError``."""
-    return entries.create(place.fd, name, place.file_mode, os.O_RDWR | os.O_APPEND)
+    return entries.create(place.directory, name, place.file_mode, "evidence", os.O_RDWR | os.O_APPEND)
 
 
 @contextlib.contextmanager
-def new(place: FlightDirectory, evidence: ArtifactName) -> Iterator[int]:
+def new(place: FlightDirectory, evidence: ArtifactName) -> Iterator[Descriptor]:
     """Open a file to append to, which is there under its name only after a block without an exception. Raises ``OSError``."""
     temporary = TEMPORARY + token_hex(8)
-    fd = create(place, temporary)
+    file = create(place, temporary)
     with contextlib.ExitStack() as undo:
         undo.callback(remove, place, temporary)
         try:
-            yield fd
+            yield file
         finally:
-            os.close(fd)
+            file.close()
         finish(place, temporary, evidence)
         undo.pop_all()
 
 
-def append(fd: int, data: bytes) -> None:
+def append(file: Descriptor, data: bytes) -> None:
     """Write all of ``data``. Raises ``OSError`` where there is no room, possibly after writing a part."""
     while data:
-        data = data[os.write(fd, data) :]
+        data = data[os.write(file.number(), data) :]
 
 
 def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> None:
@@ -174,8 +175,8 @@ def write(place: FlightDirectory, evidence: ArtifactName, data: bytes) -> dict[s
     if (lack := shortage(place.fd, len(data))) is not None:
         return {"reason": "no_room", "detail": lack}
     try:
-        with new(place, evidence) as fd:
-            append(fd, data[: LIMITS[evidence.kind]])
+        with new(place, evidence) as file:
+            append(file, data[: LIMITS[evidence.kind]])
     except OSError as problem:
         return refusal(problem)
     return None

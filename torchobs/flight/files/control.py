@@ -21,11 +21,13 @@ import sys
 import time
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from secrets import token_hex
 from threading import Lock
 
 from torchobs.flight.files import entries
 from torchobs.support.after_fork import renew_in_child
+from torchobs.support.descriptors import Descriptor
 
 SUFFIX, TEMPORARY = ".control", ".tmp-"
 LEVELS = ("off", "basic", "advanced", "extreme")
@@ -120,9 +122,9 @@ class ControlReader:
 
     def __init__(self, path: str, incarnation: bytes) -> None:
         """``path``: the directory, which may not exist yet."""
-        self._path, self._incarnation = path, incarnation
+        self._path, self._incarnation = str(Path(path).absolute()), incarnation
         self._name = file_name(incarnation)
-        self._directory_fd = -1
+        self._directory: Descriptor | None = None
         self._seen: tuple[int, int, int] | None = None
         self._acknowledged = _NOTHING
 
@@ -142,23 +144,23 @@ class ControlReader:
 
     def close(self) -> None:
         """Close the directory; :meth:`poll` opens it again. Idempotent."""
-        fd, self._directory_fd = self._directory_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()
 
     def _newer(self) -> _Record | None:
-        if self._directory_fd < 0:
-            self._directory_fd = os.open(self._path, entries.READ | os.O_DIRECTORY)
+        if self._directory is None:
+            self._directory = Descriptor("control directory", self._path, entries.READ | os.O_DIRECTORY)
         try:
-            status = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False)
+            status = os.stat(self._name, dir_fd=self._directory.number(), follow_symlinks=False)
         except FileNotFoundError:
-            if not os.fstat(self._directory_fd).st_nlink:
+            if not (self._directory.is_intact() and os.fstat(self._directory.number()).st_nlink):
                 self.close()  # deleted, and perhaps made anew
             return None
         version = status.st_ino, status.st_mtime_ns, status.st_ctime_ns
         if version == self._seen:
             return None
-        record = _read(self._directory_fd, self._incarnation)
+        record = _read(self._directory.number(), self._incarnation)
         self._seen = version  # after reading: a file that could not be opened is tried again
         return record
 
@@ -181,12 +183,12 @@ def _read(directory_fd: int, incarnation: bytes) -> _Record | None:
 def _replace(directory_fd: int, name: str, raw: bytes) -> None:
     temporary = TEMPORARY + token_hex(8)
     with contextlib.ExitStack() as undo:
-        fd = entries.create(directory_fd, temporary, 0o644)  # the trainer may be another user
+        file = entries.create(directory_fd, temporary, 0o644)  # the trainer may be another user
         undo.callback(entries.remove, directory_fd, temporary)
         try:
-            os.write(fd, raw)
+            os.write(file.number(), raw)
         finally:
-            os.close(fd)
+            file.close()
         os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
         undo.pop_all()
 

@@ -6,10 +6,13 @@ This order makes every published file complete, and a published file with a free
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import time
+import weakref
 from dataclasses import dataclass, replace
+from pickle import PickleBuffer
 from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,7 @@ from torchobs.flight.files import entries, lock
 from torchobs.flight.files.headroom import shortage
 from torchobs.flight.format.layout import Header, encode_header, plan
 from torchobs.identity.process import boot_id
+from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 SUFFIX, LOCK_SUFFIX, TEMPORARY = ".flight", ".lock", ".tmp-"
 _PAGE = 4096
+_MMAP = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 
 
 class NoRoomError(OSError):
@@ -33,15 +38,14 @@ class NoRoomError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class CreatedFile:
-    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which stays open until the end."""
+    """A published flight file: its map, its name in ``place``, and its lock, which stays open until the end."""
 
     place: FlightDirectory
     name: str
     inode: int
     header: Header
-    map: mmap.mmap
-    lock_fd: int
-    lock_inode: int
+    map: memoryview
+    lock: Descriptor
 
 
 def new_header(resource: Mapping[str, str | int], size: int, *, in_memory: bool | None = None) -> Header:
@@ -85,46 +89,63 @@ def create(place: FlightDirectory, header: Header, content: bytes | None = None)
         if content is not None:
             mapped[:] = content
         mapped[: len(raw)] = raw
-        lock_fd, lock_inode = _take_lock(place, name, undo)
+        taken = _take_lock(place, name, undo)
         os.rename(temporary, name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
         undo.pop_all()
-    return CreatedFile(place, name, inode, header, mapped, lock_fd, lock_inode)
+    return CreatedFile(place, name, inode, header, mapped, taken)
 
 
-def open_again(created: CreatedFile) -> int:
+def open_again(created: CreatedFile) -> Descriptor:
     """Open a published file for writing, refusing any other file of that name. Raises ``OSError``."""
-    fd = os.open(created.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=created.place.fd)
-    if os.fstat(fd).st_ino != created.inode:
-        os.close(fd)
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = Descriptor("flight file", created.name, flags, directory=created.place.directory)
+    if file.identity.inode != created.inode:
+        file.close()
         raise FileNotFoundError(created.name)
-    return fd
+    return file
 
 
 def relock(created: CreatedFile) -> CreatedFile:
     """Create a new lock file after the old one was deleted. Raises ``OSError``; the old lock stays in force then."""
     with contextlib.ExitStack() as undo:
-        lock_fd, lock_inode = _take_lock(created.place, created.name, undo)
+        taken = _take_lock(created.place, created.name, undo)
         undo.pop_all()
-    return replace(created, lock_fd=lock_fd, lock_inode=lock_inode)
+    return replace(created, lock=taken)
 
 
-def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) -> tuple[int, int]:
-    lock_fd = entries.create(place.fd, lock_name(name), place.file_mode)
-    undo.callback(lock.release, lock_fd)
+def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) -> Descriptor:
+    file = entries.create(place.directory, lock_name(name), place.file_mode, "lock")
+    undo.callback(lock.release, file)
     undo.callback(entries.remove, place.fd, lock_name(name))
-    lock.take(lock_fd)
-    return lock_fd, os.fstat(lock_fd).st_ino
+    lock.take(file)
+    return file
 
 
-def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, mmap.mmap]:
-    fd = entries.create(place.fd, name, place.file_mode)
+def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, memoryview]:
+    file = entries.create(place.directory, name, place.file_mode)
     try:
         # storing into a page that a full tmpfs cannot back raises SIGBUS; allocating beforehand turns that into ENOSPC
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(file.number(), 0, size)
         else:
-            os.pwrite(fd, bytes(size), 0)
-        populate = getattr(mmap, "MAP_POPULATE", 0)
-        return os.fstat(fd).st_ino, mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate)
+            os.pwrite(file.number(), bytes(size), 0)
+        return file.identity.inode, _mapped(file.number(), size)
     finally:
-        os.close(fd)
+        file.close()
+
+
+def _mapped(fd: int, size: int) -> memoryview:
+    """Map the file until nobody uses the view any longer. Raises ``OSError``.
+
+    ``mmap.mmap`` keeps a descriptor of its own, and closes that number at its end whatever file it is by then.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, _MMAP
+    libc.munmap.argtypes = _MMAP[:2]
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    array = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(array, libc.munmap, address, size).atexit = False
+    return PickleBuffer(array).raw()  # in the plain format, which a view of the array itself has not

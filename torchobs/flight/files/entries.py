@@ -11,6 +11,8 @@ import stat
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from torchobs.support.descriptors import Descriptor
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -23,25 +25,25 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def names(directory_fd: int) -> Iterator[str]:
     """Yield the names in the directory, at most 200,000. Raises ``OSError``."""
     # a descriptor of its own: concurrent scrapes would share the read position of one
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
+    directory = Descriptor("", ".", os.O_RDONLY | os.O_DIRECTORY, directory=directory_fd)
     try:
-        with os.scandir(fd) as found:
+        with os.scandir(directory.number()) as found:
             for entry in islice(found, MAX_NAMES):
                 yield entry.name
     finally:
-        os.close(fd)
+        directory.close()
 
 
-def create(directory_fd: int, name: str, mode: int, flags: int = os.O_RDWR) -> int:
-    """Create a file with that mode and open it. Raises ``OSError``; nothing is left behind then."""
-    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory_fd)
+def create(directory: Descriptor | int, name: str, mode: int, what: str = "", flags: int = os.O_RDWR) -> Descriptor:
+    """Create a file with that mode and open it; ``what``: for the log. Raises ``OSError``; nothing is left behind then."""
+    file = Descriptor(what, name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode=mode, directory=directory)
     try:
-        os.fchmod(fd, mode)  # regardless of the umask: its reader may be another user, or read by group
+        os.fchmod(file.number(), mode)  # regardless of the umask: its reader may be another user, or read by group
     except OSError:
-        os.close(fd)
-        remove(directory_fd, name)
+        file.close()
+        remove(directory if isinstance(directory, int) else directory.number(), name)
         raise
-    return fd
+    return file
 
 
 def remove(directory_fd: int, name: str) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchobs.support.cgroup import unescaped
+from torchobs.support.descriptors import Descriptor
 
 KUBERNETES_MOUNT = "/var/run/torchobs/flight"
 KUBERNETES_CONTROL = "/var/run/torchobs/control"
@@ -32,6 +33,7 @@ NETWORK = frozenset(
 """File systems on which a step could block; other FUSE types begin with ``fuse.``."""
 _MEMORY = ("tmpfs", "ramfs")
 _SPARE_NAMES = 8
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NoPlaceError(OSError):
@@ -59,11 +61,23 @@ class FlightDirectory:
     """An opened directory. ``shared``: a volume of a pod (fsGroup), whose files the sidecar's user reads by group."""
 
     path: str
-    fd: int
+    directory: Descriptor
     in_memory: bool
     shared: bool
     given: bool = False
     """set by the user or by Kubernetes: accepted whatever its owner and mode"""
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, right before its use. Raises ``OSError`` where the program has closed it and it is not there."""
+        return self.directory.number()
+
+    def is_there(self) -> bool:
+        """Return True unless the directory was deleted."""
+        try:
+            return os.fstat(self.fd).st_nlink > 0
+        except OSError:
+            return False
 
     @property
     def file_mode(self) -> int:
@@ -101,10 +115,8 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirecto
 
 
 def renew(place: FlightDirectory) -> None:
-    """Recreate a deleted directory and open it under the same descriptor. Raises ``OSError``."""
-    again = _open(place.path, given=place.given)
-    os.dup2(again.fd, place.fd, inheritable=False)
-    os.close(again.fd)
+    """Recreate a deleted directory and open it in place of the deleted one. Raises ``OSError``."""
+    place.directory.replace(_open(place.path, given=place.given).directory)
 
 
 def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None:
@@ -127,17 +139,17 @@ def control_directory(chosen: str | None, flight_dir: str) -> str:
 
 def open_directory(path: str) -> int:
     """Open a directory for reading its flight files; a symbolic link is refused. Raises ``OSError``."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return os.open(path, _DIRECTORY | os.O_CLOEXEC)
 
 
 @contextlib.contextmanager
 def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
     """Open a directory in a ``with`` block; a symbolic link is refused, unless with ``link``. Raises ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if link else open_directory(str(path))
+    directory = Descriptor("", str(path), os.O_RDONLY | os.O_DIRECTORY if link else _DIRECTORY)
     try:
-        yield fd
+        yield directory.number()
     finally:
-        os.close(fd)
+        directory.close()
 
 
 def in_memory(path: str | Path) -> bool:
@@ -164,16 +176,17 @@ def numbered_names(path: str) -> list[str]:
 def _open(path: str, *, given: bool) -> FlightDirectory:
     if path != KUBERNETES_MOUNT:
         _make(path, parents=given)
-    fd = open_directory(path)
+    lasting = str(Path(path).absolute())  # the script may go to another directory
+    directory = Descriptor("flight directory", lasting, _DIRECTORY)
     try:
-        kind = _check(path, os.fstat(fd), given=given)
-        status = os.fstat(fd)
+        status = os.fstat(directory.number())
+        kind = _check(path, status, given=given)
     except OSError:
-        os.close(fd)
+        directory.close()
         raise
     # A directory that was set is accepted as it is (a pod's volume belongs to root with mode 3777); a default one is 0700.
     shared = path == KUBERNETES_MOUNT or status.st_uid != os.getuid() or bool(status.st_mode & stat.S_ISGID)
-    return FlightDirectory(path, fd, kind in _MEMORY, shared, given)
+    return FlightDirectory(lasting, directory, kind in _MEMORY, shared, given)
 
 
 def _make(path: str, *, parents: bool) -> None:

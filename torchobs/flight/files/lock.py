@@ -1,8 +1,9 @@
 """Liveness of a rank: a POSIX record lock on a sibling ``.lock`` file, which the kernel releases when the process ends.
 
 A record lock is dropped by ANY close of the locked file in its process, so this process must not open that file again
-(:func:`held_here` checks that). It is not inherited by fork, unlike an OFD lock, which survives in forked workers. It is
-probed by ``F_GETLK`` through a read-only descriptor, which works across containers, users and PID namespaces.
+(:func:`held_here` checks that). A program that closes our descriptor drops it, too: it is taken again within a round of the
+sampler, and a rank that beats is alive meanwhile. It is not inherited by fork, unlike an OFD lock, which survives in forked
+workers. It is probed by ``F_GETLK`` through a read-only descriptor, which works across containers, users and PID namespaces.
 
 A mutex makes check and open atomic: a thread that found the lock not held here, and opened the file after another thread
 had taken it, would drop it by closing. It is reentrant, for a signal handler may check too; no training step takes it.
@@ -15,9 +16,13 @@ import os
 import struct
 import sys
 from threading import RLock
+from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries
 from torchobs.support.after_fork import renew_in_child
+
+if TYPE_CHECKING:
+    from torchobs.support.descriptors import Descriptor
 
 _LINUX = sys.platform == "linux"
 # struct flock: Linux 64-bit has type, whence, start, len, pid; macOS has start, len, pid, type, whence.
@@ -48,21 +53,21 @@ def _kind(raw: bytes) -> int:
     return int(fields[0] if _LINUX else fields[3])
 
 
-def take(fd: int) -> None:
-    """Lock the open, writable file for as long as this process lives. Raises ``OSError`` when another process has it.
+def take(file: Descriptor) -> None:
+    """Lock the writable file until it is closed. Raises ``OSError`` when another process has it.
 
-    The caller must not close ``fd`` as long as the lock is needed.
+    A program that closes our descriptor drops the lock: then it is to be taken again (:meth:`Descriptor.restore`).
     """
     with _mutex:
-        fcntl.fcntl(fd, fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
-        _held.add(_identity(os.fstat(fd)))
+        fcntl.fcntl(file.number(), fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
+        _held.add(file.identity[:2])
 
 
-def release(fd: int) -> None:
+def release(file: Descriptor) -> None:
     """Close the file and so drop its lock."""
     with _mutex:
-        _held.discard(_identity(os.fstat(fd)))
-        os.close(fd)
+        _held.discard(file.identity[:2])
+        file.close()
 
 
 def held_here(directory_fd: int, name: str) -> bool:

@@ -8,9 +8,9 @@ import os
 import signal
 import stat
 from collections.abc import Iterable
-from pathlib import Path
 
 from torchobs.flight.files import lock
+from torchobs.support import cgroup
 
 
 class LockFile:
@@ -35,9 +35,8 @@ def kernel_has_handler(numbers: Iterable[signal.Signals]) -> bool | None:
 
 def kernel_handlers() -> int | None:
     """Return the signals that are caught or ignored, signal 1 in bit 0; ``None`` where the kernel does not say (macOS)."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
+    lines = cgroup.read("/proc/self/status").splitlines()
+    if not lines:
         return None
     masks = (int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:")))
     return functools.reduce(operator.or_, masks, 0)

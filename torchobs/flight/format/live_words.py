@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from torchobs.flight.format.layout import EXIT_SET, NO_STEPS, Live
 from torchobs.flight.format.step_record import LIVE_PHASES
 
+FADED_AFTER_S = 0.6
+"""A rank with a free lock is dead after this long without a heartbeat. A free lock alone is no proof: a living process that
+closes unknown descriptors, as daemons do, loses its lock."""
+
 _MAX_LEVEL = 15
 _MICROSECONDS = (1 << 56) - 1
 

@@ -32,13 +32,14 @@ from torchobs.flight.format.layout import (
     decode_header,
     words_crc,
 )
-from torchobs.flight.format.live_words import LiveWords
+from torchobs.flight.format.live_words import FADED_AFTER_S, LiveWords
 from torchobs.flight.format.live_words import decode as decode_live
 from torchobs.flight.format.series import Series, decode
 from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold
 from torchobs.flight.metrics.totals import WORDS, Totals, Word
 from torchobs.flight.reader.decode import Columns, DecodedBlock, SeriesValue
+from torchobs.identity.process import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -219,6 +220,12 @@ class FlightFile:
     def live(self) -> LiveWords:
         """Return the live words only: 256 bytes, for a check every second between full reads."""
         return decode_live(self._region(Region.LIVE))
+
+    def is_beating(self, now_ns: int) -> bool:
+        """Return True if the rank has neither ended nor been silent for ``FADED_AFTER_S``; ``now_ns``: CLOCK_MONOTONIC."""
+        live = self.live()
+        beat_ns = live.heartbeat_ns if live.exit_reason is None and self.header.boot_id == boot_id() else None
+        return beat_ns is not None and now_ns - beat_ns <= FADED_AFTER_S * 1e9
 
     def steps(self, limit: int | None = None) -> list[StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
+    from torchobs.support.descriptors import Descriptor
 
 _WORD = 8
 _LIVE_END = HEADER_SIZE + LIVE_WORDS * _WORD
@@ -59,12 +60,15 @@ class Storage:
         """Return the contents that the file has, or will have after :meth:`flush`."""
         return bytes(self.view)
 
+    def restore(self) -> None:
+        """Open the file again if the program has closed it: nothing is open here. Raises ``OSError`` if it is gone."""
+
     def move(self, created: CreatedFile, copied: bytes) -> None:
         """Switch to another file, which was filled with the snapshot ``copied``. Raises ``OSError``.
 
         Stores of other threads between copy and switch are carried over.
         """
-        old, new = self.view, memoryview(created.map)
+        old, new = self.view, created.map
         self._attach(new)
         _carry_over(old, new, copied, range(HEADER_SIZE, _LIVE_END, _WORD))
         _carry_over(old, new, copied, range(_LIVE_END, len(copied), ALIGN))
@@ -114,7 +118,7 @@ class DeferredStorage(Storage):
     entry of the series table hides all later ones), and a slot stored ten times meanwhile is written once.
     """
 
-    __slots__ = ("__weakref__", "_dirty", "_fd", "_flushing", "_steps_at")
+    __slots__ = ("__weakref__", "_dirty", "_file", "_flushing", "_steps_at")
 
     def __init__(self, created: CreatedFile) -> None:
         super().__init__(memoryview(bytearray(created.map)))
@@ -122,7 +126,7 @@ class DeferredStorage(Storage):
         self._dirty: dict[int, int] = {}
         self._flushing = Lock()
         renew_in_child(self, _flushing=Lock)
-        self._fd = open_again(created)
+        self._file: Descriptor | None = open_again(created)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """See :class:`Storage`."""
@@ -139,19 +143,24 @@ class DeferredStorage(Storage):
         if not self._flushing.acquire(blocking=False):
             return
         try:
-            if self._fd >= 0:
-                self._write_out(self._fd)
+            if self._file is not None:
+                self._write_out(self._file)
         finally:
             self._flushing.release()
 
-    def _write_out(self, fd: int) -> None:
+    def restore(self) -> None:
+        """See :class:`Storage`."""
+        if (file := self._file) is not None:
+            file.restore()
+
+    def _write_out(self, file: Descriptor) -> None:
         # unmarked before the write: a concurrent store marks its offset again
         waiting = deque(_joined((offset, self._dirty.pop(offset)) for offset in self._in_order()))
         try:
             while waiting:
                 offset, length = waiting[0]
                 # a copy: another thread could change the data while pwrite has released the GIL
-                os.pwrite(fd, bytes(self.view[offset : offset + length]), offset)
+                os.pwrite(file.number(), bytes(self.view[offset : offset + length]), offset)
                 waiting.popleft()
         finally:
             for offset, length in waiting:
@@ -167,9 +176,9 @@ class DeferredStorage(Storage):
 
     def move(self, created: CreatedFile, copied: bytes) -> None:
         """See :class:`Storage`."""
-        fd = open_again(created)
+        file = open_again(created)
         self._close()
-        self._fd = fd
+        self._file = file
         for at in range(HEADER_SIZE, len(copied), ALIGN):
             if self.view[at : at + ALIGN] != copied[at : at + ALIGN]:
                 self._dirty.setdefault(at, ALIGN)
@@ -179,8 +188,8 @@ class DeferredStorage(Storage):
         self._close()
 
     def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd < 0 or not self._flushing.acquire(blocking=False):
+        file, self._file = self._file, None
+        if file is None or not self._flushing.acquire(blocking=False):
             return  # a thread stuck in a flush still uses the descriptor: its number must not be reused
-        os.close(fd)
+        file.close()
         self._flushing.release()

@@ -58,6 +58,8 @@ class FlightWriter:
         self.hidden = False
         """True while the file shall have no name; :meth:`check_name` does not restore it then"""
         self._marks_signals = False
+        self._marked_in = -1
+        """Number of the lock file, as ``faulthandler`` has it"""
         self._live_at = regions[Region.LIVE].offset // 8
         self._steps_at, self._mask = regions[Region.STEPS].offset, regions[Region.STEPS].count - 1
         self._sequence = count(1)
@@ -295,7 +297,8 @@ class FlightWriter:
         """Publish everything: changed blocks, pending frames and stores. Raises ``OSError`` as :meth:`Storage.flush`."""
         self.table.publish()
         self.events.drain()
-        self.memory.flush()
+        if not self.hidden:  # a file without a name can be lost, and is made anew with all it held
+            self.memory.flush()
 
     def check_name(self) -> bool:
         """Recreate the file if its name is gone (same incarnation, counters carried over); return True if it was.
@@ -305,27 +308,54 @@ class FlightWriter:
         created = self._created
         if created is None or self.hidden:
             return False
+        if not created.place.is_there():
+            renew(created.place)
         directory_fd = created.place.fd
         file_is_there = entries.inode(directory_fd, created.name) == created.inode
-        lock_is_there = entries.inode(directory_fd, lock_name(created.name)) == created.lock_inode
+        lock_is_there = entries.inode(directory_fd, lock_name(created.name)) == created.lock.identity.inode
         if file_is_there and lock_is_there:
             return False
-        if not os.fstat(directory_fd).st_nlink:
-            renew(created.place)
         entries.remove(directory_fd, lock_name(created.name))
         self._created = relock(created) if file_is_there else self._move(created)
         if self._marks_signals:
             self.mark_signals()  # before the old descriptor's number can be another file's
-        lock.release(created.lock_fd)
+        lock.release(created.lock)
         return True
+
+    def restore(self) -> bool:
+        """Open again what the program has closed of the file, its lock and its directory, before anything else is done.
+
+        Returns False if one of them cannot be opened by its name (:meth:`check_name`).
+        """
+        created = self._created
+        try:
+            if created is not None:
+                self._restore_lock(created)
+                self.memory.restore()
+        except OSError:
+            return self.hidden
+        return True
+
+    def _restore_lock(self, created: CreatedFile) -> None:
+        """Lock the file again, and let no signal leave a mark until then: ``faulthandler`` would write to the old number."""
+        if created.lock.is_intact() and (created.lock.number() == self._marked_in or not self._marks_signals):
+            created.place.directory.restore()
+            return
+        termination.unmark()
+        crash.unmark()
+        created.lock.restore()
+        if self._marks_signals:
+            self.mark_signals()
+        lock.take(created.lock)
 
     def mark_signals(self) -> None:
         """Have signals leave their marks, in the file or beside it, if they would end the process."""
         if self._created is not None:
             self._marks_signals = True
             exit_signals.mark(self.native, self.memory.map, (self._live_at + Live.EXIT) * 8)
-            termination.mark_in(self._created.lock_fd)
-            crash.mark_in(self._created.lock_fd)
+            self._marked_in = self._created.lock.number()
+            termination.mark_in(self._marked_in)
+            crash.mark_in(self._marked_in)
 
     def _unmark_signals(self) -> None:
         if self._marks_signals:
@@ -352,7 +382,7 @@ class FlightWriter:
         content = self.memory.snapshot()
         with contextlib.ExitStack() as undo:
             again = create(created.place, created.header, content)
-            undo.callback(lock.release, again.lock_fd)
+            undo.callback(lock.release, again.lock)
             self.memory.move(again, content)
             undo.pop_all()
         for block in self.table.blocks:
@@ -364,12 +394,13 @@ class FlightWriter:
         created, self._created = self._created, None
         if created is None:
             return
-        self.fold()
-        self.publish()
-        self.memory.detach()
-        self._unmark_signals()
-        lock.release(created.lock_fd)
-        os.close(created.place.fd)
+        with contextlib.ExitStack() as steps:  # each is done, the last first, also where the file cannot be written
+            steps.callback(created.place.directory.close)
+            steps.callback(lock.release, created.lock)
+            steps.callback(self._unmark_signals)
+            steps.callback(self.memory.detach)
+            self.fold()
+            self.publish()
 
     def detach(self) -> None:
         """Store into private memory from now on: in a forked child the file is the parent's."""
@@ -386,8 +417,8 @@ def open_writer(
     """
     with contextlib.ExitStack() as undo:
         created = create(place, new_header(resource, size, in_memory=place.in_memory))
-        undo.callback(lock.release, created.lock_fd)
-        memory: Storage = Storage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
+        undo.callback(lock.release, created.lock)
+        memory: Storage = Storage(created.map) if place.in_memory else DeferredStorage(created)
         undo.pop_all()
     return FlightWriter(created.header, memory, created, native=native)
 

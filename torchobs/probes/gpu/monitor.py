@@ -69,6 +69,9 @@ class GpuMonitor:
 
     def round(self) -> None:
         """Sample every GPU once."""
+        for uuid in self._ownership.restore():
+            if (member := self._members.pop(uuid, None)) is not None:
+                member.series.show([])
         library = self._library or self._open()
         if library is None:
             return

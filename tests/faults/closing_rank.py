@@ -1,0 +1,139 @@
+"""A training that closes descriptors which it has not opened: `python -m tests.faults.closing_rank DIRECTORY OWN HOW`.
+
+It trains a small model, a step every 10 ms, and reads words from its standard input; it prints each when it has obeyed.
+`close` closes as `HOW` says, and opens files of its own in `OWN` under the numbers. `hold` holds Python's lock in C until the
+watchdog has written, `damaged` prints the names of its files that are not as it left them, `shutdown` ends the recording, and
+`crash` the process. How: `range` closes all above standard error, `twice` does it again with fewer files, `many` opens as many
+files as it may, `numbers` puts a file of its own in place of each file of torchobs, and `at once` does that before a round of
+the sampler.
+"""
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import torchobs
+
+MINE = b"mine" * 100
+HOLD_S = 4
+words: "queue.Queue[str]" = queue.Queue()
+files: dict[int, Path] = {}
+"""Its own, by their numbers"""
+
+
+def read() -> None:
+    """Hand on what is said; the training thread does not wait for it."""
+    for line in sys.stdin:
+        words.put(line.strip())
+
+
+def tell(what: str) -> None:
+    """Let whoever has said something know."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
+def write(own: Path) -> tuple[int, Path]:
+    """A new file, open at its end."""
+    path = own / f"{len(list(own.iterdir()))}.bin"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    os.write(fd, MINE)
+    return fd, path
+
+
+def numbers_below(directory: str, process: str = "self") -> list[int]:
+    """The numbers under which a process has the directory or a file in it open."""
+    found = []
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, as the one that lists them
+            if str(link.readlink()).startswith(directory):
+                found.append(int(link.name))
+    return found
+
+
+def close(directory: str, own: Path, how: str) -> None:
+    """Close what is not its own."""
+    if how in {"numbers", "at once"}:
+        for number in numbers_below(directory):
+            fd, path = write(own)
+            os.dup2(fd, number, inheritable=False)
+            os.close(fd)
+            files[number] = path
+        return
+    os.closerange(3, 4096)
+    files.clear()
+    for _ in range({"many": 4096, "twice": 50}.get(how, 20)):
+        try:
+            fd, path = write(own)
+        except OSError:  # no number is left; torchobs needs some
+            for fd in sorted(files)[-20:]:
+                os.close(fd)
+                del files[fd]
+            break
+        files[fd] = path
+
+
+def damaged() -> list[str]:
+    """The files that somebody has closed, moved in or written to."""
+    return [path.name for fd, path in files.items() if not is_sound(fd, path)]
+
+
+def is_sound(fd: int, path: Path) -> bool:
+    """Whether a file is as it was left."""
+    try:
+        at_end = os.lseek(fd, 0, os.SEEK_CUR) == len(MINE)
+        return at_end and path.read_bytes() == MINE and os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
+
+
+def obey(word: str, directory: str, own: Path, how: str) -> None:
+    """Do what was said."""
+    if word == "close":
+        close(directory, own, how)
+        if how == "twice":
+            close(directory, own, "range")
+    elif word == "hold":
+        left = HOLD_S
+        while left:
+            left = ctypes.PyDLL(None).sleep(left)
+    elif word == "damaged":
+        tell(" ".join(damaged()))
+    elif word == "shutdown":
+        torchobs.shutdown()
+    elif word == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def main() -> None:
+    """Train until told to end."""
+    directory, own, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    torchobs.init(flight_dir=directory, exporter=False)
+    if how == "at once":
+        obey("close", directory, own, how)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    threading.Thread(target=read, daemon=True).start()
+    word = ""
+    while word != "end":
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+        word = words.get_nowait() if not words.empty() else ""
+        if word:
+            obey(word, directory, own, how)
+            tell(word)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""A script that closes descriptors which it has not opened: its own files, which get their numbers, stay its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import flights
+from tests.faults.closing_rank import MINE, numbers_below
+from tests.support import clean_environment, wait_until
+from torchobs import catalog
+from torchobs.exporter.config import ExporterConfig
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.files.location import opened
+from torchobs.flight.reader import reader
+from torchobs.ranks.scanner import Scanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.ranks.snapshot import Rank
+
+LOGGED = "closed descriptors that it had not opened"
+
+
+class Training:
+    """One that closes descriptors, as it is seen from outside."""
+
+    def __init__(self, start: Callable[..., subprocess.Popen[str]], directory: Path, own: Path, how: str, log: Path) -> None:
+        self.directory, self._own, self._log = directory, own, log
+        own.mkdir()
+        (directory / "control").mkdir(parents=True, mode=0o700)
+        with log.open("w") as errors:
+            argv = (sys.executable, "-m", "tests.faults.closing_rank", str(directory), str(own), how)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = start(*argv, torch=True, env=clean_environment(), **pipes)
+
+    def say(self, word: str) -> str:
+        """Have it do something; return what it said to that."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        answer = ""
+        while (line := self.process.stdout.readline()) != f"{word}\n":
+            assert line, f"it ended: {self._log.read_text()}"
+            answer += line
+        return answer.strip()
+
+    def steps(self) -> int:
+        """The steps in its flight file."""
+        with closing(reader.open_path(str(self._file()))) as file:
+            return flights.whole(flights.value(file.read(), catalog.STEPS))
+
+    def trains(self) -> None:
+        """See that its steps are recorded."""
+        before = wait_until(self.steps)
+        wait_until(lambda: self.steps() > before + 20)
+
+    def rank(self) -> Rank:
+        """The rank, as an exporter that comes now sees it."""
+        with closing(Scanner(ExporterConfig(flight_dir=str(self.directory)))) as scanner:
+            (rank,) = scanner.scan().ranks
+        return rank
+
+    def is_locked(self) -> bool:
+        """Whether it holds its lock."""
+        with opened(self.directory) as directory_fd:
+            return lock.is_held(directory_fd, lock_name(self._file().name))
+
+    def holds_its_own(self) -> bool:
+        """Whether its files hold what it has written."""
+        return {path.read_bytes() for path in self._own.iterdir()} == {MINE}
+
+    def log(self) -> list[str]:
+        """The lines of its log about descriptors."""
+        return [line for line in self._log.read_text().splitlines() if LOGGED in line]
+
+    def failures(self) -> list[str]:
+        """The lines of its log about what does not work any more."""
+        return [line for line in self._log.read_text().splitlines() if "is off" in line or "deleted" in line]
+
+    def _file(self) -> Path:
+        (path,) = wait_until(lambda: list(self.directory.glob("*.flight")))
+        return path
+
+
+@pytest.fixture
+def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path) -> Callable[[str, str], Training]:
+    """Start a training, with its flight file on tmpfs or on a disk."""
+
+    def one(place: str, how: str) -> Training:
+        training = Training(
+            start, flight_dir if place == "tmpfs" else tmp_path / "flight", tmp_path / "own", how, tmp_path / "log"
+        )
+        training.trains()
+        return training
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("place", "how", "end"),
+    [
+        ("disk", "range", signal.SIGTERM),
+        ("disk", "numbers", signal.SIGSEGV),
+        ("disk", "many", signal.SIGTERM),
+        ("disk", "at once", signal.SIGSEGV),
+        ("tmpfs", "twice", signal.SIGSEGV),
+        ("tmpfs", "numbers", signal.SIGTERM),
+    ],
+)
+def test_its_own_files_stay_its_own(begin: Callable[[str, str], Training], place: str, how: str, end: signal.Signals) -> None:
+    """Not a byte is written, read or closed of them: by steps, by the watchdog's stacks, or by the mark of what ends it.
+
+    All that is recorded goes on to be recorded, the rank has its lock again, and one line of its log says what happened.
+    """
+    training = begin(place, how)
+    if how != "at once":
+        training.say("close")
+    wait_until(training.log)
+    training.trains()
+    assert training.say("damaged") == ""
+    assert training.rank().state == "alive"
+    assert training.is_locked()
+    training.say("hold")
+    (stacks,) = wait_until(lambda: list(training.directory.glob("*.stuck-[1-9]*.txt")))
+    assert "closing_rank.py" in stacks.read_text()
+    assert training.say("damaged") == ""
+    if end == signal.SIGTERM:
+        training.process.send_signal(end)
+    else:
+        assert training.process.stdin
+        training.process.stdin.write("crash\n")
+        training.process.stdin.flush()
+    assert training.process.wait(30) == -end
+    assert training.holds_its_own()
+    wait_until(lambda: not training.rank().up)
+    assert training.rank().view.live.exit_code == (143 if end == signal.SIGTERM else 128 + end)
+    assert len(training.log()) == 1
+    assert training.failures() == []
+
+
+@pytest.mark.parametrize("place", ["disk", "tmpfs"])
+def test_the_end_closes_nothing_that_is_not_ours(begin: Callable[[str, str], Training], place: str) -> None:
+    """Neither the end of the recording, nor that of its map, closes a number that is a file of the script by then."""
+    training = begin(place, "numbers")
+    training.say("close")
+    training.say("shutdown")
+    assert training.say("damaged") == ""
+    assert training.rank().state == "finished"
+
+
+def test_what_is_gone_as_well_is_made_anew(begin: Callable[[str, str], Training]) -> None:
+    """Deleted and closed: the file comes back under its name with all that it held, and nothing goes to the script's files."""
+    training = begin("disk", "numbers")
+    before = training.steps()
+    for path in training.directory.glob("r0-*"):
+        path.unlink()
+    training.say("close")
+    wait_until(lambda: training.steps() > before + 20)
+    assert training.is_locked()
+    assert training.say("damaged") == ""
+
+
+def test_every_descriptor_that_torchobs_keeps_is_above_those_of_a_script(begin: Callable[[str, str], Training]) -> None:
+    """The script's next file gets the lowest number that is free: none that torchobs could still take for its own."""
+    training = begin("disk", "range")
+    process = str(training.process.pid)
+    wait_until(lambda: len(numbers_below(str(training.directory), process)) == 5)  # directories, lock, flight file, watchdog
+    assert min(numbers_below(str(training.directory), process)) > 100

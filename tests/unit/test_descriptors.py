@@ -1,0 +1,127 @@
+"""Descriptors that are kept: a number is used only while it is the file that was opened."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from torchobs.support import descriptors
+from torchobs.support.descriptors import Descriptor
+
+FLAGS = os.O_RDWR | os.O_NOFOLLOW
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Descriptor]:
+    """A file that is kept, and what was lost before forgotten."""
+    descriptors.take_lost()
+    file = Descriptor("kept", str(tmp_path / "kept"), FLAGS | os.O_CREAT)
+    yield file
+    file.close()
+    descriptors.take_lost()
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Iterator[int]:
+    """The program's own file."""
+    fd = os.open(tmp_path / "foreign", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+def close(number: int, _: int) -> None:
+    """As `os.closerange` does."""
+    os.close(number)
+
+
+def put_another_there(number: int, foreign: int) -> None:
+    """Closed and taken by another file, in one call."""
+    os.dup2(foreign, number)
+
+
+LOSSES: list[Callable[[int, int], None]] = [close, put_another_there]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_a_lost_file_is_opened_again(kept: Descriptor, foreign: int, lose: Callable[[int, int], None]) -> None:
+    """By its name, under another number than that of the program's file; it is reported once."""
+    number = kept.number()
+    lose(number, foreign)
+    assert not kept.is_intact()
+    os.write(kept.number(), b"ours")
+    assert os.pread(kept.number(), 9, 0) == b"ours"
+    assert os.fstat(foreign).st_size == 0
+    assert descriptors.take_lost() == [("kept", "")]
+    assert kept.restore() is False
+    if lose is put_another_there:
+        os.fstat(number)  # still the program's
+        os.close(number)
+
+
+def test_a_lost_file_whose_name_has_another_file_stays_lost(kept: Descriptor, tmp_path: Path, foreign: int) -> None:
+    """A copy in its place is not the file; nothing is left open, and it is reported once."""
+    number = kept.number()
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    (tmp_path / "kept").write_text("another")
+    os.dup2(foreign, number)
+    before = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            kept.number()
+    assert len(list(Path("/dev/fd").iterdir())) == before
+    assert descriptors.take_lost() == [("kept", os.strerror(2))]
+    (tmp_path / "moved").rename(tmp_path / "kept")
+    assert kept.restore(), "it is back"
+    os.close(number)
+
+
+def test_only_our_own_number_is_closed(kept: Descriptor, foreign: int) -> None:
+    """Closing twice, or after the number has become the program's, closes nothing of it."""
+    number = kept.number()
+    os.dup2(foreign, number)
+    kept.close()
+    kept.close()
+    os.close(number)
+
+
+def test_a_number_is_above_those_of_the_program(kept: Descriptor) -> None:
+    """The next file that it opens gets the lowest free one; where there are no others, any will do."""
+    next_one = os.open(os.devnull, os.O_RDONLY)
+    os.close(next_one)
+    assert next_one < kept.number()
+    many = [kept.copy() for _ in range(100)]
+    assert all(one.is_intact() for one in many)
+    for one in many:
+        one.close()
+    assert not any(one.is_intact() for one in many)
+
+
+def test_a_replaced_file_is_the_other_one(kept: Descriptor, tmp_path: Path) -> None:
+    """As when a directory was made anew."""
+    before = kept.number()
+    other = Descriptor("other", str(tmp_path / "other"), FLAGS | os.O_CREAT)
+    kept.replace(other)
+    assert os.path.samestat(os.fstat(kept.number()), (tmp_path / "other").stat())
+    other.close()
+    assert kept.is_intact()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(before)
+
+
+def test_a_file_of_the_kernel_is_read_whole() -> None:
+    """However many reads it takes; a missing one is an error, and nothing is left open."""
+    before = len(list(Path("/dev/fd").iterdir()))
+    assert descriptors.content("/proc/self/maps").count(b"\n") > 20
+    with pytest.raises(FileNotFoundError):
+        descriptors.content("/proc/self/none")
+    assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_a_program_that_closes_all_the_time_keeps_its_files(tmp_path: Path) -> None:
+    """Whatever threads of ours open, read, write and close meanwhile: none of it happens to a file of the program."""
+    argv = [sys.executable, "-m", "tests.unit.closing_threads", str(tmp_path)]
+    subprocess.run(argv, check=True, cwd=ROOT)
