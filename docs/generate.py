@@ -50,7 +50,9 @@ so that a query means the same whether torchobs is scraped or pushes.
 
 Every series of a rank carries the labels `job_name`, `run_id` and `rank`; what else there is to say about a rank stands on
 `{rank_info}`. A rank is unique within a target only, so joins are `on (run_id, rank, instance)`. A step's number is
-never a label.
+never a label. `rank` is the rank's number; in a replica group (torchft) the group follows, as in `0-g1`; and the younger one of
+two living processes that claim one rank has digits of its own behind it, as in `0-3f9a12bc`
+([restarts](exporter.md#the-state-of-a-rank)).
 
 One page serves the newest incarnation of each rank: after a restart its counters begin at 0 again, which `rate()` and
 `increase()` take for what it is. NaN and infinity are counted; they are never a gauge's value.

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, train
+from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, Clock, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import dispatch
@@ -49,6 +49,25 @@ def dying(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, how: st
     """Start the training that dies."""
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return start(sys.executable, ROOT / "tests" / "scripts" / "dying.py", how, torch=True, env=environ, **options)
+
+
+def test_two_living_processes_of_one_rank_are_told_apart(
+    flight_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the page: the older is the rank, the younger has digits of its own; a replica group is part of its rank."""
+    monkeypatch.setattr(load, "system_clock", Clock(20.0))
+    files = [File(flight_dir, seed=0xAA), File(flight_dir, seed=0xBB, born_s=5.0), File(flight_dir, seed=0xCC, replica_group=1)]
+    for number, file in enumerate(files):
+        file.step(number + 1, 10.0)
+        file.beat(19.9)
+        file.save().hold()
+    found = document(capsys, flight_dir)
+    assert {rank["rank"]: rank["last_step"] for rank in found["ranks"]} == {"0": 1, "0-000000bb": 2, "0-g1": 3}
+    _, out = inspected(capsys, flight_dir)
+    assert "0-000000bb" in out
+    assert "0-g1" in out
+    for file in files:
+        file.release()
 
 
 def test_a_run_that_diverged_and_raised(

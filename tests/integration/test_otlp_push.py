@@ -205,17 +205,22 @@ def test_of_an_older_rank_a_delta_exporter_sends_what_comes(flight_dir: Path, re
     assert sent == [("my.c", 5), ("my.new", 3)]
 
 
+STOPPED_S = 8.0
+"""When a rank that was there before and comes back does not beat."""
+
+
 def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
     flight_dir: Path, receiver: Receiver, file: File
 ) -> None:
-    """Two claim one rank: the older has no place at first and then another label; what it counted since is sent by that."""
+    """One that was stopped finds another in its place: it gets another label, by which it sends what it counts from then on."""
     counter = user("my.c")
     file.set(counter, 100, USER)
     newer = File(flight_dir, seed=2, born_s=5.0).hold()
     with Pushing(flight_dir, only_metrics(receiver, delta=True)) as pushing:
-        for second, added in ((4.0, 0), (6.0, 7), (9.0, 11), (10.0, 13)):
+        for second, added in ((4.0, 0), (8.0, 0), (12.0, 11), (13.0, 13)):
             file.set(counter, added, USER)
-            file.beat(second)
+            if second != STOPPED_S:
+                file.beat(second)
             file.save()
             if second > 5.0:
                 newer.beat(second)
@@ -268,8 +273,9 @@ def test_a_rank_that_gets_another_label_has_its_end_and_its_values_in_one_reques
     file.set(user("my.d"), 1, Scope("torchobs", str(file.header.resource.get("torchobs_version", ""))))
     newer = File(flight_dir, seed=2, born_s=5.0).hold()
     with Pushing(flight_dir, only_metrics(receiver)) as pushing:
-        for second in (4.0, 6.0, 9.0):
-            file.beat(second)
+        for second in (4.0, 8.0, 12.0):
+            if second != STOPPED_S:
+                file.beat(second)
             file.save()
             if second > 5.0:
                 newer.beat(second)

@@ -283,19 +283,103 @@ def test_five_restarts_are_five_incarnations_and_one_is_served(
 def test_two_living_claims_to_one_rank_are_both_served_and_counted(
     scanner: Scanner, rank: Callable[..., File], clock: Clock
 ) -> None:
-    """The older gets its incarnation behind its rank once it is clear that it is not just dying."""
+    """The younger gets its incarnation behind its rank once it is clear that the older is not just dying; neither changes."""
     old, new = rank(seed=0xAA), rank(seed=0xBB, born_s=10.0)
     old.step(1, 1)
     seen = []
-    for seconds in (11.0, 14.0):
+    for seconds in (11.0, 14.0, 15.0):
         for file in (old, new):
             file.beat(seconds)
             file.save()
         clock.seconds = seconds
         snapshot = scanner.scan()
         seen.append((steps(snapshot), snapshot.duplicates))
-    assert seen == [({"0": 0}, 0), ({"0": 0, "0-000000aa": 1}, 1)]
+    both = {"0": 1, "0-000000bb": 0}
+    assert seen == [({"0": 1}, 0), (both, 1), (both, 1)]
     assert scanner.scan().duplicates == 1, "counted once, not at every scan"
+
+
+def test_of_two_living_claims_none_takes_the_other_s_series(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """Whichever is killed and started again: the older's successor is the rank, the younger's gets digits of its own."""
+    lives = {"a": rank(seed=0xA0), "b": rank(seed=0xB0, born_s=1.0)}
+    labels: dict[str, list[str]] = {}
+
+    def go_on(until_s: float) -> None:
+        while clock.seconds < until_s:
+            clock.seconds += 0.5
+            for file in lives.values():
+                file.beat(clock.seconds)
+                file.save()
+            for one in scanner.scan().ranks:
+                name = next((name for name, file in lives.items() if file.header.incarnation.hex() == one.incarnation), "")
+                if name and one.rank not in labels.setdefault(name, []):
+                    labels[name].append(one.rank)
+
+    go_on(10.0)
+    for number, name in enumerate("bab"):
+        lives[name].release()
+        lives[name] = rank(seed=0xC0 + number, born_s=clock.seconds + 0.1)
+        go_on(clock.seconds + 10.0)
+    assert labels == {"a": ["0"], "b": ["0-000000b0", "0-000000c0", "0-000000c2"]}
+    lives.pop("a").release()
+    go_on(clock.seconds + 400.0)
+    assert [one.rank for one in scanner.scan().ranks] == ["0-000000c2"], "it keeps its label when it is alone"
+
+
+def test_a_process_that_was_stopped_does_not_take_its_rank_back(
+    scanner: Scanner, rank: Callable[..., File], clock: Clock
+) -> None:
+    """Its successor began while it did not beat: no series goes back to it."""
+    old, new = rank(seed=0xAA), rank(seed=0xBB, born_s=10.0)
+    seen = []
+    for seconds, stopped in ((9.0, False), (12.0, True), (14.0, False), (20.0, False)):
+        clock.seconds = seconds
+        if not stopped:
+            old.beat(seconds)
+        if seconds > 10.0:
+            new.beat(seconds)
+        old.save()
+        new.save()
+        seen.append({one.incarnation[-2:]: one.rank for one in scanner.scan().ranks})
+    assert seen[1:] == [{"bb": "0"}, {"aa": "0-000000aa", "bb": "0"}, {"aa": "0-000000aa", "bb": "0"}]
+
+
+def test_replica_groups_keep_their_labels(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """Each counts its ranks from 0: the group is part of the rank, before and after a restart; nothing is claimed twice."""
+    sizes = {"world_size": 1, "local_world_size": 1}
+    first, second = (rank(seed=1 + group, replica_group=group, launch=f"l{group}", **sizes) for group in range(2))
+    for seconds in (1.0, 6.0):
+        clock.seconds = seconds
+        for file in (first, second):
+            file.beat(seconds)
+            file.save()
+        snapshot = scanner.scan()
+        assert states(snapshot) == {"0-g0": "alive", "0-g1": "alive"}
+    second.release()
+    clock.seconds = 7.0
+    first.beat(7.0)
+    first.save()
+    snapshot = scanner.scan()
+    assert (states(snapshot), snapshot.runs[0].missing) == ({"0-g0": "alive", "0-g1": "lost"}, 0)
+    again = rank(seed=9, born_s=7.5, replica_group=1, launch="l2", **sizes)
+    clock.seconds = 8.0
+    again.beat(8.0)
+    again.save()
+    snapshot = scanner.scan()
+    assert ({one.rank: one.incarnation[-2:] for one in snapshot.ranks}, snapshot.duplicates) == (
+        {"0-g0": "01", "0-g1": "09"},
+        0,
+    )
+
+
+def test_ranks_that_are_missing_are_missing_in_their_group(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """A group's ranks do not stand in for another's."""
+    for number in range(2):
+        rank(seed=1 + number, rank=number, replica_group=0)
+    rank(seed=5, rank=0, replica_group=1)
+    clock.seconds = 0.5
+    (run,) = scanner.scan().runs
+    assert (run.here, run.missing) == (3, 1)
 
 
 def test_an_exporter_that_starts_again_serves_the_same(

@@ -236,11 +236,11 @@ def test_nobody_failed_first_where_nobody_failed() -> None:
     )
 
 
-def averaged(number: int, factor: float = 1.0, shards: float = 1.0) -> RankReport:
+def averaged(number: int, factor: float = 1.0, shards: float = 1.0, count: int = 30, **resource: int) -> RankReport:
     """One of three ranks of DDP, with a gradient so many times that of the others."""
-    history = [step(n, norm=factor * (1.0 + n)) for n in range(1, 31)]
+    history = [step(n, norm=factor * (1.0 + n)) for n in range(1, count + 1)]
     values: dict[Any, float] = {(catalog.DISTRIBUTED_INFO, "gloo", "ddp", ""): 1.0, catalog.GRAD_NORM_RANKS: shards}
-    return facts(history, resource={"rank": number, "local_world_size": 3, "world_size": 3}, values=values)
+    return facts(history, resource={"rank": number, "local_world_size": 3, "world_size": 3, **resource}, values=values)
 
 
 def test_the_rank_whose_averaged_gradient_differs_is_named() -> None:
@@ -249,6 +249,18 @@ def test_the_rank_whose_averaged_gradient_differs_is_named() -> None:
         "Ranks do not agree: DDP averages the gradient, and its norm in step 30 is not the same (rank 2: 46.5, and 31 on the "
         "others). They do not train one model: is the last backward of a step within no_sync(), or model.module called?"
     )
+
+
+def test_replica_groups_and_a_second_process_of_a_rank_train_for_themselves() -> None:
+    """Their gradients and numbers of steps are their own; within a group they are compared."""
+    first = [averaged(n, replica_group=0) for n in range(3)]
+    second = [averaged(n, 1.5, count=20, replica_group=1) for n in range(3)]
+    assert told(*first, *second).keys().isdisjoint({"ranks_disagree", "out_of_step"})
+    odd = averaged(2, 2.0, count=20, replica_group=1)
+    assert "rank 2-g1: 42, and 31.5 on the others" in told(*first, *second[:2], odd)["ranks_disagree"]
+    own = [averaged(n) for n in range(3)]
+    claimed = [replace(averaged(n, 1.5, count=20), suffix=f"-{n}f9a12bc") for n in range(3)]
+    assert told(*own, *claimed).keys().isdisjoint({"ranks_disagree", "out_of_step"})
 
 
 def test_ranks_whose_gradients_need_not_be_the_same_do_not_disagree() -> None:

@@ -14,6 +14,7 @@ from torchobs.config.settings import SettingsProblem, resolve
 from torchobs.identity.identity import Identity, discover
 from torchobs.identity.launchers import tasks_on_node
 from torchobs.identity.process import ProcessInfo, parse_start_ticks, this_process
+from torchobs.ranks import labels
 
 PROCESS = ProcessInfo(
     host="node7",
@@ -361,7 +362,28 @@ def test_a_description_leaves_out_what_is_unknown_and_cannot_be_forged() -> None
         "restart": 0,
         "launcher": "kubernetes",
         "host": "node7",
+        "launch": "4000-88-0f1e2d3c",
     }
+
+
+def test_a_replica_group_is_part_of_the_identity() -> None:
+    """Each group of torchft counts its ranks from 0; what is no number is reported."""
+    identity, problems = _discover(ELASTIC | {"REPLICA_GROUP_ID": "3"})
+    assert (identity.rank, identity.described()["replica_group"], problems) == (5, 3, [])
+    assert labels.identity(identity.described())[2] == "5-g3"
+    identity, problems = _discover(ELASTIC | {"REPLICA_GROUP_ID": "left"})
+    assert (identity.replica_group, [problem.name for problem in problems]) == (None, ["REPLICA_GROUP_ID"])
+    assert _discover(ELASTIC)[0].replica_group is None
+
+
+def test_a_launch_is_the_same_after_a_restart_and_another_for_another_launcher() -> None:
+    """By it a restart is told from a second job with the same id."""
+    error_file = "/tmp/torchelastic_x/none_abcdefgh/attempt_{}/0/error.json"
+    first, again = (_discover(ELASTIC | {"TORCHELASTIC_ERROR_FILE": error_file.format(attempt)})[0] for attempt in (0, 1))
+    assert first.launch == again.launch
+    assert first.launch == "abcdefgh"
+    other = _discover(ELASTIC | {"TORCHELASTIC_ERROR_FILE": error_file.format(0).replace("abcdefgh", "stuvwxyz")})[0]
+    assert other.launch != first.launch
 
 
 def test_the_longest_description_fits_the_flight_file() -> None:

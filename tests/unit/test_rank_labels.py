@@ -1,7 +1,10 @@
 """Whatever a flight file says becomes the text of a label, and forges nothing."""
 
+import re
+
 import pytest
 
+from torchobs.exporter.api import params
 from torchobs.ranks import labels
 
 
@@ -109,3 +112,16 @@ def test_a_number_that_is_none_is_absent(value: object) -> None:
     """A float cannot hold every integer that JSON can."""
     assert labels.number({"restart": value}, "restart") is None
     assert labels.number({"restart": 7}, "restart") == 7
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        labels.identity({"rank": 0, **group})[2] + suffix
+        for group in ({}, {"replica_group": 12})
+        for suffix in ("", "-3f9a12bc")
+    ],
+)
+def test_the_api_takes_every_rank_that_is_served(rank: str) -> None:
+    """Its number, its replica group, and the digits of a second process."""
+    assert re.fullmatch(params.RANK, rank)

@@ -123,7 +123,7 @@ def test_one_pod_reports_for_the_run(flight_dir: Path) -> None:
     with running(flight_dir, rank=1):
         assert reported(flight_dir) is None
     for seed, planned in ((2, 50), (3, 80)):
-        file = rank(flight_dir, planned=planned, seed=seed, born_s=seed / 10)
+        file = rank(flight_dir, planned=planned, seed=seed, born_s=seed)  # the second when the first ends
         file.writer.exit(Exit.EXCEPTION, 1)
         file.save().release()
     status = reported(flight_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -82,6 +83,8 @@ def read(found: Sequence[LoadedFlight]) -> Chosen:
     apart = {report.header.incarnation for report in launchers}
     chosen, earlier = load.newest(item for item in found if item.header.incarnation not in apart)
     ranks, bad = load.load_reports([item.path for item in chosen], load.limit_of(len(chosen)))
+    suffixes = {item.header.incarnation: item.suffix for item in chosen}
+    ranks = [replace(report, suffix=suffixes.get(report.header.incarnation, "")) for report in ranks]
     return Chosen(ranks, bad, _earlier_attempts(earlier), launchers)
 
 

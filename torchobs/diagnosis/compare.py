@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 
 from torchobs import catalog
@@ -39,16 +40,17 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return apart
     together, timed_out = stalled_together(ranks), list(collective_timeout.finding(ranks))
+    teams = labels.teams(together)
     waited_for = [one for one in health.waited_for(together) if not timed_out or one.kind != "waited_for"]
     return [
         *(timed_out or _first_to_fail(ranks)),
         *waited_for,
-        *health.disagreeing(together),
-        *_drifted(ranks, together),
+        *chain.from_iterable(map(health.disagreeing, teams)),
+        *chain.from_iterable(map(_drifted, labels.teams(ranks), teams)),
         *apart,
-        *health.batches_alike(together),
+        *chain.from_iterable(map(health.batches_alike, teams)),
         *_missing(ranks),
-        *_out_of_step(ranks),
+        *chain.from_iterable(map(_out_of_step, labels.teams(ranks))),
         *health.slowest(compared(ranks), detailed=True),
     ]
 

@@ -20,6 +20,7 @@ from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.health_words import ANOMALIES, AT_WORK, ENDINGS, MISTAKES, PAST, STUCK, UNTIL_A_STEP
 from torchobs.diagnosis.status import WORKER_DIED, RankStatus, RunStatus, StuckLayers
+from torchobs.ranks import labels
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
@@ -161,9 +162,10 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     if missing > 0:
         text = f"{text_format.plural(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
         yield Finding(WARNING, "ranks_missing", text)
-    yield from disagreeing(ranks)
-    yield from weights_apart(ranks)
-    yield from batches_alike(ranks)
+    for team in labels.teams(ranks):
+        yield from disagreeing(team)
+        yield from weights_apart(team)
+        yield from batches_alike(team)
     yield from _anomalies(ranks)
     yield from _lost(ranks)
     yield from _spoiled(ranks)

@@ -36,7 +36,7 @@ from torchobs.flight.reader.decode import Value
 from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, candidate_of, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, look_at, open_tracked
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.state import last_memory
 
@@ -55,6 +55,8 @@ class LoadedFlight(NamedTuple):
     claim: RankCandidate
     last_ns: int
     """its last sign of life, Unix time in ns"""
+    suffix: str = ""
+    """what is appended to its rank, if another living process has that"""
 
 
 class Listing(NamedTuple):
@@ -82,7 +84,7 @@ def listing(directory: Path) -> Listing:
         for name in names:
             try:
                 with closing(reader.open_file(fd, name)) as file:
-                    found.append(_found(directory / name, file, now))
+                    found.append(_found(directory / name, file, fd, now))
             except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
     return Listing(tuple(found), tuple(bad), left_out)
@@ -92,9 +94,9 @@ def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[Load
     """Return each rank's newest incarnation, by rank, and the earlier ones, oldest first. ``found``: files of one run."""
     every = list(found)
     last = resolve(item.claim for item in every)
-    chosen = [item for item in every if item.claim.incarnation in last]
+    chosen = [item._replace(suffix=last[item.claim.incarnation]) for item in every if item.claim.incarnation in last]
     others = [item for item in every if item.claim.incarnation not in last]
-    return sorted(chosen, key=lambda item: _by_rank(item.claim)), sorted(others, key=lambda item: item.header.wall_ns)
+    return sorted(chosen, key=_by_rank), sorted(others, key=lambda item: item.header.wall_ns)
 
 
 def load_reports(
@@ -303,11 +305,12 @@ def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankReport) -
     return ""
 
 
-def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:
-    header, live = file.header, file.live()
-    last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
-    return LoadedFlight(path, header, candidate_of(header, live, same_boot=header.boot_id == now.boot_id), last_ns)
+def _found(path: Path, file: FlightFile, directory_fd: int, now: Now) -> LoadedFlight:
+    header, claim = file.header, look_at(file, directory_fd, path.name, now).candidate
+    last_ns = header.wall_ns + (claim.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
+    return LoadedFlight(path, header, claim, last_ns)
 
 
-def _by_rank(claim: RankCandidate) -> tuple[int, str]:
-    return len(claim.rank[2]), claim.rank[2]
+def _by_rank(item: LoadedFlight) -> tuple[int, str, str]:
+    rank = item.claim.rank[2]
+    return len(rank), rank, item.suffix

@@ -156,6 +156,8 @@ class RankReport:
     """some data is missing or damaged (see ``problems``): its absence proves nothing"""
     end_known: bool = True
     """True if the exit word is readable"""
+    suffix: str = ""
+    """what is appended to the rank, if another living process has that"""
     unwritten: bool = False
     """it ended without a word, and not in memory: what it did in its last moments, 100 ms by intent, is missing"""
 
@@ -163,11 +165,11 @@ class RankReport:
     def identity(self) -> tuple[str, str, str]:
         """job_name, run_id and rank."""
         job_name, run_id, rank = labels.identity(self.header.resource)
-        return text_format.clean(job_name), text_format.clean(run_id), rank
+        return text_format.clean(job_name), text_format.clean(run_id), rank + self.suffix
 
     @property
     def rank(self) -> str:
-        """The rank's number, as text."""
+        """The rank, as on the metrics page."""
         return self.identity[2]
 
     @property

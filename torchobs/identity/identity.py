@@ -76,6 +76,10 @@ class Identity:
     launcher: str
     host: str
     resource: tuple[tuple[str, str], ...] = ()
+    launch: str | None = None
+    """what the ranks that one launcher started on this node have in common, also after a restart"""
+    replica_group: int | None = None
+    """the replica group, each of which counts its ranks from 0 (torchft)"""
 
     def described(self) -> dict[str, str | int]:
         """Return all known values as one flat mapping, at most 3,300 bytes as JSON; fields win over ``resource``."""
@@ -102,6 +106,8 @@ def discover(
         launcher=place.launcher,
         host=process.host,
         resource=_resource(environ, settings, problems),
+        launch=_shared(environ, process, place),
+        replica_group=count(("REPLICA_GROUP_ID",), environ, problems),
     )
     return identity, tuple(dict.fromkeys(problems))
 

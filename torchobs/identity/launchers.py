@@ -16,6 +16,9 @@ from torchobs.config.settings import SettingsProblem
 LAUNCHED_BY = "launched_by"
 """Resource attribute of a child's flight file: the incarnation of the process that launched it."""
 
+LAUNCH = "launch"
+"""Resource attribute that all processes have in common which one launcher started on a node, also after a restart."""
+
 # Slurm numbers its own steps (batch script, interactive shell) from here: SLURM_INTERACTIVE_STEP is 0xfffffffa.
 _OWN_STEPS = 0xFFFFFFF0
 _COUNT = r"[0-9]{1,10}"

@@ -5,7 +5,7 @@ Across machines recording rules do this: every exporter sees only its own ranks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from itertools import groupby
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -124,16 +124,21 @@ def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
     ranks = [rank for rank, _ in read]
     here = sum(rank.up for rank, _ in read)
     steps = [_steps(readings) for rank, readings in read if rank.up and _is_counted(rank)]
-    started = max(labels.number(rank.view.header.resource, "local_world_size") or 0 for rank in ranks)
+    resources = [rank.view.header.resource for rank in ranks]
+    started: dict[int | None, int] = {}  # by replica group, each of which has ranks of its own
+    for resource in resources:
+        group, size = labels.number(resource, "replica_group"), labels.number(resource, "local_world_size") or 0
+        started[group] = max(started.get(group, 0), size)
+    known = Counter(labels.number(resource, "replica_group") for resource in resources)
     return RunSummary(
         job_name=ranks[0].job_name,
         run_id=ranks[0].run_id,
         here=here,
-        missing=max(0, started - len(ranks)) if started else None,
+        missing=sum(max(0, size - known[group]) for group, size in started.items()) if any(started.values()) else None,
         step_spread=max(steps) - min(steps) if steps else 0,
         grad_norm=whole_norm(
             [(readings.get(catalog.GRAD_NORM), readings.get(catalog.GRAD_NORM_RANKS)) for _, readings in read],
-            max(labels.number(rank.view.header.resource, "world_size") or 0 for rank in ranks),
+            max(labels.number(resource, "world_size") or 0 for resource in resources),
         ),
     )
 

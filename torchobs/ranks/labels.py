@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torchobs.catalog import prometheus_label
+from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -17,10 +18,27 @@ IDENTITY = ("job_name", "run_id", "rank")
 
 RESERVED = frozenset({*IDENTITY, "job", "instance", "le"})
 """Labels that an application's own attributes do not get: those of a rank, and those that Prometheus sets itself."""
-_FACTS = ("local_rank", "local_world_size", "host", "script", "launcher", "torch_version", "python_version", "torchobs_version")
-_NOT_LABELS = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", "launched_by"})
+_FACTS = (
+    "local_rank",
+    "local_world_size",
+    "replica_group",
+    "host",
+    "script",
+    "launcher",
+    "torch_version",
+    "python_version",
+    "torchobs_version",
+)
+_NOT_LABELS = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", LAUNCH, LAUNCHED_BY})
 """Fields of a rank's resource that are exported otherwise or not at all; the others were set by the user."""
 
+
+class _HasRank(Protocol):
+    @property
+    def rank(self) -> str: ...
+
+
+Ranked = TypeVar("Ranked", bound=_HasRank)
 _NUMBER_LIMIT = 1 << 53
 _ASCII = re.compile(r"[A-Za-z0-9]")
 _cached_label = lru_cache(256)(prometheus_label)
@@ -39,10 +57,24 @@ def number(resource: Mapping[str, Any], name: str) -> int | None:
 
 
 def identity(resource: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return job_name, run_id and rank. A missing one is ``unknown``, for a label with an empty value does not exist."""
+    """Return job_name, run_id and rank. A missing one is ``unknown``, for a label with an empty value does not exist.
+
+    A replica group counts its ranks from 0, and is part of the rank: ``0-g1``.
+    """
     job_name, run_id = (text(resource.get(name, "")) or "unknown" for name in ("job_name", "run_id"))
-    rank = number(resource, "rank")
-    return job_name, run_id, "unknown" if rank is None else str(rank)
+    rank, group = number(resource, "rank"), number(resource, "replica_group")
+    return job_name, run_id, "unknown" if rank is None else str(rank) if group is None else f"{rank}-g{group}"
+
+
+def teams(ranks: Iterable[Ranked]) -> list[list[Ranked]]:
+    """Return the ranks by those that train one model and step together, by what stands behind their numbers.
+
+    That are the ranks of a replica group; a second process that claims a rank is of another training, and by itself here.
+    """
+    made: dict[str, list[Ranked]] = {}
+    for one in ranks:
+        made.setdefault(one.rank.partition("-")[2], []).append(one)
+    return [*made.values()]
 
 
 def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] = RESERVED) -> dict[str, str]:

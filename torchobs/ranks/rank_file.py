@@ -20,8 +20,9 @@ from torchobs.flight.metrics import throughput
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import FlightFile, View
+from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import exceptions, exemplars, labels, state
-from torchobs.ranks.incarnations import RankCandidate
+from torchobs.ranks.incarnations import NOW_NS, RankCandidate
 from torchobs.ranks.memory_budget import RANK
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class RankFile:
         self._closed = False
         self.suffix: str | None = None
         """what was appended to its rank when it was last served; ``None``: never served"""
+        self.displaced = False
+        """it was served with a suffix, or until a younger one took its place"""
         self._superseded_ns: int | None = None
         self.ended_in: int | None = None
         """number of the snapshot in which it was first seen to be dead"""
@@ -115,7 +118,10 @@ class RankFile:
 
     def candidate(self) -> RankCandidate:
         """Return this incarnation as a candidate for serving."""
-        return candidate_of(self.header, self.view.live, same_boot=self.same_boot)
+        beats = self.up and self.state != "unresponsive" and self.view.live.exit_reason is None
+        alive_ns = NOW_NS if self.lock_held else self.view.live.heartbeat_ns or 0
+        made = candidate_of(self.header, self.view.live, same_boot=self.same_boot)
+        return made._replace(alive_ns=alive_ns * beats, displaced=self.displaced)
 
     @property
     def exemplars(self) -> exemplars.Shown:
@@ -278,10 +284,17 @@ class RankFile:
 
 def candidate_of(header: Header, live: LiveWords, *, same_boot: bool) -> RankCandidate:
     """Return an incarnation as a candidate for serving its rank."""
-    restart = labels.number(header.resource, "restart") or 0
-    born_ns = header.monotonic_ns if same_boot else header.wall_ns
-    rank, incarnation = labels.identity(header.resource), header.incarnation.hex()
-    return RankCandidate(rank, incarnation, same_boot, born_ns, restart, live.heartbeat_ns or 0)
+    resource = header.resource
+    return RankCandidate(
+        rank=labels.identity(resource),
+        incarnation=header.incarnation.hex(),
+        same_boot=same_boot,
+        born_ns=header.monotonic_ns if same_boot else header.wall_ns,
+        restart=labels.number(resource, "restart") or 0,
+        heartbeat_ns=live.heartbeat_ns or 0,
+        launch=labels.text(resource.get(LAUNCH, "")),
+        launched_by=labels.text(resource.get(LAUNCHED_BY, "")),
+    )
 
 
 def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
@@ -297,11 +310,18 @@ def look(directory_fd: int, name: str, owner: int | None, now: Now) -> Look:
     """Read header and live words of a flight file, some 5 KiB of it. Raises one of :data:`READ_ERRORS`."""
     with closing(reader.open_file(directory_fd, name, owner)) as file:
         _check_name(file, name)
-        header, same_boot = file.header, file.header.boot_id == now.boot_id
-        is_held = same_boot and _is_held(directory_fd, lock_name(name), before=False)
-        live = file.live()  # after the lock: if that is free, these are the final ones
-        age_s = (now.monotonic_ns - beat_ns(header, live, now)) / 1e9
-        return Look(candidate_of(header, live, same_boot=same_boot), is_held, age_s)
+        return look_at(file, directory_fd, name, now)
+
+
+def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> Look:
+    """Read the live words and the lock of an open file."""
+    header, same_boot = file.header, file.header.boot_id == now.boot_id
+    is_held = same_boot and _is_held(directory_fd, lock_name(name), before=False)
+    live = file.live()  # after the lock: if that is free, these are the final ones
+    age_s = (now.monotonic_ns - beat_ns(header, live, now)) / 1e9
+    beats = is_held and age_s <= state.UNRESPONSIVE_AFTER_S and live.exit_reason is None
+    candidate = candidate_of(header, live, same_boot=same_boot)._replace(alive_ns=NOW_NS * beats)
+    return Look(candidate, is_held, age_s)
 
 
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:

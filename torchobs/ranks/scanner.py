@@ -27,6 +27,7 @@ from torchobs.ranks.incarnations import resolve
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, is_passing, open_tracked
 from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ OPENING_S = 1.0
 """Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""
 _RETRY_NS = 5_000_000_000
 _RETRIES_PER_SCAN = 64
+_CLAIMS_NS = 60_000_000_000
 _log = logging.getLogger(__name__)
 
 
@@ -68,6 +70,7 @@ class Scanner:
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = self._left_out = 0
+        self._claims = RateLimiter(_CLAIMS_NS)
         self._comparator = RankComparator()
 
     def scan(self) -> Snapshot:
@@ -152,15 +155,15 @@ class Scanner:
         for name in new:
             try:
                 look = rank_file.look(self._directory.fd, name, self._directory.owner, now)
-            except READ_ERRORS:
-                yield name  # opened again, and then counted as bad
-                continue
-            if look.is_past(self._config.grace_s):
-                self._past[name] = look.candidate
-            elif look.lock_held:
-                yield name
+            except READ_ERRORS as problem:
+                self._refuse(name, problem, now)
             else:
-                rest.append(name)
+                if look.is_past(self._config.grace_s):
+                    self._past[name] = look.candidate
+                elif look.lock_held:
+                    yield name
+                else:
+                    rest.append(name)
             if time.thread_time() > until_s:
                 break
         yield from rest
@@ -192,12 +195,17 @@ class Scanner:
             self._size += tracked.size
             if self._size > self._series_limit:
                 self._leave_out(now)
-        except FileNotFoundError:
-            self._bad.pop(name, None)  # removed since the listing
         except READ_ERRORS as problem:
-            self._bad[name] = now.monotonic_ns + _RETRY_NS
-            self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
-            _log.warning("flight file not served: %s: %s", name, _text(problem))
+            self._refuse(name, problem, now)
+
+    def _refuse(self, name: str, problem: BaseException, now: Now) -> None:
+        """Count a file as bad, unless it was removed since the listing."""
+        if isinstance(problem, FileNotFoundError):
+            self._bad.pop(name, None)
+            return
+        self._bad[name] = now.monotonic_ns + _RETRY_NS
+        self._errors[_reason(problem, self._directory.fd, name, self._directory.owner)] += 1
+        _log.warning("flight file not served: %s: %s", name, _text(problem))
 
     def _leave_out(self, now: Now) -> None:
         """Close the files with the most series, the newest first, until the rest fits."""
@@ -236,8 +244,11 @@ class Scanner:
             files[status] += 1
             if status == "served":
                 tracked.suffix = suffixes[tracked.incarnation]
+                tracked.displaced = tracked.suffix != ""
                 ranks.append(self._rank(tracked, tracked.suffix, now))
-            elif status == "superseded" and (suffix := tracked.final_suffix(now)) is not None:
+                continue
+            tracked.displaced = tracked.suffix is not None
+            if status == "superseded" and (suffix := tracked.final_suffix(now)) is not None:
                 left.append(self._rank(tracked, suffix, now))
             elif tracked.certainly_dead(now):
                 self._tracked.pop(name).release()
@@ -253,7 +264,9 @@ class Scanner:
         job_name, run_id, rank = tracked.rank
         if suffix and tracked.incarnation not in self._duplicates:
             self._duplicates.add(tracked.incarnation)
-            _log.warning("two living processes claim one rank: job %s, run %s, rank %s", job_name, run_id, rank)
+            if self._claims.take(now.monotonic_ns, tracked.rank):  # one that fails and is restarted again and again
+                twice = "two living processes claim one rank: job %s, run %s, rank %s; the younger is rank %s"
+                _log.warning(twice, job_name, run_id, rank, rank + suffix)
         return Rank(
             job_name=job_name,
             run_id=run_id,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torchobs.ranks.snapshot import Rank, Snapshot
 
-RANK = r"[0-9]{1,9}(-[0-9a-f]{8})?|[0-9a-f]{32}"
+RANK = r"[0-9]{1,9}(-g[0-9]{1,10})?(-[0-9a-f]{8})?|[0-9a-f]{32}"
 """Pattern of a rank's label, or of an incarnation."""
 
 EVIDENCE = r"[0-9a-f]{16}"

@@ -12,6 +12,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torchobs.catalog import UNNAMED, prometheus_name
 from torchobs.flight.format.layout import encodable
+from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ _NAMED = {
 
 _OWN = (
     "run_id", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "restart", "launcher", "script",
-    "torch_version",
+    "torch_version", "replica_group",
 )  # fmt: skip
-_LEFT_OUT = frozenset({"trace_id", "pid", "launched_by"})
+_LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY})
 
 
 def named(attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
