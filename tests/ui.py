@@ -81,7 +81,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
         zero_rate=rate,
     )
     status = completed(status, readings.get, readings.of)
-    return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, None)
+    return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, "")
 
 
 def run(*rows: Row, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> Run:

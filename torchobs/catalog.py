@@ -953,10 +953,10 @@ EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s").describe
     "Duration of the last scan of all flight files."
 )
 EXPORTER_SCRAPES = _counter("torchobs.exporter.scrapes", "{scrape}").described(
-    "Pages that were sent to scrapers, and to anybody else who asked for the metrics."
+    "Scrapes of the metrics page; a page does not count its own."
 )
 EXPORTER_SCRAPE_TIME = _counter("torchobs.exporter.scrape.time", "s").described(
-    "Time from these requests to the end of their answers, waiting for a scan and for the client included."
+    "Time that these scrapes took, from the request to the page's last byte."
 )
 EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "").described(
     "0 while part of the configuration is invalid or cannot be applied."

@@ -109,16 +109,20 @@ def exporters() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Scrapes",
-            "Scrapes that were answered in a second, by exporter. Good: steady, one in each interval of each Prometheus.",
-            "short",
-            Query(worst(rate(catalog.EXPORTER_SCRAPES, *EXPORTERS)), "{{instance}}"),
+            "Metrics pages that the exporters serve in a second. Good: the number of scrapers, divided by their interval.",
+            "reqps",
+            Query(f"sum({rate(catalog.EXPORTER_SCRAPES, *EXPORTERS)})", "scrapes"),
         ),
         panels.lines(
-            "Scrape duration",
-            f"Mean time that the {MOST} slowest exporters took to answer a scrape. Good: far below the scrape's timeout.",
+            "Duration of a scrape",
+            f"Mean time from a request for the metrics page to its last byte, of the {MOST} slowest exporters. "
+            "Good: far below the scrape timeout.",
             "s",
             Query(
-                worst(f"{rate(catalog.EXPORTER_SCRAPE_TIME, *EXPORTERS)} / {rate(catalog.EXPORTER_SCRAPES, *EXPORTERS)}"),
+                worst(
+                    f"sum by (instance) ({rate(catalog.EXPORTER_SCRAPE_TIME, *EXPORTERS)})"
+                    f" / sum by (instance) ({rate(catalog.EXPORTER_SCRAPES, *EXPORTERS)})"
+                ),
                 "{{instance}}",
             ),
         ),

@@ -137,6 +137,17 @@ def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, f
     writer.close()
 
 
+def test_the_exporter_counts_its_own_scrapes(flight_dir: Path) -> None:
+    """The page has how many were served before it, up to a second ago, and how long they took."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter:
+        assert exporter.value("torchobs_exporter_scrapes_total") == 0
+        assert exporter.value("torchobs_exporter_scrape_time_seconds_total") == 0
+        wait_until(lambda: (exporter.value("torchobs_exporter_scrapes_total") or 0) >= 2)
+        spent_s = exporter.value("torchobs_exporter_scrape_time_seconds_total")
+        assert spent_s is not None
+        assert spent_s > 0
+
+
 def test_the_landing_page_says_what_is_wrong(tmp_path: Path) -> None:
     """And what a newcomer is waiting for."""
     with Service(ExporterConfig(flight_dir=str(tmp_path / "later"), problems=("--grace 'x': no",))) as exporter:

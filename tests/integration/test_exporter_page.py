@@ -16,12 +16,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from tests.exporter_page import USER, Exporter, parse_openmetrics, user
-from tests.exporters import Service
 from tests.rank_files import File, S
-from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.prometheus.text_format import Style
 from torchobs.flight.format.layout import BadFlightFileError, Exit
 from torchobs.flight.format.series import Scope
@@ -550,12 +547,3 @@ def test_the_parser_of_these_tests_finds_faults() -> None:
     """Or the tests above could not fail."""
     with pytest.raises(ValueError, match="Clashing name"):
         list(parse_openmetrics("# TYPE a gauge\na 1\n# TYPE b gauge\nb 1\n# TYPE a gauge\na 1\n# EOF\n"))
-
-
-def test_the_exporter_counts_its_scrapes_and_their_time(flight_dir: Path) -> None:
-    """Promise: each page that was sent is counted once it was, with the time that it took."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir))) as running:
-        sent = [running.value("torchobs_exporter_scrapes_total") or 0 for _ in range(3)]
-        wait_until(lambda: (running.value("torchobs_exporter_scrapes_total") or 0) >= len(sent))
-        assert sent[0] == 0
-        assert (running.value("torchobs_exporter_scrape_time_seconds_total") or 0) > 0

@@ -26,7 +26,7 @@ WRONG = [step(number, NAN) for number in range(20, 41)]
 def test_a_healthy_run_that_finished_has_one_sentence() -> None:
     """Nothing is said where there is nothing to say."""
     (only,) = diagnose(facts(steps(300), state="finished", reason="finished"))
-    assert only.text == "Rank 0 finished in order after step 300; it ran for 30 s."
+    assert only.text == "Rank 0 finished in order after step 300; it ran for 30 s since init()."
     assert only.severity == "info"
 
 
@@ -51,7 +51,7 @@ def test_what_a_run_without_a_step_lacks_is_told_unless_it_stepped_later(count: 
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        ("finished", "Rank 0 finished in order after 0 s; its steps are not in this part of the file."),
+        ("finished", "Rank 0 finished in order after 0 s since init(); its steps are not in this part of the file."),
         ("lost", f"Rank 0 vanished without a word {PART}: killed (SIGKILL), os._exit or"),
         ("exit_code", f"Rank 0 left with exit status 0, {PART}."),
     ],

@@ -42,6 +42,7 @@ class Asked:
         scope = {"type": "http", "method": method, "path": "/metrics", "client": ("10.0.0.1", 1), "headers": [*headers]}
         scope["query_string"] = query
         asyncio.run(page(scope, self._receive, self._send))
+        self.scrapes = page.scrapes
         self.status, self.headers = self.sent[0]["status"], dict(self.sent[0]["headers"])
 
     async def _fresh(self, deadline_s: float) -> ScrapeInput:
@@ -63,6 +64,8 @@ def test_a_scraper_that_got_its_page_is_remembered() -> None:
     assert asked.scrapers.waiting(8, asked.scrapers.last_s or 0.0) == ["10.0.0.1 Prometheus/3"]
     assert asked.sent[1]["body"] == b"page\n"
     assert asked.headers[b"content-length"] == b"5"
+    assert asked.scrapes.served == 1
+    assert asked.scrapes.seconds >= 0
 
 
 def test_who_asks_for_the_head_has_got_no_page() -> None:
@@ -70,6 +73,7 @@ def test_who_asks_for_the_head_has_got_no_page() -> None:
     asked = Asked("HEAD")
     assert (asked.status, asked.headers[b"content-length"]) == (200, b"5")
     assert not asked.scrapers.got(7)
+    assert asked.scrapes.served == 0
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])

@@ -55,7 +55,7 @@ def report_lines(
 def _heading(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
     first = ranks[0]
     job_name, run_id, _ = first.identity
-    begun, ended = min(report.start_s for report in ranks), max(report.last_s for report in ranks)
+    begun, ended = min(report.begun_s for report in ranks), max(report.begun_s + report.lived_s for report in ranks)
     yield text_format.cut(f"{style('bold', job_name)}  {run_id}", style.width + (8 if style.colour else 0))
     hosts = sorted({report.described("host") for report in ranks} - {""})
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
@@ -119,9 +119,9 @@ def _rank(report: RankReport, options: Options, style: TerminalStyle, *, alone: 
         (f"Stack{of}", _stack(report, style.width)),
         (f"Speed{of}", _speed(report, style.width)),
         (f"Course{of}", _course(report, style)),
-        (f"Time{of}", shares(report.by_attribute(catalog.GOODPUT_TIME), style.width)),
-        (f"Phases of a step{of}", shares(report.by_attribute(catalog.STEP_PHASE_TIME), style.width)),
-        (f"Phases on the GPU{of}", shares(report.by_attribute(catalog.STEP_DEVICE_TIME), style.width)),
+        (f"Time since {report.since}{of}", shares(report.by_attribute(catalog.GOODPUT_TIME), style.width)),
+        (f"Phases of a step{of}, of its time", shares(report.by_attribute(catalog.STEP_PHASE_TIME), style.width)),
+        (f"Phases on the GPU{of}, of its time in a step", shares(report.by_attribute(catalog.STEP_DEVICE_TIME), style.width)),
         (f"Memory{of}", _memory(report, style.width)),
         (f"Mixed precision{of}", _amp(report, style.width)),
         (f"torch.compile{of}", _compile(report, style.width)),

@@ -98,7 +98,7 @@ def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) 
     whole = sum(times.values())
     large = {name: seconds for name, seconds in times.items() if whole and seconds >= _LEAST_NAMED * whole}
     went = ", ".join(shares(large, sys.maxsize, whole)).replace("  ", ", ")
-    return [known.verdict.text, ended.text, *worst, *([f"time: {went}"] if went else [])]
+    return [known.verdict.text, ended.text, *worst, *([f"time since {ranks[known.principal].since}: {went}"] if went else [])]
 
 
 def _tell(lines: Sequence[str]) -> None:

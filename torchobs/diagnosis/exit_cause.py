@@ -91,7 +91,7 @@ def _living(report: RankReport) -> Finding:
 
 
 def _finished(report: RankReport) -> Finding:
-    length = text_format.duration(report.last_s - report.start_s)
+    length = report.lifetime
     told = _signal(report)
     told = f"; {told} had told it to end" if told else ""
     if not report.last_step and report.partial:

@@ -81,7 +81,7 @@ def _process(report: RankReport, options: Options) -> dict[str, Any]:
         "state": report.state,
         "up": report.up,
         "exit": {"reason": report.reason or None, "code": None if report.up else report.exit_code},
-        "started": report.start_s,
+        "started": report.begun_s,
         "last_seen": report.last_s,
         "events": [_event(fact) for fact in report.events[-options.events :] if options.events],
     }

@@ -193,6 +193,26 @@ class RankReport:
         return self.header.wall_ns / 1e9
 
     @property
+    def begun_s(self) -> float:
+        """The moment since which all times of a report are: when the process began, else when recording did."""
+        return self.header.begun_s
+
+    @property
+    def since(self) -> str:
+        """That moment, in words."""
+        return "the process began" if self.begun_s < self.start_s else "init()"
+
+    @property
+    def lived_s(self) -> float:
+        """How long it has lived since then: to its last sign of life, or the sum of its times, which go on to its end."""
+        return max(self.last_s - self.begun_s, sum(self.by_attribute(catalog.GOODPUT_TIME).values()))
+
+    @property
+    def lifetime(self) -> str:
+        """How long it has lived, and since when, in words."""
+        return f"{text_format.duration(self.lived_s)} since {self.since}"
+
+    @property
     def last_step(self) -> int:
         """The number of the newest step; 0 before the first, and if unknown.
 

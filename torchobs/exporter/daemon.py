@@ -137,6 +137,7 @@ class _Service:
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
         await self._api.look(snapshot)
         self._count_losses()
+        self._site.count_scrapes()
         if self._push is not None:
             self._site.pushed = self._push.counts
             if self._push.due and self._site.host is not None:

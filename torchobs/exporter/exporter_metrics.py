@@ -35,6 +35,14 @@ NOTHING_LOST = Lost(
 )
 
 
+class Scrapes(NamedTuple):
+    """Metrics pages served since the start."""
+
+    served: int = 0
+    seconds: float = 0.0
+    """from a request to its last byte, of all together"""
+
+
 class ScrapeInput(NamedTuple):
     """Input of a metrics page."""
 
@@ -46,12 +54,9 @@ class ScrapeInput(NamedTuple):
     pushed: Mapping[str, Counts] | None = None
     """counts of the OTLP push by signal; ``None``: nothing is pushed"""
     lost: Lost = NOTHING_LOST
+    scrapes: Scrapes = Scrapes()
     host: HostFacts | None = None
     """the machine's metrics; ``None``: not collected, or not yet"""
-    scrapes: int = 0
-    """pages of metrics that were sent"""
-    scrape_time_s: float = 0.0
-    """time that answering these took"""
 
 
 class Sample(NamedTuple):
@@ -134,8 +139,8 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
     yield from by_attribute(catalog.EXPORTER_FILES, snapshot.files)
     yield from by_attribute(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": scrape.timeouts})
     yield Sample(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
-    yield Sample(catalog.EXPORTER_SCRAPES, {}, scrape.scrapes)
-    yield Sample(catalog.EXPORTER_SCRAPE_TIME, {}, scrape.scrape_time_s)
+    yield Sample(catalog.EXPORTER_SCRAPES, {}, scrape.scrapes.served)
+    yield Sample(catalog.EXPORTER_SCRAPE_TIME, {}, scrape.scrapes.seconds)
     yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not scrape.problems))
     yield Sample(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
     yield from by_attribute(catalog.EXPORTER_SERIES_DROPPED, dropped)

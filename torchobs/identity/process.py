@@ -34,6 +34,12 @@ def this_process() -> ProcessInfo:
     return _facts(os.getpid(), sys.argv[0] if sys.argv else "")
 
 
+def begun_ms() -> int | None:
+    """Return when this process began, in Unix time (ms); None in an interactive interpreter, which may have been idle since."""
+    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return None if interactive else this_process().start_ns // 1_000_000
+
+
 def boot_id() -> bytes:
     """Return the 16-byte random id of this boot; zeros where the system has none."""
     try:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torchobs.catalog import prometheus_label
+from torchobs.flight.format.layout import PROCESS_BEGUN
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _FACTS = (
     "python_version",
     "torchobs_version",
 )
-_NOT_LABELS = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", LAUNCH, LAUNCHED_BY})
+_NOT_LABELS = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", LAUNCH, LAUNCHED_BY, PROCESS_BEGUN})
 """Fields of a rank's resource that are exported otherwise or not at all; the others were set by the user."""
 
 

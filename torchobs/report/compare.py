@@ -61,7 +61,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data. Times in seconds, memory in bytes; a non-finite number is its name."""
         runs = [
-            {"job_name": job, "run_id": run, "rank": rank, "state": one.state, "steps": one.last_step, "started": one.start_s}
+            {"job_name": job, "run_id": run, "rank": rank, "state": one.state, "steps": one.last_step, "started": one.begun_s}
             for one in (self.first, self.second)
             for job, run, rank in [one.identity]
         ]
@@ -245,7 +245,11 @@ def _figures(reports: Sequence[RankReport]) -> Figures:
     for name, report in zip(_NAMES, reports, strict=True):
         figures += [
             Figure(f"{name}: state", report.state, report.reason if report.reason != report.state else ""),
-            Figure(f"{name}: steps", f"{report.last_step:,}", f"in {text_format.duration(report.last_s - report.start_s)}"),
+            Figure(
+                f"{name}: steps",
+                f"{report.last_step:,}",
+                f"in {report.lifetime}",
+            ),
         ]
     return Figures(tuple(figures))
 

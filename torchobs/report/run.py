@@ -63,7 +63,7 @@ def run_document(chosen: Chosen) -> Document:
 
 
 def _subtitle(run_id: str, every: Sequence[RankReport]) -> str:
-    begun, ended = min(report.start_s for report in every), max(report.last_s for report in every)
+    begun, ended = min(report.begun_s for report in every), max(report.last_s for report in every)
     hosts = sorted({report.described("host") for report in every} - {""})
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
     times = f"{text_format.moment(begun)} to {text_format.moment(ended)}"
@@ -103,19 +103,18 @@ def _place(kind: str, names: set[str]) -> str:
 
 def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
     loss = last_known([step.loss for step in report.steps])
-    seconds = report.last_s - report.start_s
     phases = sum(typical_phases(report.steps).values())
     goodput = report.by_attribute(catalog.GOODPUT_TIME)
-    whole = sum(goodput.values())
+    whole, since = sum(goodput.values()), f"of the time since {report.since}"
     peaks = [size for size in report.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
     rss = [value for _, value in report.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
     figures = [
         Figure("State", report.state, report.reason if report.reason not in {"", report.state} else ""),
-        Figure("Steps", f"{report.last_step:,}", f"in {text_format.duration(seconds)}"),
+        Figure("Steps", f"{report.last_step:,}", f"in {report.lifetime}"),
         Figure("Loss", text_format.number(loss), "the last one") if loss is not None else None,
         Figure("Step time", text_format.duration(phases), "typical of the last steps") if phases else None,
         *_speed(report),
-        Figure("Goodput", text_format.percent(goodput.get("productive", 0.0) / whole), "of the whole time") if whole else None,
+        Figure("Goodput", text_format.percent(goodput.get("productive", 0.0) / whole), since) if whole else None,
         Figure("Device memory", text_format.size(max(peaks)), "peak of a device") if peaks else None,
         Figure("Host memory", text_format.size(max(rss)), "greatest RSS seen") if rss else None,
         Figure("Ranks", f"{len(every):,}", "") if len(every) > 1 else None,

@@ -70,7 +70,7 @@ def _summary(run: RunFiles, reports: Sequence[RankReport]) -> RunSummary:
     return RunSummary(
         job_name=job_name, run_id=run_id, ranks=len(reports), world_size=world if isinstance(world, int) else None,
         attempt=max(report.restart for report in reports) + 1, state=worst.state, ended_by=worst.reason,
-        started=first.header.wall_ns / 1e9, last_seen=max(report.last_s for report in reports),
+        started=first.header.begun_s, last_seen=max(report.last_s for report in reports),
         steps=max(report.last_step for report in reports),
         loss=last_known([step.loss for step in reports[0].steps]),
     )  # fmt: skip

@@ -25,7 +25,7 @@ def section_of(report: RankReport, of: str) -> Section:
     phases = report.by_attribute(catalog.STEP_PHASE_TIME)
     return section(
         "time", f"Time{of}",
-        Shares("Goodput: the time since the start", goodput, "goodput-") if sum(goodput.values()) else None,
+        Shares(f"Goodput: the time since {report.since}", goodput, "goodput-") if sum(goodput.values()) else None,
         Shares("Time by phase of a step, all steps", phases) if sum(phases.values()) else None,
         LineChart("Step time", (Series("step time", times),), text_format.duration, note=_spread(report)) if times else None,
         _phases(report), *_operations(report),

@@ -21,7 +21,7 @@ from torchobs._version import __version__
 from torchobs.config import option_types, settings
 from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.location import NoPlaceError, control_directory, open_place, remedy
-from torchobs.flight.format.layout import Exit
+from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.identity import identity, process
 from torchobs.probes import factories
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchobs")
 _lock = threading.RLock()
 _current: Session | None = None
+_pids_recorded: list[int] = []
+"""This process, once it has been recorded; its parent in a forked child that has not"""
 
 
 class Session:
@@ -146,7 +148,7 @@ class Session:
         """Create the flight file, install the probes, start the sampler. Raises ``NoPlaceError`` without a place to write."""
         self.settings, self.identity = chosen, found_identity
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
-        resource = found_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes()
+        resource = found_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes() | _begun()
         try:
             writer = open_writer(place, resource, chosen.file_size, native=chosen.native)
         except OSError as error:
@@ -177,8 +179,7 @@ class Session:
             ("patches", PatchWatch(context).observe),
         ]
         if chosen.exporter:
-            says = chosen.summary and not found_identity.rank and not in_notebook()
-            self._page = PageAddress(writer.path, says=says)
+            self._page = PageAddress(writer.path, says=chosen.summary and not found_identity.rank and not in_notebook())
             self._samples.append(("page", self._page.sample))
         if chosen.summary and in_notebook():
             self._notebook = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}", self._page)
@@ -412,6 +413,13 @@ def _versions() -> dict[str, str | int]:
     with contextlib.suppress(AttributeError):
         found["torch_version"] = str(torch.__version__)  # None has no version: suppressed
     return found
+
+
+def _begun() -> dict[str, int]:
+    """Return when the process began, for its first recording: of a second one, the time before it was the first's."""
+    begun_ms = None if _pids_recorded == [os.getpid()] else process.begun_ms()
+    _pids_recorded[:] = [os.getpid()]
+    return {} if begun_ms is None else {PROCESS_BEGUN: begun_ms}
 
 
 def _at_exit() -> None:

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from torchobs.exporter.exporter_metrics import NOTHING_LOST, ScrapeInput
+from torchobs.exporter.exporter_metrics import NOTHING_LOST, ScrapeInput, Scrapes
 from torchobs.exporter.prometheus.handler import MetricsPage
 from torchobs.exporter.ui.routes import LivePage
 from torchobs.ranks.snapshot import EMPTY
@@ -37,10 +37,10 @@ class Site:
         problems: Callable[[], tuple[str, ...]], evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
     ) -> None:  # fmt: skip
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
-        self._scrapers = scrapers
         self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
+        self.scrapes = Scrapes()
         self.host: HostMetrics | None = None
         links = (
             (config.telemetry_path, "Metrics"),
@@ -53,8 +53,11 @@ class Site:
     def scrape_input(self, snapshot: Snapshot) -> ScrapeInput:
         """Return the input of a metrics page of that snapshot."""
         host = self.host.latest if self.host is not None else None
-        scrapes = self._scrapers.scrapes, self._scrapers.time_s
-        return ScrapeInput(snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.lost, host, *scrapes)
+        return ScrapeInput(snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.lost, self.scrapes, host)
+
+    def count_scrapes(self) -> None:
+        """Take over the number of pages served so far: once a second, so that scrapes of one second share a page."""
+        self.scrapes = self._metrics.scrapes
 
     def app(self, more: Iterable[BaseRoute] = ()) -> ASGIApp:
         """Return the application; ``more``: additional routes of a listener."""

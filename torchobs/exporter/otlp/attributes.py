@@ -11,7 +11,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torchobs.catalog import UNNAMED, prometheus_name
-from torchobs.flight.format.layout import encodable
+from torchobs.flight.format.layout import PROCESS_BEGUN, encodable
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import labels
 
@@ -43,7 +43,7 @@ _OWN = (
     "run_id", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "restart", "launcher", "script",
     "torch_version", "replica_group",
 )  # fmt: skip
-_LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY})
+_LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY, PROCESS_BEGUN})
 
 
 def named(attributes: Iterable[tuple[str, object]]) -> dict[str, object]:

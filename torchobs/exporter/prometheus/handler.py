@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 
 from starlette.responses import PlainTextResponse
 
+from torchobs.exporter.exporter_metrics import Scrapes
 from torchobs.exporter.http.content_negotiation import accepts_gzip
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 
@@ -44,13 +45,14 @@ class MetricsPage:
     ) -> None:
         """``fresh`` returns the input of a page within the given number of seconds; ``pod_uid``: the exporter's own pod."""
         self._fresh, self._pages, self._scrapers, self._pod_uid = fresh, pages, scrapers, pod_uid
+        self.scrapes = Scrapes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        began_s = time.monotonic()
         if scope["method"] not in _METHODS:
             await _not_allowed(scope, receive, send)
             return
+        begun_s = time.monotonic()
         if self._is_meant_for_another(scope):
             await _misdirected(scope, receive, send)
             return
@@ -72,7 +74,8 @@ class MetricsPage:
             who = f"{scope['client'][0] if scope['client'] else ''} {headers.get(b'user-agent', '')[:200]}"
             declared = _SCRAPE_TIMEOUT in headers
             now_s = time.monotonic()
-            self._scrapers.note(who, page.number, now_s, declared=declared, final=page.final, took_s=now_s - began_s)
+            self._scrapers.note(who, page.number, now_s, declared=declared, final=page.final)
+            self.scrapes = Scrapes(self.scrapes.served + 1, self.scrapes.seconds + now_s - begun_s)
 
     def _is_meant_for_another(self, scope: Scope) -> bool:
         """Return True if the query names a pod, and another one: on the node's network two pods have one address."""

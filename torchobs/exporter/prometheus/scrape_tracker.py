@@ -27,16 +27,12 @@ class ScrapeTracker:
     def __init__(self) -> None:
         self._seen: dict[str, _Scraper] = {}
         self.last_s: float | None = None
-        self.scrapes, self.time_s = 0, 0.0
-        """pages received by clients, and the seconds from these requests to the end of their answers"""
 
-    def note(self, who: str, number: int, now_s: float, *, declared: bool, final: bool = True, took_s: float = 0.0) -> None:
+    def note(self, who: str, number: int, now_s: float, *, declared: bool, final: bool = True) -> None:
         """Note that a client has received the page of a snapshot.
 
-        ``declared``: it sent a scrape timeout, as scrapers do; ``final``: the page showed every value; ``took_s``: from the
-        request to the end of the answer.
+        ``declared``: it sent a scrape timeout, as scrapers do; ``final``: the page showed every value.
         """
-        self.scrapes, self.time_s = self.scrapes + 1, self.time_s + took_s
         before = self._seen.pop(who, None)
         interval_s = now_s - before.last_s if before else None
         whole = number if final else before.final if before else 0

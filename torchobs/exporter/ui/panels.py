@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
+from torchobs.exporter.ui.view_model import WHOLES
 from torchobs.report import charts
 from torchobs.report.html import EMPTY, Html, definitions, exact, joined, named, tag, text
 
@@ -83,7 +84,7 @@ def details(model: Model) -> Html:
     if focus is None:
         return EMPTY
     panels = {
-        "Where the time went": _goodput(focus.readings),
+        "Where the time since the start went": _goodput(focus.readings),
         "Memory": definitions(_memory(focus.readings)),
         "Mixed precision": definitions(_amp(focus.readings)),
         "torch.compile": definitions(_compile(focus.readings)),
@@ -128,7 +129,7 @@ def _memory(readings: Readings) -> Iterator[Line]:
     if working_set is not None:
         yield "container", _of(working_set, readings.get(catalog.CGROUP_MEMORY_LIMIT))
     for (limit,), part in readings.of(catalog.MEMORY_HOST_UTILIZATION).items():
-        yield f"{limit} full", joined([charts.meter(part), exact(text_format.percent(part), part)])
+        yield f"{WHOLES.get(limit, limit)} full", joined([charts.meter(part), exact(text_format.percent(part), part)])
     for (space,), left_s in readings.of(catalog.MEMORY_TIME_TO_LIMIT).items():
         yield f"{space} memory full in", exact(text_format.span(left_s), left_s)
 

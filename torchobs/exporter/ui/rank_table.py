@@ -103,8 +103,8 @@ def _slowdown(status: RankStatus) -> Html:
 
 
 def _memory(row: Row) -> Html:
-    part = "" if row.fullest is None else f" ({row.fullest[0]} {text_format.percent(row.fullest[1])} full)"
-    return joined([exact(text_format.size(row.memory), row.memory), part if row.memory is not None else ""])
+    limit = f" ({row.memory_limit})" if row.memory_limit and row.memory is not None else ""
+    return joined([exact(text_format.size(row.memory), row.memory), limit])
 
 
 def _summary_row(rows: Sequence[Row]) -> Html:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
 from torchobs.catalog import Severity
+from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import Health, health
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, left_s, recent_anomalies, status_of
 from torchobs.exporter.ui.data import NO_DETAILS
@@ -36,6 +37,8 @@ PER_PAGE = 50
 MOST_RUNS = 50
 MOST_EVIDENCE = 50
 
+WHOLES = {"cgroup": "container", "machine": "machine"}
+"""What a limit on the host's memory is the limit of"""
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 LAYERS = {
     "gradient": (catalog.GRAD_LAYER_NORM, "gradient norm"),
@@ -119,8 +122,8 @@ class Row:
     """the last gradient norm that was measured, finite or not"""
     memory: float | None
     """bytes in use: on its devices, or by its process if it has none"""
-    fullest: tuple[str, float] | None
-    """the fullest memory that it may use (a device, the machine, a cgroup), and how full that is"""
+    memory_limit: str
+    """which share of what is in use, in words: of the fullest device, else of the container or the machine; empty if unknown"""
 
     @property
     def rank(self) -> str:
@@ -317,21 +320,21 @@ def _key(ranks: Sequence[Rank]) -> str:
     return f"{ranks[0].job_name}/{ranks[0].run_id}"
 
 
-def _memory(readings: Readings) -> tuple[float | None, tuple[str, float] | None]:
-    """Return a rank's memory in use in bytes, and the fullest of its devices, or of the limits of its process, if it has none.
+def _memory(readings: Readings) -> tuple[float | None, str]:
+    """Return the bytes that a rank has on its devices, or its process has if there are none, and how full what they are in is.
 
-    The share of a device is what the rank itself has reserved there; that of a machine or cgroup is of all of its processes.
+    The process's bytes are not all that fill the machine, or the container: so it is said which of the two is how full.
     """
-    reserved, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
-    if reserved:
-        shares = {device[0]: value / limits[device] for device, value in reserved.items() if limits.get(device)}
-        return sum(reserved.values()), _largest(shares)
-    shares = {limit: share for (limit,), share in readings.of(catalog.MEMORY_HOST_UTILIZATION).items()}
-    return readings.get(catalog.MEMORY_HOST_RSS), _largest(shares)
-
-
-def _largest(shares: Mapping[str, float]) -> tuple[str, float] | None:
-    return max(shares.items(), key=lambda item: item[1], default=None)
+    allocated, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
+    if allocated:
+        shares = {device: value / limits[device] for device, value in allocated.items() if limits.get(device)}
+        device = max(shares, key=lambda name: shares[name], default=None)
+        words = f"{text_format.percent(shares[device])} of {device[0]}" if device is not None else ""
+        return sum(allocated.values()), words
+    used = {limit: share for (limit,), share in readings.of(catalog.MEMORY_HOST_UTILIZATION).items()}
+    fullest = max(used, key=lambda limit: used[limit], default=None)
+    words = f"{WHOLES.get(fullest, fullest)} {text_format.percent(used[fullest])} full" if fullest is not None else ""
+    return readings.get(catalog.MEMORY_HOST_RSS), words
 
 
 def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:

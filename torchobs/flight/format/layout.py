@@ -133,6 +133,10 @@ EXIT_SET = 1 << 63
 NO_STEPS = (1 << 64) - 1
 
 
+PROCESS_BEGUN = "process_begun_ms"
+"""Field of the resource: when the process began, in Unix time; absent where only the recording's begin says something"""
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Offset and length of a region in bytes, and the size of its items."""
@@ -163,6 +167,13 @@ class Header:
     minor: int = MINOR
     in_memory: bool | None = None
     """where it was created, so that what a process stored in the mapped file survived its end; ``None``: unknown"""
+
+    @property
+    def begun_s(self) -> float:
+        """When the process began, in Unix time, if it is known and was before the recording; else when recording did."""
+        begun_ms = self.resource.get(PROCESS_BEGUN)
+        recorded_s = self.wall_ns / 1e9
+        return min(begun_ms / 1e3, recorded_s) if isinstance(begun_ms, int) and begun_ms > 0 else recorded_s
 
     @property
     def seed(self) -> int:

@@ -7,7 +7,6 @@ credited, so that the states add up to the rank's lifetime.
 
 from __future__ import annotations
 
-import sys
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from torchobs import catalog
 from torchobs.detect.idle import idle_from
 from torchobs.flight.metrics.goodput import clear_credit, credit, credited
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
-from torchobs.identity import process
 from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 
@@ -72,16 +70,14 @@ class OpenTime:
 class Startup:
     """Measures the time before the first step: imports, model construction, checkpoint restore; the cost of every restart.
 
-    From the process's start, or from ``init()`` in an interactive interpreter, which may have been idle for hours. Updated once
-    a second, and once exactly when the first step has ended. In the sampler thread; a part of ``PhaseProbe``.
+    From the process's start, or from ``init()`` where that says nothing (``Session.open``). Updated once a second, and once
+    exactly when the first step has ended. In the sampler thread; a part of ``PhaseProbe``.
     """
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, self._rounds = context, 0
         self._cell = context.writer.table.cell(catalog.GOODPUT_TIME, {"state": catalog.STARTUP})
-        header = context.writer.header
-        interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-        self._begun_s = (header.wall_ns if interactive else min(process.this_process().start_ns, header.wall_ns)) / 1e9
+        self._begun_s = context.writer.header.begun_s
         self._shown_s = 0.0
         self._done = context.recorder.step > 0
 
