@@ -16,7 +16,6 @@ import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.reader import reader
-from torchobs.identity import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -269,7 +268,7 @@ def trained(states: dict[str, float]) -> float:
 def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
     """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
     path, life_s, least, asked, before = "", 0.0, 0.0, list[float](), 0.0
-    for run in recording(flight_dir):
+    path, life_s, born_s, least, asked, before = "", 0.0, 0.0, 0.0, list[float](), 0.0
         assert run.session.writer is not None
         path = run.session.writer.path
         loop, training = Loop(), loader()
@@ -289,10 +288,11 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
         loop.model.train()
         loop.train(training)
         time.sleep(0.3)
-        life_s = time.time() - process.this_process().start_ns / 1e9
+        born_s = run.session.writer.header.begun_s
+        life_s = time.time() - born_s
         least = time.monotonic() - begun
     most = time.monotonic() - asked[-2]
-    longest_s = time.time() - process.this_process().start_ns / 1e9
+    longest_s = time.time() - born_s
     points = reader.open_path(path).read(final=True).points
     values = {
         str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
@@ -306,7 +306,7 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
 
 def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> None:
     """An evaluation alone: the start, and that."""
-    path, begun, life_s = "", 0.0, 0.0
+    path, begun, life_s, born_s = "", 0.0, 0.0, 0.0
     for run in recording(flight_dir):
         assert run.session.writer is not None
         path = run.session.writer.path
@@ -315,8 +315,9 @@ def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> N
         begun = time.monotonic()
         loop.evaluate(loader(), NAP_S)
         begun = time.monotonic() - begun
-        life_s = time.time() - process.this_process().start_ns / 1e9
-    longest_s = time.time() - process.this_process().start_ns / 1e9
+        born_s = run.session.writer.header.begun_s
+        life_s = time.time() - born_s
+    longest_s = time.time() - born_s
     values = {
         str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
         for point in reader.open_path(path).read(final=True).points
