@@ -267,8 +267,8 @@ def trained(states: dict[str, float]) -> float:
 
 def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
     """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
-    path, life_s, least, asked, before = "", 0.0, 0.0, list[float](), 0.0
     path, life_s, born_s, least, asked, before = "", 0.0, 0.0, 0.0, list[float](), 0.0
+    for run in recording(flight_dir):
         assert run.session.writer is not None
         path = run.session.writer.path
         loop, training = Loop(), loader()
