@@ -369,7 +369,7 @@ def test_a_mistake_on_the_command_line_opens_nothing(
     """Not in a file's name, not in the option's, not in another option's."""
     port = free_port()
     given = {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}", "TORCHOBS_DIR": str(flight_dir)}
-    program = start_program(start, tmp_path / "exporter.log", port, *arguments, **given)
+    program = start_program(start, tmp_path / "exporter.log", port, *arguments, **given, KUBERNETES_SERVICE_HOST="10.96.0.1")
     assert program.get().status == 503
     assert program.get("/-/healthy").status == 200
 

@@ -288,8 +288,6 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     listed as well.
     """
     complaints = [*mistakes, *unknown_variables(environ)]
-    if any(map(_PROTECTION.search, complaints)):
-        given = {"web_config_file": ("",), **given}
     problems: list[SettingsProblem] = []
     chosen: dict[str, object] = {}
     for option in OPTIONS:
@@ -298,6 +296,8 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
             chosen[option.name] = tuple(values) if option.several else values[-1]
         elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
             chosen[option.name] = ""  # refuse all requests: the page was meant to be protected
+    if any(map(_PROTECTION.search, complaints)):
+        chosen.setdefault("web_config_file", "")  # as above
     if (
         "listen" not in chosen
         and chosen.get("mode") != "node"
