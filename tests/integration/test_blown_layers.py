@@ -25,7 +25,7 @@ STEPS, AT = 60, 50
 
 @pytest.mark.parametrize("layer", ["0", "4", "8"])
 def test_the_layer_of_an_explosion_is_named(run: Recording, flight_dir: Path, layer: str) -> None:
-    """Its gradient is a thousand times what it was in one step among sixty; the steps after it are ordinary."""
+    """Its gradient is ten thousand times what it was in one step among sixty; the steps after it are ordinary."""
     torch.manual_seed(1)
     model: Any = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -33,7 +33,7 @@ def test_the_layer_of_an_explosion_is_named(run: Recording, flight_dir: Path, la
         optimizer.zero_grad()
         torch.autograd.backward((model(torch.randn(8, 16)) - 1.0).square().mean())
         if step == AT:
-            model[int(layer)].weight.grad.mul_(1000.0)
+            model[int(layer)].weight.grad.mul_(10_000.0)
         optimizer.step()
     run.look()
     told = [frame for frame in run.frames(catalog.EVENT_ANOMALY.name) if frame["step"] == AT]

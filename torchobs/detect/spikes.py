@@ -21,7 +21,7 @@ grow by 1.4 with every spike, and the third spike in a row would be usual."""
 LEAST_EXPLOSIONS = 3
 """Spikes that are a finding: single ones are ordinary (ZClip clips them as they come)."""
 LEAST_LOSS_SPIKES = 5
-"""Each spike raises the baseline by a factor of 1.44, so five mean a loss that has nearly doubled and stays high.
+"""Each spike raises the baseline by a factor of 1.44, so five mean a loss that has nearly doubled.
 
 The small GPT of ``examples/`` has 2 with a hundredfold learning rate, which it recovers from, 5 at 300 and 9 at 1000. Its
 gradient norm shows none of it so early in training, when that varies as much by itself.
@@ -66,8 +66,8 @@ def leaves_start(value: float, start: float, seen: int) -> bool:
     return value / scale > (ORDERS if seen > 1 else ORDERS**2)
 
 
-def skewed_reach(mean: float, variance: float) -> float:
-    """Return the distance above ``mean`` of ``Z_LIMIT`` for log-normal values, in their unit; 0 without variance.
+def skewed_reach(mean: float, variance: float, limit: float = Z_LIMIT) -> float:
+    """Return the distance above ``mean`` of ``limit`` deviations for log-normal values, in their unit; 0 without variance.
 
     A loss near its floor has a long tail: a classifier that is right on all but a few samples has 144 losses in 5,200 steps
     beyond 6 standard deviations of its recent past, and none beyond this (measured: 16 samples a batch, mean loss 0.005,
@@ -83,8 +83,8 @@ def skewed_reach(mean: float, variance: float) -> float:
     if mean <= 0.0:
         mean = max(-mean, sqrt(variance))
     variation = sqrt(variance) / mean
-    spread = min(log1p(variation * variation), Z_LIMIT**2)  # where the exponent is largest, and infinities end
-    return mean * (exp(Z_LIMIT * sqrt(spread) - spread / 2) - 1.0)
+    spread = min(log1p(variation * variation), limit**2)  # where the exponent is largest, and infinities end
+    return mean * (exp(limit * sqrt(spread) - spread / 2) - 1.0)
 
 
 class Bursts:

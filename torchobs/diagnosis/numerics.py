@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.detect.loss_scaler import is_stuck
 from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
@@ -20,14 +21,12 @@ from torchobs.diagnosis.nonfinite_origins import healthy_since, origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.diagnosis.status import past_in, stuck_layers_of
 
-_BEFORE = 50
+_BEFORE = RATE_MEMORY
 """Steps before a bad loss that are searched for its cause."""
 _BASELINE = 200
 _ALL_SINCE = 0.99
 """Tolerance, as the last steps may be counted and not in the file, or the other way round."""
-_LEAST_BASELINE = 10
-_RATE_ROSE = 2.0
-"""Least jump of the learning rate in one step, to a new maximum: schedules change it by a few per cent."""
+_LEAST_BASELINE = LEAST_RATES
 _GREW = 10.0
 """Growth of loss or norm within a run's first steps that counts as divergence: an order of magnitude."""
 _MANY_SKIPPED = 0.05
@@ -169,7 +168,7 @@ def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
         rate = step.learning_rate
         if rate is None or not isfinite(rate):
             continue
-        if index >= max(begin + _LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= _RATE_ROSE * highest:
+        if index >= max(begin + _LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= RATE_ROSE * highest:
             found = Rise(step.step, highest, rate)
         highest = max(highest, rate)
     return found

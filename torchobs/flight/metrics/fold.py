@@ -11,7 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.spikes import LEAST_LOSS_EXCESS, START, WARM_UP, judge, leaves_start
+from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.goodput import credited, deduct_credit
 from torchobs.flight.metrics.gradient_norms import fold_norms
@@ -29,16 +29,15 @@ from torchobs.flight.metrics.totals import (
     begin_model,
     count,
     is_active,
-    load_baseline,
-    load_bursts,
     observe,
     signed,
-    store_baseline,
-    store_bursts,
 )
+from torchobs.flight.metrics.usual_values import UsualValues, begin_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+
+    from torchobs.detect.excursions import Candidate
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
@@ -61,6 +60,7 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
         if part[0].flags & StepFlag.NEW_MODEL:
             begin_model(changed, part[0].step)
             begin_course(changed)
+            begin_values(changed)
         fold_late(changed, part, noted)
     add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
     changed.ints[Word.FOLDED_UPTO] = newest
@@ -85,10 +85,10 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     if steps:
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
-    converged = _converged(totals, records)
+    converged, faster = _converged(totals, records), _after_jumps(totals, records)
     fold_course(totals, records, found)
-    _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found)
-    fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, converged)
+    high = _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found, faster)
+    fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, converged, high)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
@@ -158,43 +158,56 @@ def _converged(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     return found
 
 
-def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:
-    ints, floats = totals.ints, totals.floats
+def _after_jumps(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
+    """Return the numbers of the records soon after a jump of the learning rate."""
+    top, rates, jump, found = totals.floats[Word.TOP_RATE], totals.ints[Word.RATES], totals.ints[Word.RATE_JUMP], set[int]()
+    for record in records:
+        rate = record.learning_rate
+        if record.flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate):
+            if rates >= LEAST_RATES and 0.0 < RATE_ROSE * top <= rate:
+                jump = record.step
+            top, rates = max(top, rate), rates + 1
+        if jump and record.step - jump <= RATE_MEMORY:
+            found.add(record.seq)
+    totals.ints[Word.RATE_JUMP] = jump
+    return found
+
+
+def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly], faster: Collection[int]) -> set[int]:
+    """Add losses; return the numbers of the records in which they were far above what was usual.
+
+    ``faster``: those soon after a jump of the learning rate.
+    """
+    ints, floats, high = totals.ints, totals.floats, set[int]()
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
-    mean, variance, seen = load_baseline(totals, Word.LOSS_BASELINE)
-    usual, start = floats[Word.LOSS_USUAL], floats[Word.LOSS_START]
-    bursts = load_bursts(totals, Word.LOSS_BURSTS)
-    spikes = nonfinite = 0
+    past = UsualValues.losses(totals)
+    number = nonfinite = 0
     spike = is_active(totals, LOSS_SPIKE)
     for record in records:
         loss, late = record.loss, record.step < newest
         if not isfinite(loss):
             nonfinite += 1
-            add_anomaly(found, NONFINITE_LOSS, record, loss, usual if spike else last)
+            spikes = past.give_up()
+            _add_spikes(found, spikes, past.usual)
+            number += len(spikes)
+            add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if spike or spikes else last)
             if not late:
                 newest, finite, spike = record.step, False, False
-            continue
-        if late:
-            continue  # delivered by a device after a newer step's value
-        newest, finite, last = record.step, True, loss
-        if seen < WARM_UP and leaves_start(loss, start, seen):
-            spike, seen, usual = True, seen + 1, min(usual, start)  # not learned by the baseline
-        else:
-            least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
-            likely = bursts.peak + max(0.0, bursts.peak - mean)  # twice as far from the mean
-            spike, mean, variance, seen = judge(loss, mean, variance, seen, least, skewed=True)
-            spike = bursts.judge(loss, likely, is_spike=spike)
-            if seen <= START:
-                start = max(start, abs(loss)) if seen > 1 else abs(loss)
-        if spike:
-            spikes += 1
-            add_anomaly(found, LOSS_SPIKE, record, loss, usual)
-        else:
-            usual = mean
+        elif not late:  # else delivered by a device after a newer step's value
+            newest, finite, last = record.step, True, loss
+            spikes, spike = past.add(loss, record.step, record.end_ns, explained=record.seq not in faster)
+            _add_spikes(found, spikes, past.usual)
+            number += len(spikes)
+            if past.is_high:
+                high.add(record.seq)
     if records:
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
-        floats[Word.LOSS_USUAL], floats[Word.LOSS_START] = usual, start
-        store_baseline(totals, Word.LOSS_BASELINE, mean, variance, seen)
-        store_bursts(totals, Word.LOSS_BURSTS, bursts)
+        past.store()
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
-        count(totals, LOSS_SPIKE, spikes, active=spike)
+        count(totals, LOSS_SPIKE, number, active=spike)
+    return high
+
+
+def _add_spikes(found: list[Anomaly], spikes: list[Candidate], usual: float) -> None:
+    for candidate in spikes:
+        add_anomaly(found, LOSS_SPIKE, candidate, candidate.value, usual)

@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.excursions import SETTLED, Candidate
 from torchobs.detect.spikes import Bursts
 from torchobs.flight.format.step_record import StepRecord
 
@@ -76,12 +77,19 @@ class Word:
     """of the present model: mean of about the last quarter of its learning rates, the highest, and the mean of such squares"""
     LOSS_BURSTS, NORM_BURSTS = 116, 121
     """``detect.spikes.Bursts``; the norm's as logarithms"""
+    RATE_JUMP = 126
+    """the step in which the learning rate last jumped to a new maximum"""
+    LOSS_EXCURSION, NORM_EXCURSION = 127, 152
+    """``detect.excursions.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
+    and of each its value, its step and its time; the norm's as logarithms"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
 BURST_WORDS = len(Bursts.__slots__)
-WORDS = Word.NORM_BURSTS + BURST_WORDS
+MOST_CANDIDATES = SETTLED - 1
+EXCURSION_WORDS = 4 + 3 * MOST_CANDIDATES
+WORDS = Word.NORM_EXCURSION + EXCURSION_WORDS
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 
@@ -152,44 +160,17 @@ def add(totals: Totals, word: int, number: int) -> None:
     totals.ints[word] = min(totals.ints[word] + number, TOP)
 
 
-def load_baseline(totals: Totals, at: int) -> tuple[float, float, int]:
-    """Return mean, variance and how many values were seen (``detect.spikes``)."""
-    return totals.floats[at], totals.floats[at + 1], totals.ints[at + 2]
-
-
-def store_baseline(totals: Totals, at: int, mean: float, variance: float, seen: int) -> None:
-    """Store mean, variance and number of values (see :func:`load_baseline`)."""
-    totals.floats[at], totals.floats[at + 1], totals.ints[at + 2] = mean, variance, seen
-
-
-def load_bursts(totals: Totals, at: int) -> Bursts:
-    """Return what is known of bursts from word ``at`` on."""
-    return Bursts(*totals.floats[at : at + BURST_WORDS])
-
-
-def store_bursts(totals: Totals, at: int, bursts: Bursts) -> None:
-    """Store it (see :func:`load_bursts`)."""
-    for index, value in enumerate((bursts.recent, bursts.peak, bursts.length, bursts.top, bursts.calm)):
-        totals.floats[at + index] = value
-
-
 def begin_model(totals: Totals, step: int) -> None:
-    """Reset baselines and anomalies: a new model is trained from ``step`` on; late values of earlier steps are not its."""
+    """Reset anomalies: a new model is trained from ``step`` on; late values of earlier steps are not its."""
     ints = totals.ints
     ints[Word.MODEL_CHANGES] += 1
     ints[Word.MODEL_STEP] = ints[Word.LOSS_STEP] = ints[Word.GRAD_NORM_STEP] = step
-    ints[Word.LOW_NORMS] = 0
-    for baseline in (Word.LOSS_BASELINE, Word.NORM_BASELINE):
-        store_baseline(totals, baseline, 0.0, 0.0, 0)
-    for word in (Word.LOSS_BURSTS, Word.NORM_BURSTS):
-        store_bursts(totals, word, Bursts())
-    for word in (Word.LOSS_START, Word.NORM_START, Word.LOSS_USUAL, Word.NORM_USUAL):
-        totals.floats[word] = 0.0
+    ints[Word.LOW_NORMS] = ints[Word.RATE_JUMP] = 0
     for kind in range(len(catalog.ANOMALY_KINDS)):
         totals.floats[Word.ACTIVE + kind] = 0.0
 
 
-def add_anomaly(found: list[Anomaly], kind: int, record: StepRecord, value: float, baseline: float) -> None:
+def add_anomaly(found: list[Anomaly], kind: int, record: StepRecord | Candidate, value: float, baseline: float) -> None:
     """Append an anomaly to ``found``."""
     found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
 

@@ -1,0 +1,111 @@
+"""What is usual of the losses, or of the gradients' norms, while records are added: a part of the fold's state."""
+
+from __future__ import annotations
+
+from math import log
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.detect.excursions import Candidate, Excursions
+from torchobs.detect.spikes import LEAST_LOSS_EXCESS, LEAST_NORM_EXCESS, START, WARM_UP, Bursts, judge, leaves_start
+from torchobs.flight.metrics.totals import BURST_WORDS, Word
+
+if TYPE_CHECKING:
+    from torchobs.flight.metrics.totals import Totals
+
+
+class _Words(NamedTuple):
+    """Where it is stored. ``logs``: the baseline is one of logarithms."""
+
+    baseline: int
+    usual: int
+    start: int
+    bursts: int
+    excursion: int
+    logs: bool
+
+
+_LOSS = _Words(Word.LOSS_BASELINE, Word.LOSS_USUAL, Word.LOSS_START, Word.LOSS_BURSTS, Word.LOSS_EXCURSION, logs=False)
+_NORM = _Words(Word.NORM_BASELINE, Word.NORM_USUAL, Word.NORM_START, Word.NORM_BURSTS, Word.NORM_EXCURSION, logs=True)
+
+
+class UsualValues:
+    """Baseline and excursions of one series."""
+
+    __slots__ = ("_mean", "_seen", "_start", "_totals", "_variance", "_words", "excursions", "is_high", "usual")
+
+    def __init__(self, totals: Totals, words: _Words) -> None:
+        floats, ints = totals.floats, totals.ints
+        self._totals, self._words = totals, words
+        self._mean, self._variance = floats[words.baseline], floats[words.baseline + 1]
+        self._seen = ints[words.baseline + 2]
+        self.usual, self._start = floats[words.usual], floats[words.start]
+        """usual: the baseline after the last ordinary value; of norms their logarithm"""
+        self.is_high = False
+        """Whether the last value was far above the baseline"""
+        bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
+        at = words.excursion
+        places = range(at + 4, at + 4 + 3 * ints[at + 3], 3)
+        waiting = [Candidate(floats[place], ints[place + 1], ints[place + 2]) for place in places]
+        self.excursions = Excursions(bursts, waiting, (floats[at], floats[at + 1], floats[at + 2]), logs=words.logs)
+
+    @classmethod
+    def losses(cls, totals: Totals) -> UsualValues:
+        """Return those of losses."""
+        return cls(totals, _LOSS)
+
+    @classmethod
+    def norms(cls, totals: Totals) -> UsualValues:
+        """Return those of norms."""
+        return cls(totals, _NORM)
+
+    @property
+    def baseline(self) -> tuple[float, float, int]:
+        """Mean, variance and number of values."""
+        return self._mean, self._variance, self._seen
+
+    def add(self, value: float, step: int, end_ns: int, *, explained: bool) -> tuple[list[Candidate], bool]:
+        """Add a finite value, a norm above 0; return the spikes that are certain by now, and whether it is one."""
+        logs, self.is_high = self._words.logs, False
+        number = log(value) if logs else value
+        candidate = Candidate(number, step, end_ns)
+        if self._seen < WARM_UP and leaves_start(value, self._start, self._seen):  # not learned by the baseline
+            self._seen += 1
+            if not logs or self._start > 0.0:
+                self.usual = min(self.usual, log(self._start) if logs else self._start)
+            return [candidate], True
+        least = LEAST_NORM_EXCESS if logs else LEAST_LOSS_EXCESS * max(1.0, abs(self._mean))
+        far, mean, variance, seen = judge(number, self._mean, self._variance, self._seen, least, skewed=not logs)
+        spikes, is_spike, level = self.excursions.judge(candidate, self._mean, self._variance, far=far, explained=explained)
+        self.is_high = far
+        if not self.excursions.waiting:
+            self._mean, self._variance, self._seen = level or (mean, variance, seen)
+            self.usual = self.usual if is_spike else self._mean
+            if self._seen <= START:
+                self._start = max(self._start, abs(value)) if self._seen > 1 else abs(value)
+        return spikes, is_spike
+
+    def give_up(self) -> list[Candidate]:
+        """Return the spikes among the candidates, which a value follows that is not finite."""
+        return self.excursions.give_up(self._mean, self._variance)
+
+    def store(self) -> None:
+        """Write all into the fold's state."""
+        floats, ints, words = self._totals.floats, self._totals.ints, self._words
+        floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2] = self.baseline
+        floats[words.usual], floats[words.start] = self.usual, self._start
+        excursions, past, at = self.excursions, self.excursions.bursts, words.excursion
+        for index, value in enumerate((past.recent, past.peak, past.length, past.top, past.calm)):
+            floats[words.bursts + index] = value
+        floats[at], floats[at + 1], floats[at + 2] = excursions.calm, excursions.explained, excursions.first
+        ints[at + 3] = len(excursions.waiting)
+        for index, candidate in enumerate(excursions.waiting):
+            place = at + 4 + 3 * index
+            floats[place], ints[place + 1], ints[place + 2] = candidate
+
+
+def begin_values(totals: Totals) -> None:
+    """Forget all: another model is trained."""
+    for words in (_LOSS, _NORM):
+        for at, count in ((words.baseline, 3), (words.usual, 1), (words.start, 1), (words.bursts, BURST_WORDS)):
+            totals.ints[at : at + count] = memoryview(bytes(8 * count)).cast("Q")
+        totals.ints[words.excursion + 3] = 0
