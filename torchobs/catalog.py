@@ -1494,7 +1494,7 @@ EVENT_TUNE_BENCHMARK = _info(
     Attribute("recommended", "mode to use"),
     Attribute("reason", "why"),
     Attribute("rounds", "timed steps of each mode"),
-    Attribute("speedups", "each mode's speed-up over the first, with its interval"),
+    Attribute("speedups", "each mode's speed-up over the first, with its quartiles"),
 )
 EVENT_DEBUG_FINDING = _warning(
     "torchobs.debug.finding",

@@ -177,7 +177,7 @@ def tuned() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Speed-up by mode",
-            "How many times as fast as the first mode each one was in the last tune.benchmark or tune.auto, the median; "
+            "How many times as fast as the first mode each one was in the last tune.benchmark, the median; "
             "whether that is noise is in its event. Good: above 1. Empty: without a benchmark.",
             "none",
             Query(f"max by (mode) ({select(catalog.TUNE_SPEEDUP, *RANKS)})", "{{mode}}"),

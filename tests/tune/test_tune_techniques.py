@@ -1,4 +1,4 @@
-"""torchobs.tune.optimize: attention kernels, quantisation, recorded graphs, checkpointing by a budget of bytes."""
+"""torchobs.tune.optimize: attention kernels, quantisation, checkpointing by a budget of bytes."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from tests.tune.models import blocks, convolutions
 from tests.tune.test_tune_plan import fingerprint
 from torchobs import tune
-from torchobs.tune import choices
 from torchobs.tune.activations import Kept, recomputed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Attending(nn.Module):
@@ -60,7 +56,7 @@ def test_a_kernel_that_is_not_there_is_skipped() -> None:
 def quantized(kind: str) -> tuple[nn.Module, Tensor, tune.Plan]:
     """A model, an input, and a plan that quantises."""
     model, x = blocks().eval(), torch.randn(8, 16)
-    return model, x, tune.optimize(model, mode="inference", quantize=kind, graph=None, example=x)
+    return model, x, tune.optimize(model, mode="inference", quantize=kind, example=x)
 
 
 KINDS = ["dynamic", *(["torchao_int8", "torchao_int8_weights"] if importlib.util.find_spec("torchao") else [])]
@@ -97,12 +93,11 @@ def test_weights_that_were_trained_since_are_quantised_anew() -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("options", [{"quantize": "dynamic"}, {"graph": "export"}, {"graph": "torchscript"}])
-def test_weights_that_are_loaded_while_a_plan_is_applied_are_computed_with(options: dict[str, Any], *, assign: bool) -> None:
-    """Promise: no plan answers with weights that the model has no more, neither copied ones nor others in their place."""
+def test_weights_that_are_loaded_while_a_plan_is_applied_are_computed_with(*, assign: bool) -> None:
+    """Promise: no plan answers with copied weights that the model has replaced."""
     model, other = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval() for _ in range(2))
     x = torch.ones(3, 8)
-    with torch.no_grad(), tune.optimize(model, mode="inference", example=x, **options) as plan:
+    with torch.no_grad(), tune.optimize(model, mode="inference", quantize="dynamic", example=x) as plan:
         model(x)
         model.load_state_dict(other.state_dict(), assign=assign)
         difference = (model(x).float() - other(x)).norm() / other(x).norm()
@@ -182,92 +177,6 @@ def test_a_torchao_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pyt
     assert "quantization" not in plan.apply().undo().used
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("export", None), ("export", torch.bfloat16), ("torchscript", None)])
-def test_recorded_graphs_run_calls_like_the_example(
-    kind: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Promise: the same outputs to the bit, other shapes and training eagerly, nothing left after undo."""
-    monkeypatch.setattr(choices, "_BFLOAT16_INSTRUCTIONS", ())  # some CPUs have them, and compute in bfloat16 unasked
-    model, x = convolutions().eval(), torch.randn(2, 3, 8, 8)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
-        expected = model(x)
-    calls, before = [], fingerprint(model)
-    plan = tune.optimize(model, mode="inference", graph=kind, amp_dtype=dtype, example=x).apply()
-    assert "graph" in plan.used
-    model[0].register_forward_hook(lambda *_: calls.append(1))
-    with torch.no_grad():
-        assert torch.equal(model(x), expected)
-        assert calls == []  # the graph ran
-        assert model(torch.ones(3, 3, 8, 8)).shape == (3, 4)
-        assert calls == [1]
-    assert model(x).requires_grad
-    model[0]._forward_hooks.clear()
-    plan.undo()
-    assert fingerprint(model) == before
-    assert (plan.check().relative == 0.0) == (dtype is None)
-
-
-class _Branching(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x
-
-
-def test_what_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
-    """Promise: a data-dependent branch is a reason in the plan, and the model computes."""
-    model, x = _Branching().eval(), torch.ones(3)
-    with tune.optimize(model, mode="inference", graph="export", example=x) as plan, torch.no_grad():
-        assert torch.equal(model(x), x + 1)
-    assert "graph" not in plan.used
-    assert "failed, runs eagerly: " in str(plan)
-    assert "pass example=" in str(tune.optimize(model, mode="inference", graph="export"))
-
-
-class _By(nn.Module):
-    """Applies a function, and has counted its calls."""
-
-    calls: Tensor
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.function(x)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x + 1 if x.sum() > 0 else x,
-        lambda x: x + 1 if torch.equal(x, x.abs()) else x,
-        lambda x: x + 1 if x.numpy().sum() > 0 else x,
-        lambda x: x + 1 if sum(x.flatten().tolist()) > 0 else x,
-        lambda x: x + 1 if x[x > 0].shape[0] > 1 else x,
-    ],
-)
-def test_no_trace_is_taken_of_what_goes_by_values(function: Callable[[Tensor], Tensor]) -> None:
-    """Promise: at the example's shape both branches compute, whichever was recorded, and recording leaves buffers alone."""
-    model, x = _By(function), torch.ones(2, 3)
-    model.eval()
-    with tune.optimize(model, mode="inference", graph="torchscript", example=x) as plan, torch.no_grad():
-        assert model.calls.item() == 0
-        assert torch.equal(model(x), x + 1)
-        assert torch.equal(model(-x), -x)
-        assert model.calls.item() == 2
-    assert "graph" not in plan.used
-
-
-def test_what_goes_by_sizes_is_traced() -> None:
-    """Promise: checks of sizes, as torch's own layers do them, are no branches by value: the graph has one shape."""
-    layer = nn.LSTM(8, 8, batch_first=True).eval()
-    for model in (layer, nn.TransformerDecoderLayer(8, 2, 16, batch_first=True).eval()):
-        example = (torch.randn(2, 4, 8),) if model is layer else (torch.randn(2, 4, 8), torch.randn(2, 4, 8))
-        with tune.optimize(model, mode="inference", graph="torchscript", example=example) as plan:
-            assert "graph" in plan.used
-
-
 def kept_bytes(model: nn.Module, x: Tensor) -> int:
     """Bytes that a forward pass keeps for the backward pass, by the graph itself."""
     return Kept(model, x, ()).total
@@ -316,7 +225,6 @@ def test_the_largest_is_chosen_first() -> None:
     [
         ({"attention": "fast"}, "unknown attention 'fast': use one of flash"),
         ({"quantize": "int3"}, "unknown quantize 'int3': use one of dynamic"),
-        ({"graph": "onnx"}, "unknown graph 'onnx': use one of export"),
         ({"activation_budget": 0}, "bytes above 0"),
     ],
 )

@@ -24,7 +24,6 @@ BRIEFS = {
     "stacks": "Print the stacks of a rank's threads, to see where it hangs.",
     "profile": "Profile some steps of a running rank with torch.profiler.",
     "level": "Change how much is recorded of a running training.",
-    "tune": "Try on a training script what would make it faster.",
     "doctor": "Check whether torchobs can work here, with remedies.",
     "exporter": "Serve the metrics of a machine's trainings to Prometheus.",
     "dashboards": "Write the Grafana dashboards into a directory.",
@@ -48,7 +47,6 @@ examples:
   torchobs inspect                           what happened to it, also after it died
   torchobs report -o report.html             the same with charts, as a page to keep or to send
   torchobs stacks 3                          where rank 3 hangs
-  torchobs tune train.py                     what would make it faster, and by how much
   torchobs doctor                            what keeps torchobs from working here, and the remedy
   source <(torchobs completion bash)         the TAB key completes commands and options
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torchobs.support.lazy import attach
 
 if TYPE_CHECKING:
-    from torchobs.tune.automatic import Recommendation, auto
     from torchobs.tune.comparison import benchmark
     from torchobs.tune.devices import clear_cache, device, memory_fraction, memory_stats, seed
     from torchobs.tune.difference import NumericalDifferenceError
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, str] = {
     "Benchmark": "measurements",
-    **dict.fromkeys(("Recommendation", "auto"), "automatic"),
     "benchmark": "comparison",
     "NumericalDifferenceError": "difference",
     **dict.fromkeys(("clear_cache", "device", "memory_fraction", "memory_stats", "seed"), "devices"),
@@ -31,8 +29,6 @@ __all__ = [
     "NumericalDifferenceError",
     "Pipeline",
     "Plan",
-    "Recommendation",
-    "auto",
     "benchmark",
     "clear_cache",
     "device",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from torchobs.tune import inference_choices
 from torchobs.tune.activations import Kept, recomputed
+from torchobs.tune.attention import PreferredAttention
 from torchobs.tune.block_state import known_state, tried_state
 from torchobs.tune.decisions import Choice, Request, reclass_obstacle, skip, use
+from torchobs.tune.inference import DynamicQuantization, TorchaoQuantization, torchao_obstacle
 from torchobs.tune.techniques import FAILURES, Autocast, ChannelsLast, Checkpointing, Compilation, Flag, first_line, is_movable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 TECHNIQUES = (
     "quantization",
@@ -27,17 +29,15 @@ TECHNIQUES = (
     "cudnn_benchmark",
     "fused_optimizer",
     "loader",
-    "graph",
     "compile",
 )
 """In the order in which they are applied"""
-_FOR_INFERENCE = {"quantization", "graph"}
 MODES: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "amp": frozenset({"autocast", "attention", "tf32", "fused_optimizer", "loader"}),
     "compile": frozenset({"attention", "compile", "channels_last", "cudnn_benchmark", "fused_optimizer", "loader"}),
     "memory_efficient": frozenset({"autocast", "attention", "checkpointing"}),
-    "full": frozenset(TECHNIQUES) - _FOR_INFERENCE,
+    "full": frozenset(TECHNIQUES) - {"quantization"},
     "inference": frozenset(TECHNIQUES) - {"checkpointing", "fused_optimizer"},
 }
 LEVELS: dict[str, frozenset[str]] = {
@@ -61,11 +61,6 @@ def _choose(name: str, request: Request) -> Choice:
         return skip(name, f"not part of mode {request.mode!r}")
     if name not in LEVELS[request.level]:
         return skip(name, f"not part of level {request.level!r}")
-    return decide(name, request)
-
-
-def decide(name: str, request: Request) -> Choice:
-    """Decide on one technique, whatever the mode and the level."""
     return _DECIDE[name](request)
 
 
@@ -85,8 +80,6 @@ def amp_dtype(device: torch.device) -> tuple[torch.dtype | None, str]:
 def _autocast(request: Request) -> Choice:
     if request.quantize is not None and request.mode == "inference":
         return skip("autocast", "the weights are to be quantised")
-    if request.graph == "torchscript" and request.mode == "inference":
-        return skip("autocast", "TorchScript does not record it")
     dtype, reason = (request.dtype, "asked for") if request.dtype else amp_dtype(request.device)
     if dtype is None:
         return skip("autocast", reason)
@@ -204,8 +197,6 @@ def _loader(request: Request) -> Choice:
 
 
 def _compile(request: Request) -> Choice:
-    if request.mode == "inference" and request.graph is not None:
-        return skip("compile", f"a graph by {request.graph!r} is asked for")
     if request.mode == "inference" and request.quantize == "dynamic":
         return skip("compile", "quantised layers of torch.ao cannot be compiled")
     if isinstance(request.model, torch.jit.ScriptModule):
@@ -224,16 +215,69 @@ def _compile(request: Request) -> Choice:
     return use("compile", f"{reason}; eager from then on, should it fail", technique)
 
 
+def _attention(request: Request) -> Choice:
+    name = "attention"
+    if request.attention is None:
+        return skip(name, "torch chooses the kernel; pass attention= to prefer one")
+    if (obstacle := reclass_obstacle(request.model)) is not None:
+        return skip(name, obstacle)
+    if request.attention in {"memory_efficient", "cudnn"} and request.device.type != "cuda":
+        return skip(name, f"{request.device.type} has no kernel {request.attention!r}")
+    other = "" if request.attention == "math" else ", math where it cannot run"
+    reason = f"{request.attention}{other}; attention_kernels(batch) tells which ran"
+    return use(name, reason, PreferredAttention([request.model], request.attention))
+
+
+def _quantization(request: Request) -> Choice:
+    name = "quantization"
+    if request.quantize is None:
+        return skip(name, "changes the outputs; pass quantize= to have it")
+    linear = list(_linear_layers(request.model))
+    if not linear:
+        return skip(name, "the model has no nn.Linear with float32 weights")
+    return _dynamic(request, linear) if request.quantize == "dynamic" else _torchao(request, linear)
+
+
+def _dynamic(request: Request, linear: list[nn.Module]) -> Choice:
+    name = "quantization"
+    if request.device.type != "cpu":
+        return skip(name, "torch.ao quantises dynamically on CPUs alone; pass quantize='torchao_int8'")
+    if importlib.util.find_spec("torch.ao.nn.quantized.dynamic") is None:
+        return skip(name, "this torch is without torch.ao; pass quantize='torchao_int8'")
+    if torch.backends.quantized.engine == "none":
+        return skip(name, "this torch was built without kernels for 8-bit integers")
+    if (obstacle := next(filter(None, map(reclass_obstacle, linear)), None)) is not None:
+        return skip(name, obstacle)
+    reason = f"{len(linear)} × Linear in 8-bit integers by torch.ao (deprecated), where nothing asks for gradients"
+    return use(name, reason, DynamicQuantization(linear))
+
+
+def _torchao(request: Request, linear: list[nn.Module]) -> Choice:
+    if importlib.util.find_spec("torchao") is None:
+        return skip("quantization", "torchao is not installed: pip install 'torchobs[torchao]'")
+    if (obstacle := torchao_obstacle()) is not None:
+        return skip("quantization", f"this torchao does not fit this torch: {obstacle}")
+    what = "weights and inputs" if request.quantize == "torchao_int8" else "weights"
+    reason = f"{what} of {len(linear)} × Linear in 8-bit integers by torchao"
+    return use("quantization", reason, TorchaoQuantization(request.model, str(request.quantize), linear))
+
+
+def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        # a weight that is computed before each call (weight_norm), or of a class of its own, would not be what is quantised
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype is torch.float32:
+            yield module
+
+
 _DECIDE: dict[str, Callable[[Request], Choice]] = {
-    "quantization": inference_choices.quantization,
+    "quantization": _quantization,
     "autocast": _autocast,
-    "attention": inference_choices.attention,
+    "attention": _attention,
     "checkpointing": _checkpointing,
     "channels_last": _channels_last,
     "tf32": _tf32,
     "cudnn_benchmark": _cudnn_benchmark,
     "fused_optimizer": _fused_optimizer,
     "loader": _loader,
-    "graph": inference_choices.graph,
     "compile": _compile,
 }

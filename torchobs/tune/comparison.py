@@ -16,8 +16,7 @@ from torchobs.support.model_calls import call
 from torchobs.support.samplers import generators
 from torchobs.tune.copies import OthersGradients, copied, originals_kept
 from torchobs.tune.difference import outputs, pair_of
-from torchobs.tune.intervals import CONFIDENCE, least_values, median_interval
-from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
+from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, quartiles, recommend
 from torchobs.tune.peak_memory import peak_bytes, synchronize
 from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.progress import Progress
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 _BEGINNING = 0.5
 """Share of a budget within which modes are tried for the first time; the rest is for rounds"""
+_LEAST_ROUNDS = 6
+"""Of fewer a quartile is hardly more than the second largest value"""
 
 
 def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked for
@@ -62,7 +63,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
             in evaluation mode and without gradients (with them if the forward pass differentiates).
         modes: modes of :func:`optimize`; the first is what the others are compared with.
         level: level of all plans.
-        rounds: timed steps of each mode, at least 6 (7 for three modes); with a budget at most.
+        rounds: timed steps of each mode, at least 6; with a budget at most.
         warmup: steps of each mode before them.
         budget_s: seconds that it may take. Modes that do not fit are left out, with the reason; a step or a compilation that
             has begun is not interrupted, and the fewest rounds are done of what is left.
@@ -72,7 +73,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` none.
         ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function, or of
-            another model; with a loss function, a batch that is no pair.
+            another model; with a loss function, a batch that is no pair; a loader without a batch.
     """
     if isinstance(modes, str):
         raise ValueError(f"modes are a tuple of names, such as ('none', {modes!r})")  # noqa: TRY004  # as of every other
@@ -80,7 +81,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune.benchmark() takes a torch.nn.Module, not {type(model).__name__}")
     _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
-    batch = first_batch(batch)
+    batch = _first_batch(batch)
     with random_states_kept(), originals_kept(model, loss_fn):
         step = _Step(*copied(model, optimizer, loss_fn), batch)
         trial = _Trial(step, warmup, budget_s, Progress(progress))
@@ -92,13 +93,12 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
             times, peaks = trial.measure(plans, rounds)
         finally:
             step.others.put_back()
-    confidence = _confidence(len(plans))
     results = tuple(
         ModeResult(
             mode=plan.mode,
             used=plan.used,
-            step_s=median_interval(times[index]),
-            speedup_factor=median_interval([a / b for a, b in zip(times[0], times[index], strict=True)], confidence),
+            step_s=quartiles(times[index]),
+            speedup_factor=quartiles([a / b for a, b in zip(times[0], times[index], strict=True)]),
             first_step_s=trial.first_s[plan.mode],
             peak_bytes=peaks[index],
             memory_savings=_savings(peaks[0], peaks[index]),
@@ -110,12 +110,8 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     return _told(Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(trial.left_out)))
 
 
-def first_batch(batch: Any) -> Any:
-    """Return a DataLoader's first batch, and any other value as it is; random states are as before.
-
-    Raises:
-        ValueError: the loader has none.
-    """
+def _first_batch(batch: Any) -> Any:
+    """Return a DataLoader's first batch, and any other value as it is; random states are as before."""
     if not isinstance(batch, torch.utils.data.DataLoader):
         return batch
     with random_states_kept(generators(batch)):
@@ -211,10 +207,9 @@ class _Trial:
                     self._step()
                 self._step.clear()
                 peaks.append(peak_bytes(self._step, plan.device))
-        least = _least_rounds(len(plans))
         times: list[list[float]] = [[] for _ in plans]
         for done, order in enumerate(islice(orders(len(plans)), rounds)):
-            if self._budget_s is not None and done >= least and self._passed() > self._budget_s:
+            if self._budget_s is not None and done >= _LEAST_ROUNDS and self._passed() > self._budget_s:
                 break
             self._progress.show(done / rounds, f"round {done + 1} of {rounds}")
             for index in order:
@@ -233,22 +228,13 @@ class _Trial:
 
     def _least_s(self, plans: list[Plan]) -> float:
         """Return what the fewest rounds of these plans take: two steps each, and those before them."""
-        return sum(self._step_s[plan.mode] for plan in plans) * (2 * _least_rounds(len(plans)) + self._warmup + 1)
+        return sum(self._step_s[plan.mode] for plan in plans) * (2 * _LEAST_ROUNDS + self._warmup + 1)
 
     def _passed(self) -> float:
         return perf_counter() - self._started
 
     def _leave_out(self, plan: Plan, reason: str) -> None:
         self.left_out.append(LeftOut(plan.mode, reason))
-
-
-def _confidence(modes: int) -> float:
-    """Return that of each comparison with the first mode, for all of them together to have it (Bonferroni)."""
-    return 1 - (1 - CONFIDENCE) / max(1, modes - 1)
-
-
-def _least_rounds(modes: int) -> int:
-    return least_values(_confidence(modes))
 
 
 def _timed(step: _Step, device: str) -> float:
@@ -274,8 +260,8 @@ def _savings(base: int | None, peak: int | None) -> float | None:
 def _check_arguments(modes: Sequence[str], rounds: int, warmup: int, budget_s: float | None) -> None:
     if not modes or len(set(modes)) < len(modes):
         raise ValueError(f"modes are one or more different names, not {list(modes)}")
-    if not is_whole(rounds) or rounds < _least_rounds(len(modes)):
-        raise ValueError(f"{len(modes)} modes need at least {_least_rounds(len(modes))} rounds, not {rounds!r}")
+    if not is_whole(rounds) or rounds < _LEAST_ROUNDS:
+        raise ValueError(f"rounds is a whole number, at least {_LEAST_ROUNDS}, not {rounds!r}")
     if not is_whole(warmup) or warmup < 0:
         raise ValueError(f"warmup is a number of steps, not {warmup!r}")
     if budget_s is not None and not (is_number(budget_s) and 0 < budget_s < float("inf")):

@@ -54,8 +54,6 @@ class Request:
     """kernel of scaled_dot_product_attention; None for torch's choice"""
     quantize: str | None = None
     """kind of quantisation"""
-    graph: str | None = None
-    """kind of graph that inference is to run: export or torchscript"""
     example: Any = None
 
 

@@ -1,4 +1,4 @@
-"""Techniques for inference alone: quantised weights and graphs recorded ahead. With gradients the model runs as it is."""
+"""Quantised weights, for inference alone: with gradients the model runs as it is."""
 
 from __future__ import annotations
 
@@ -7,29 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchobs.support.kept_state import state_kept
-from torchobs.support.model_calls import call
-from torchobs.support.module_modes import evaluating
 from torchobs.tune.techniques import Reclassed, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_TracerWarning: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
-_OF_SHAPES = (
-    "Converting a tensor to a Python boolean",
-    "Converting a tensor to a Python integer",
-    "Converting a tensor to a Python float",
-    "Converting a tensor to a Python index",
-    "Iterating over a tensor",
-    "torch.tensor results are registered as constants",
-)
-"""Warnings of a trace, for which a size is a tensor, too: of sizes alone they do not matter, since the graph has one shape"""
 QUANTIZATIONS = ("dynamic", "torchao_int8", "torchao_int8_weights")
-GRAPHS = ("export", "torchscript")
 
 
 class DynamicQuantization(Reclassed):
@@ -130,106 +114,3 @@ class TorchaoQuantization:
         for module, names in self._added:
             for name in names:  # a representation of their own
                 vars(module).pop(name, None)
-
-
-class Graph:
-    """Runs calls like the example's by a graph that ``torch.export`` or TorchScript recorded; all others eagerly.
-
-    Like the example's: the same shapes, types and devices, in evaluation mode, without gradients. The graph has the model's own
-    parameters, not copies; a model that was given others since (``load_state_dict(assign=True)``) runs eagerly.
-    """
-
-    def __init__(self, model: nn.Module, kind: str, example: Any, failed: Callable[[str], None]) -> None:
-        self._model, self._kind, self._example, self._failed = model, kind, example, failed
-        self._call: Callable[..., Any] | None = None
-
-    def apply(self) -> None:
-        """Record the graph, the first time; should that fail, the model stays eager and the plan says why."""
-        if self._call is None:
-            try:
-                self._call = self._recorded()
-            except Exception as error:  # noqa: BLE001  # each kind of model fails in another way, and none may end a training
-                self._failed(f"{type(error).__name__}: {first_line(error)}")
-                self._call = self._model._call_impl
-        self._model.__dict__["_compiled_call_impl"] = self._call
-
-    def undo(self) -> None:
-        """Run eagerly again."""
-        self._model.__dict__.pop("_compiled_call_impl", None)
-
-    def _recorded(self) -> Callable[..., Any]:
-        model, wanted = self._model, []
-
-        def note(*args: Any, **kwargs: Any) -> Any:
-            wanted.append((args, kwargs))
-
-        call(note, self._example)
-        args, kwargs = wanted[0]
-        with evaluating(model), state_kept(model), torch.no_grad():
-            exports = self._kind == "export"
-            graph = torch.export.export(model, args, kwargs).module() if exports else _traced(model, args, kwargs)
-        signature = _signature(args, kwargs)
-        recorded = [
-            (owned, name, tensor)
-            for module in model.modules()
-            for owned in (module._parameters, module._buffers)
-            for name, tensor in owned.items()
-        ]
-
-        def is_recorded() -> bool:
-            return all(owned.get(name) is tensor for owned, name, tensor in recorded)
-
-        def recorded_call(*args: Any, **kwargs: Any) -> Any:
-            if not model.training and not torch.is_grad_enabled() and _signature(args, kwargs) == signature and is_recorded():
-                return graph(*args, **kwargs)
-            return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-        return recorded_call
-
-
-def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    if kwargs:
-        raise TypeError("TorchScript traces positional arguments alone")
-    with _ValuesRead() as eager:  # type: ignore[no-untyped-call]
-        model(*args)
-    with warnings.catch_warnings(record=True) as raised:
-        # Said in the plan's reason. A DeprecationWarning before torch 2.14, a FutureWarning since.
-        warnings.filterwarnings("ignore", ".torch.jit.* is deprecated")
-        warnings.simplefilter("always", _TracerWarning)
-        traced: Callable[..., Any] = torch.jit.trace(model, args)  # type: ignore[no-untyped-call]
-    told = []
-    for each in raised:
-        if issubclass(each.category, _TracerWarning):
-            told.append(str(each.message))
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    if eager.values or (eager.sizes and told):
-        raise RuntimeError("the forward pass goes by the values of tensors, of which a trace has those of the example alone")
-    if other := next((words for words in told if not words.startswith(_OF_SHAPES)), None):
-        raise RuntimeError(other)
-    return traced
-
-
-class _ValuesRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether Python is given tensors' values (``item``, ``bool``, ``equal``), or sizes that depend on values.
-
-    It may branch or loop by them, where a trace has what the example did.
-    """
-
-    values = sizes = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.values |= torch.Tag.data_dependent_output in func.tags
-        if torch.Tag.dynamic_output_shape in func.tags:
-            masks = {torch.bool, torch.uint8}  # of other indices the size is that of the index
-            is_by_index = func is torch.ops.aten.index.Tensor
-            self.sizes |= not is_by_index or any(index is not None and index.dtype in masks for index in args[1])
-        return func(*args, **(kwargs or {}))
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, structure = _pytree.tree_flatten((args, kwargs))
-    described = [
-        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
-    ]
-    return described, structure

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from torchobs.support.result import Result
-from torchobs.tune.intervals import Interval
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Quartiles(Result):
+    """The median of some values, and the quartiles between which the middle half of them lies."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Return the quartiles of two or more values, by linear interpolation between them."""
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return Quartiles(middle, low, high)
 
 
 @dataclass(frozen=True)
@@ -21,9 +39,9 @@ class ModeResult(Result):
     mode: str
     used: tuple[str, ...]
     """techniques that really ran"""
-    step_s: Interval
-    speedup_factor: Interval
-    """first mode's time by this one's, of the same round; its interval is corrected for the number of modes (Bonferroni)"""
+    step_s: Quartiles
+    speedup_factor: Quartiles
+    """first mode's time by this one's, of the same round"""
     first_step_s: float
     """the first step, compilation included; no other figure has it"""
     peak_bytes: int | None
@@ -37,7 +55,7 @@ class ModeResult(Result):
 
     @property
     def is_noise(self) -> bool:
-        """Return True if the interval of the speed-up has 1: faster and slower are both possible."""
+        """Return whether 1 lies between the quartiles of the speed-up: faster in some rounds, slower in others."""
         return self.speedup_factor.low <= 1.0 <= self.speedup_factor.high
 
 
@@ -72,7 +90,7 @@ class Benchmark(Result):
         return json.dumps(self.to_dict(), indent=2)
 
     def plot(self, path: str | os.PathLike[str]) -> str:
-        """Draw speed-ups with their intervals, and memory, into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.
+        """Draw speed-ups with their quartiles, and memory, into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.
 
         Raises:
             ImportError: matplotlib is missing: ``pip install 'torchobs[report]'``.
@@ -88,7 +106,7 @@ class Benchmark(Result):
 
 
 def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
-    """Return the mode to use, and why: the fastest whose gain is beyond noise and whose outputs are within the tolerance."""
+    """Return the mode to use, and why: the fastest of those that gain beyond noise with outputs within the tolerance."""
     base, *others = modes
     better = [each for each in others if each.accepted and each.speedup_factor.low > 1.0]
     if better:
@@ -99,5 +117,5 @@ def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
         return base.mode, f"{', '.join(refused)}: faster, but with outputs too far from float32"
     noise = [each.mode for each in others if each.is_noise]
     if noise:
-        return base.mode, f"{', '.join(noise)}: the difference is within the noise of {len(modes)} modes' steps"
+        return base.mode, f"{', '.join(noise)}: the difference is within the noise"
     return base.mode, "no other mode is faster"

@@ -1,4 +1,4 @@
-"""A benchmark as an image file, drawn by matplotlib (extra ``report``): speed-up with its interval, and memory."""
+"""A benchmark as an image file, drawn by matplotlib (extra ``report``): speed-up with its quartiles, and memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from torchobs.tune.intervals import Interval
+    from torchobs.tune.measurements import Quartiles
 
 FORMATS = ("pdf", "png", "svg")
 _GAIN, _LOSS, _NOISE = "#2c8a5f", "#b3231d", "#7d8792"
 
 
-def draw(names: Sequence[str], speedups: Sequence[Interval], peaks: Sequence[int | None], path: str | os.PathLike[str]) -> Path:
+def draw(
+    names: Sequence[str], speedups: Sequence[Quartiles], peaks: Sequence[int | None], path: str | os.PathLike[str]
+) -> Path:
     """Draw modes, their speed-ups and their peaks in bytes, one below the other; return the file, whose ending says the format.
 
     Raises:

@@ -16,7 +16,7 @@ from torchobs.tune.attention import KERNELS, kernels_of
 from torchobs.tune.choices import LEVELS, MODES, choose
 from torchobs.tune.decisions import Choice, Decision, Request
 from torchobs.tune.difference import Difference, NumericalDifferenceError, compare, outputs, tolerance_of
-from torchobs.tune.inference import GRAPHS, QUANTIZATIONS
+from torchobs.tune.inference import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,14 +55,9 @@ class Plan(Result):
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the techniques that are used, without a compilation or a graph that failed."""
+        """Names of the techniques that are used, without a compilation that failed."""
         failed = self._state.failures
         return tuple(each.technique for each in self.decisions if each.used and each.technique not in failed)
-
-    @property
-    def changes(self) -> frozenset[str]:
-        """Names of the techniques that change the model or torch; the others are options that the plan hands out."""
-        return frozenset(each.decision.technique for each in self._choices if each.technique is not None)
 
     @property
     def applied(self) -> bool:
@@ -230,7 +225,6 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     activation_budget: int | None = None,
     attention: str | None = None,
     quantize: str | None = None,
-    graph: str | None = None,
 ) -> Plan:
     """Plan what makes a model's training faster or smaller on the device that it is on. Nothing changes until ``apply()``.
 
@@ -246,7 +240,6 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
             measured by a forward pass, and no more blocks are recomputed than needed, the largest first.
         attention: kernel of ``scaled_dot_product_attention`` to prefer: ``flash``, ``memory_efficient``, ``cudnn``, ``math``.
         quantize: for mode ``inference``: ``dynamic`` (torch.ao, CPU), ``torchao_int8`` or ``torchao_int8_weights``.
-        graph: for mode ``inference``: ``export`` (torch.export) or ``torchscript``, recorded from ``example``.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``, ``amp_dtype`` no floating type, or ``checkpoint`` no class of modules.
@@ -258,11 +251,7 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     _one_of("level", level, LEVELS)
     if amp_dtype not in {None, torch.bfloat16, torch.float16}:
         raise TypeError(f"amp_dtype is torch.bfloat16 or torch.float16, not {amp_dtype}")
-    for what, name, known in (
-        ("attention", attention, KERNELS),
-        ("quantize", quantize, QUANTIZATIONS),
-        ("graph", graph, GRAPHS),
-    ):
+    for what, name, known in (("attention", attention, KERNELS), ("quantize", quantize, QUANTIZATIONS)):
         if name is not None:
             _one_of(what, name, known)
     if activation_budget is not None and not (is_number(activation_budget) and activation_budget > 0):
@@ -281,7 +270,6 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         activation_budget=activation_budget,
         attention=attention,
         quantize=quantize,
-        graph=graph,
         example=example,
         failed=state.failed,
     )
