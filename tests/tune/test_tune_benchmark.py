@@ -291,8 +291,6 @@ def test_a_model_with_the_first_weight_norm_is_copied() -> None:
     batch = torch.randn(2, 8), torch.randn(2, 4)
     result = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=("none",), rounds=6)
     assert result.recommended == "none"
-    model(batch[0]).sum().backward()
-    assert tune.pipeline(model, ema_decay=0.9).ema is not None
     assert not model[0].weight.is_leaf
 
 

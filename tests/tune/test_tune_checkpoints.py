@@ -15,7 +15,7 @@ from torch import nn
 from tests.tune.models import blocks
 from tests.tune.pipelines import PAIR, loss_fn, weights
 from torchobs import tune
-from torchobs.tune import checkpoint_file, distribution
+from torchobs.tune import checkpoint_file
 
 
 def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
@@ -80,13 +80,12 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="load_state_dict"):
         run.resume(tmp_path / "weights")
     before = weights(fresh := blocks(depth=3))
-    for options, words in (({"optimizer": "sgd"}, "another optimizer than SGD"), ({"ema_decay": 0.9}, "without ema_decay")):
-        with pytest.raises(ValueError, match=words):
-            tune.pipeline(fresh, **options).resume(path)
+    with pytest.raises(ValueError, match="another optimizer than SGD"):
+        tune.pipeline(fresh, optimizer="sgd").resume(path)
     assert all(map(torch.equal, before, weights(fresh)))
     lacking = torch.load(path, weights_only=True)
-    torch.save({name: lacking[name] for name in lacking if name != "random"}, tmp_path / "lacking")
-    with pytest.raises(ValueError, match="it lacks random"):
+    torch.save({name: lacking[name] for name in lacking if name != "loss_sum"}, tmp_path / "lacking")
+    with pytest.raises(ValueError, match="it lacks loss_sum"):
         run.resume(tmp_path / "lacking")
     torch.save({**lacking, "counts": [1, 2]}, tmp_path / "listed")
     with pytest.raises(ValueError, match="it lacks counts"):
@@ -137,5 +136,5 @@ def test_however_a_module_refuses_a_checkpoint_nothing_is_changed(kind: type[nn.
     before = weights(model)
     other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 if kind is _Extra else 5))
     with pytest.raises(error):
-        distribution.load_state(model, other.state_dict())
+        checkpoint_file.load_state(model, other.state_dict())
     assert all(map(torch.equal, before, weights(model)))

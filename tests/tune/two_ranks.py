@@ -1,6 +1,5 @@
 """Two ranks train on halves of each batch by tune.pipeline, in DDP and sharded; rank 0 writes. Started by torchrun."""
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import Block, blocks
 from torchobs import tune
@@ -55,43 +53,15 @@ def sharded_by_halves() -> None:
     batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
     rank = distributed.get_rank()
     halves = [(x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]) for x, y in batches]
-    run.fit(halves, 2, loss_fn, checkpoint=folder / "fsdp.pt")
-
-
-class _StoppedError(Exception):
-    pass
-
-
-def resumed() -> None:
-    """In bfloat16, with dropout and shuffling, other ones on each rank: stopped within the second epoch, and resumed."""
-    path, rank = folder / "stopped.pt", distributed.get_rank()
-
-    def made(seed: int) -> tuple[Any, Any]:
-        model = blocks(depth=2)
-        torch.manual_seed(seed + rank)
-        random.seed(seed + rank)
-        loader = DataLoader(TensorDataset(torch.randn(22, 16), torch.randn(22, 4)), batch_size=4, shuffle=True)
-        torch.manual_seed(seed + rank)
-        return tune.pipeline(model, lr=1e-2, accumulate=2, amp=torch.bfloat16, fsdp=True), loader
-
-    def stopping(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        assert output.dtype is torch.float32
-        if first.step == 4:
-            raise _StoppedError
-        return loss_fn(output, target)
-
-    run, loader = made(1)
-    losses = run.fit(loader, 3, loss_fn)
-    first, loader_of_first = made(1)
     try:
-        first.fit(loader_of_first, 3, stopping, checkpoint=path, every=1)
-    except _StoppedError:
-        distributed.barrier()  # the file is there
-    second, _ = made(99)
-    assert second.resume(path, loader_of_first).step == 4
-    assert second.fit(loader_of_first, 3, loss_fn) == losses[1:]
-    shards = zip(run.model.parameters(), second.model.parameters(), strict=True)
-    assert all(torch.equal(mine.to_local(), other.to_local()) for mine, other in shards)
+        run.fit(halves, 2, loss_fn, checkpoint=folder / "fsdp.pt")
+    except RuntimeError as error:
+        assert "torch.distributed.checkpoint" in str(error)  # noqa: PT017  # no test, but a rank of one
+    assert run.step == 0
+    run.fit(halves, 2, loss_fn)
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if not rank:
+        torch.save(whole, folder / "fsdp.pt")
 
 
 def skipped_by_both() -> None:
@@ -109,6 +79,5 @@ def skipped_by_both() -> None:
 ddp()
 one_rate()
 sharded_by_halves()
-resumed()
 skipped_by_both()
 distributed.destroy_process_group()

@@ -15,6 +15,8 @@ from secrets import token_hex
 from typing import IO, Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 _DAMAGE = (
     RuntimeError,
@@ -159,12 +161,10 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     """
     if not isinstance(state, Mapping) or "counts" not in state:
         raise ValueError(f"{path} is no checkpoint of tune.pipeline(): of weights alone, load_state_dict() takes them")
-    missing = [name for name in (*parts, "random", "loss_sum") if name not in state and name != "ema"]
+    missing = [name for name in (*parts, "loss_sum") if name not in state]
     counts = state["counts"]
     if missing or not isinstance(counts, Mapping) or not counts.keys() >= _COUNTS:
         raise ValueError(f"{path} is no whole checkpoint of tune.pipeline(): it lacks {', '.join(missing) or 'counts'}")
-    if ("ema" in state) != ("ema" in parts):
-        raise ValueError(f"{path} was saved with{'' if 'ema' in state else 'out'} ema_decay: resume it likewise")
     own_scheduler = parts["scheduler"]
     if ("num_bad_epochs" in state["scheduler"]) != ("num_bad_epochs" in own_scheduler.state_dict()):  # a plateau's
         raise ValueError(f"{path} was saved with another scheduler than {type(own_scheduler).__name__}")
@@ -173,6 +173,30 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
         raise ValueError(f"{path} was saved with another optimizer than {type(parts['optimizer']).__name__}")
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
         raise ValueError(f"{path} is of a model with another number of parameters")
+
+
+def load_state(part: Any, state: dict[str, Any]) -> None:
+    """Give a part its state.
+
+    Raises:
+        RuntimeError: it is of another module, which is as it was, as it is after whatever a module raises for such a state.
+    """
+    kept = _before_other(part, state) if isinstance(part, nn.Module) else []
+    try:
+        part.load_state_dict(state)
+    except BaseException:  # by then torch has loaded all that fits
+        for tensor, before in kept:
+            tensor.copy_(before)
+        raise
+
+
+def _before_other(module: nn.Module, state: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a module's tensors, each with a copy, where a state looks like another module's; else nothing."""
+    whole = module.state_dict()
+    names, own = whole.keys(), {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and not is_lazy(x)}
+    others = {name: x.shape for name, x in state.items() if isinstance(x, torch.Tensor)}
+    is_alike = names == state.keys() and {name: x.shape for name, x in own.items()} == others
+    return [] if is_alike else [(x, x.clone()) for x in own.values()]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchobs.support.kept_state import Buffers
 
@@ -31,12 +30,6 @@ def copied(
         odd = {id(buffer): copy for module in (model, *bound) for buffer, copy in _odd_buffers(module)}
         model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None), odd)
     return model, optimizer, loss if bound else loss_fn
-
-
-def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """Return a copy of a model for the exponential moving average of its weights."""
-    with _without_graphs([model]):
-        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
 
 
 def _odd_buffers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

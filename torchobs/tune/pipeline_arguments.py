@@ -28,7 +28,7 @@ def check_names(optimizer: object, scheduler: object, amp: object, ddp: object) 
 
 
 def check_numbers(  # one argument for each number
-    lr: object, accumulate: object, warmup_steps: object, total_steps: object, max_grad_norm: object, ema_decay: object
+    lr: object, accumulate: object, warmup_steps: object, total_steps: object, max_grad_norm: object
 ) -> None:
     """Raise ValueError for a number out of its range, or what is none."""
     for what, value, least, optional in (
@@ -38,7 +38,7 @@ def check_numbers(  # one argument for each number
     ):
         if not (optional and value is None) and not (is_whole(value) and value >= least):  # type: ignore[operator]
             raise ValueError(f"{what} is a whole number, at least {least}, not {value!r}")
-    for what, value in (("lr", lr), ("max_grad_norm", max_grad_norm), ("ema_decay", ema_decay)):
+    for what, value in (("lr", lr), ("max_grad_norm", max_grad_norm)):
         if value is not None and not (is_number(value) and value >= 0):  # type: ignore[operator]
             raise ValueError(f"{what} is a number, 0 or more, not {value!r}")
     if max_grad_norm == 0:

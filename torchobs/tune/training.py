@@ -1,4 +1,4 @@
-"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, FSDP, EMA, checkpoints."""
+"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, FSDP, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchobs.support.arguments import is_whole
 from torchobs.support.collectives import gradient_sync
-from torchobs.support.kept_state import random_state, restore_random_state
 from torchobs.support.model_calls import call
-from torchobs.support.samplers import generators as generators_of
 from torchobs.tune import batches as of_loader
 from torchobs.tune import checkpoint_file, distribution
 from torchobs.tune.choices import amp_dtype
-from torchobs.tune.copies import averaged
 from torchobs.tune.difference import described, pair_of
 from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
@@ -29,8 +26,6 @@ from torchobs.tune.schedule import Schedule
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
-
-    from torch.optim.swa_utils import AveragedModel
 
     from torchobs.tune.distribution import Wrapped
 
@@ -43,7 +38,7 @@ class Pipeline:
     ``step`` counts the optimizer's steps, ``epoch`` the complete epochs.
     """
 
-    def __init__(  # noqa: PLR0913  # one argument for each part
+    def __init__(  # one argument for each part
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -53,7 +48,6 @@ class Pipeline:
         dtype: torch.dtype | None,
         accumulate: int,
         max_grad_norm: float | None,
-        ema: AveragedModel | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -67,14 +61,11 @@ class Pipeline:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
         self.accumulate = accumulate
         self.max_grad_norm = max_grad_norm
-        self.ema = ema
         self.step = 0
         self.epoch = 0
         self._micro_steps = 0
         self._batches_done = 0
         self._loss_sum = torch.zeros((), device=self.device)
-        self._epoch_random_state: dict[str, Any] = {}
-        self._resumed_random_state: dict[str, Any] | None = None
 
     def train_step(self, batch: Any, loss_fn: LossFunction) -> torch.Tensor:
         """Train on one micro-batch, a pair of input and target; every ``accumulate``-th call steps the optimizer.
@@ -89,7 +80,6 @@ class Pipeline:
         """
         self._check_schedule()
         pair_of(batch)
-        self._resumed_random_state = None  # the caller's loop draws from it
         if self._micro_steps % self.accumulate == 0:
             self.optimizer.zero_grad()
         self._micro_steps += 1
@@ -150,11 +140,11 @@ class Pipeline:
             ValueError: ``epochs`` or ``every`` is no number of them, a batch is no pair, there is none, or their number is not
                 known.
             OSError: there is no folder for the checkpoint, which is found before training, or a file cannot be written.
+            RuntimeError: a checkpoint under FSDP, see :meth:`save`; before training, too.
         """
         if not (is_whole(epochs) and is_whole(every) and every >= 0):
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
-        if checkpoint is not None and not _rank():
-            checkpoint_file.check_place(checkpoint)  # now, and not after an epoch
+        self._check_place(checkpoint)  # now, and not after an epoch
         batches = of_loader.length(loader)
         self._plan_steps(epochs, batches)
         self.model.train()
@@ -164,7 +154,7 @@ class Pipeline:
                 if progress:
                     self._show(epochs, batches)
                 if checkpoint is not None and every and self.step % every == 0:
-                    self.save(checkpoint, loader)
+                    self.save(checkpoint)
             if not self._batches_done:
                 raise ValueError(f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch")
             losses.append(float(self._loss_sum) / self._batches_done)
@@ -173,7 +163,7 @@ class Pipeline:
             if progress:
                 sys.stderr.write("\n")
             if checkpoint is not None:
-                self.save(checkpoint, loader)
+                self.save(checkpoint)
         return losses
 
     def _judge_epoch(self, loss: float, validate: Callable[[], SupportsFloat] | None) -> None:
@@ -204,56 +194,54 @@ class Pipeline:
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
                 group["lr"] = rate * factor
 
-    def save(self, path: str | os.PathLike[str], loader: Any = None) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint that is complete or not there; of several ranks, rank 0 does. Gradients are not in it.
 
-        So call it after a step of the optimizer, not between micro-batches. ``loader`` is asked for its own generators. All
-        ranks call it under FSDP, for it gathers their shards; the file is as that of one process, which can resume it, too.
+        So call it after a step of the optimizer, not between micro-batches.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: the model is sharded by FSDP: ``torch.distributed.checkpoint`` saves what each rank has.
         """
-        own = {
-            "random": {"epoch": self._epoch_random_state, "now": random_state(generators_of(loader))},
-            "loss_sum": self._loss_sum.cpu(),
-        }
-        parts: dict[str, Any] = {name: distribution.state_of(part) for name, part in self._parts().items()}
-        if distribution.is_sharded(self.model):
-            parts["ranks"] = distribution.of_all_ranks(own)
+        distribution.check_whole(self.model)
         if _rank():
             return
         counts: dict[str, int | None] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
         counts |= {"total_steps": self.total_steps, "counts_steps": self._counts_steps}
-        checkpoint_file.save({**parts, "counts": counts, **own}, path)
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        checkpoint_file.save({**parts, "counts": counts, "loss_sum": self._loss_sum.cpu()}, path)
 
-    def resume(self, path: str | os.PathLike[str], loader: Any = None) -> Pipeline:
-        """Continue from a checkpoint, between its batches. On a CPU the run is to the bit the one that was not interrupted.
+    def _check_place(self, checkpoint: str | os.PathLike[str] | None) -> None:
+        if checkpoint is not None:
+            distribution.check_whole(self.model)
+            if not _rank():
+                checkpoint_file.check_place(checkpoint)
 
-        Under FSDP that is so on as many ranks as wrote it; on others, the random states are those of rank 0.
+    def resume(self, path: str | os.PathLike[str]) -> Pipeline:
+        """Continue from a checkpoint, between its batches; random numbers, and so the order of a shuffled epoch, are new ones.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: it is no checkpoint of a pipeline, damaged, or of one with another optimizer or other parts.
-            RuntimeError: it is of another model.
+            RuntimeError: it is of another model, or this one is sharded by FSDP.
         """
+        distribution.check_whole(self.model)
         parts = self._parts()
         state = checkpoint_file.load(path, self.device)
         checkpoint_file.check(state, parts, path)
         for name, part in parts.items():
-            distribution.load_state(part, state[name])
+            checkpoint_file.load_state(part, state[name])
         counts = state["counts"]
         self.step, self.epoch = counts["step"], counts["epoch"]
         if self._counts_steps:
             self.total_steps, self._counts_steps = counts["total_steps"], counts["counts_steps"]
-        ranks = state.get("ranks", ()) if distribution.is_sharded(self.model) else ()
-        own = ranks[distributed.get_rank()] if ranks and len(ranks) == distributed.get_world_size() else state
-        self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], own["loss_sum"].to(self.device)
+        self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], state["loss_sum"].to(self.device)
         self.optimizer.zero_grad()  # of micro-batches before
-        self._epoch_random_state, self._resumed_random_state = own["random"]["epoch"], own["random"]["now"]
-        restore_random_state(own["random"]["now"], generators_of(loader))
         return self
 
     def _parts(self) -> dict[str, Any]:
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        parts = {"model": inner, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        return parts if self.ema is None else {**parts, "ema": self.ema}
+        return {"model": inner, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
     def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
         inputs, target = of_loader.moved(pair_of(batch), self.device)
@@ -282,8 +270,6 @@ class Pipeline:
             self._schedule.warm_up(self.optimizer, self.step)
         else:
             self.scheduler.step()
-        if self.ema is not None:
-            self.ema.update_parameters(self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
 
     @property
     def _autocasts(self) -> bool:
@@ -303,20 +289,13 @@ class Pipeline:
             yield
 
     def _batches(self, loader: Any) -> Iterator[Any]:
-        """Return the epoch's batches from where it was left, drawn from the random state that it began with."""
+        """Return the epoch's batches without as many as are done: the very same ones if the loader keeps its order."""
         of_loader.set_epoch(loader, self.epoch)
-        generators = generators_of(loader)
-        now, self._resumed_random_state = self._resumed_random_state or random_state(generators), None
-        done = self._batches_done
-        if not done:
+        if not self._batches_done:
             self._loss_sum = torch.zeros((), device=self.device)
-            self._epoch_random_state = now
-        restore_random_state(self._epoch_random_state, generators)
         batches: Iterator[Any] = iter(loader)
-        if done:
-            for _ in islice(batches, done):
-                pass
-            restore_random_state(now, generators)
+        for _ in islice(batches, self._batches_done):
+            pass
         return batches
 
     def _show(self, epochs: int, batches: int | None) -> None:
@@ -344,7 +323,6 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     compile: bool = False,  # noqa: A002  # the field's word
     ddp: str | bool = "auto",
     fsdp: Wrapped = False,
-    ema_decay: float | None = None,
     **optimizer_options: Any,
 ) -> Pipeline:
     """Return a training loop around a model that is on its device.
@@ -366,19 +344,17 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         fsdp: shard parameters, gradients and the optimizer's state by ``torch.distributed.fsdp.fully_shard`` instead: True
             (repeated blocks, and the rest), or the classes of the modules to gather at a time. ``amp``'s type is then that of
             its policy: parameters are computed in it, gradients averaged in float32. Nothing is sharded on one rank.
-        ema_decay: decay of an exponential moving average of the weights, in ``Pipeline.ema``; None for none.
         optimizer_options: what else the optimizer takes.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: an unknown name, a number out of its range, or ``fsdp`` with ``compile``, ``ema_decay`` or ``ddp=True``.
+        ValueError: an unknown name, a number out of its range, or ``fsdp`` with ``compile`` or ``ddp=True``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune.pipeline() takes a torch.nn.Module, not {type(model).__name__}")
     check_names(optimizer, scheduler, amp, ddp)
-    check_numbers(lr, accumulate, warmup_steps, total_steps, max_grad_norm, ema_decay)
-    distribution.check_sharding(model, fsdp, ddp=ddp, compiled=compile, averaged=ema_decay is not None)
-    ema = None if ema_decay is None else averaged(model, ema_decay)
+    check_numbers(lr, accumulate, warmup_steps, total_steps, max_grad_norm)
+    distribution.check_sharding(model, fsdp, ddp=ddp, compiled=compile)
     dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
     if compile:
         optimize(model, mode="compile").apply()
@@ -391,7 +367,6 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         dtype=dtype,
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        ema=ema,
     )
 
 
