@@ -27,7 +27,7 @@ class _Packed(nn.Module):
 
 
 def test_a_packed_sequence_is_one_argument() -> None:
-    """Promise: it is given as it is, though torch has made it a tuple; half a batch of it has half of the sequences."""
+    """Promise: it is given as it is, though torch has made it a tuple."""
     model, batch = _Packed(), pack_padded_sequence(torch.randn(4, 6, 5), torch.tensor([6, 5, 3, 2]), batch_first=True)
     assert torch.equal(debug.forward_pass(model, batch).output, model(batch))
     step = debug.training_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), batch)
@@ -35,7 +35,6 @@ def test_a_packed_sequence_is_one_argument() -> None:
     assert debug.trace_nan(model, batch) is None
     usage = debug.memory_usage(model, batch)
     assert usage.batch_size == 4
-    assert usage.per_sample > 0
     with torch.no_grad():
         batch.data[3, 2] = float("nan")
     origin = debug.trace_nan(model, (batch, torch.zeros(4, 3)), nn.functional.mse_loss)
@@ -133,32 +132,17 @@ class _OfStructures(nn.Module):
         return {"out": [self.layer(given.logits).tanh(), _Output(self.layer(more["pair"][0]).tanh())], "name": more["name"]}
 
 
-def test_batches_of_other_sizes_have_the_same_structure() -> None:
-    """Promise: `memory_usage` and `compile` cut what is in dataclasses, tuples and mappings, and `count_flops` takes them."""
+def test_batches_may_be_structures() -> None:
+    """Promise: `memory_usage` and `count_flops` take dataclasses, tuples and mappings."""
     model = _OfStructures()
     batch = (_Output(torch.randn(6, 4)), _Inputs(pair=(torch.randn(6, 4), 3), name="x"))
     usage = debug.memory_usage(model, batch)
     assert (usage.batch_size, usage.activations) == (6, 2 * 6 * 64 * 4)
-    assert usage.per_sample >= 2 * 64 * 4
     assert debug.count_flops(model, batch).forward == 2 * 2 * 6 * 4 * 64
 
 
-def test_what_cannot_be_cut_is_refused_in_words() -> None:
-    """Promise: no other number of samples is taken for one that needs no more memory."""
-
-    class Graph:
-        def __init__(self) -> None:
-            self.x = torch.randn(6, 4)
-
-        def items(self) -> list[tuple[str, torch.Tensor]]:
-            return [("x", self.x)]
-
-    class OfGraphs(nn.Linear):
-        def forward(self, graph: Graph) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(graph.x)
-
-    with pytest.raises(TypeError, match="runs a batch of another size, too, and cannot cut this one: Graph"):
-        debug.memory_usage(OfGraphs(4, 2), (Graph(),))
+def test_a_batch_without_a_tensor_is_refused_in_words() -> None:
+    """Promise: the error says what a batch needs."""
     with pytest.raises(TypeError, match="takes a batch with a tensor of at least one sample, not dict"):
         debug.memory_usage(nn.Linear(4, 2), {"texts": ["a", "b"]})
 
@@ -204,15 +188,16 @@ def _model() -> nn.Module:
         (lambda: wrong.backward_pass(torch.zeros(1, requires_grad=True).sum(), scaler=3), "GradScaler as scaler, not int"),
         (lambda: wrong.check_gradients(_model()).exploding("3"), "a threshold of a norm is above 0, not '3'"),
         (lambda: wrong.check_gradients(_model()).vanishing(None), "a threshold of a norm is above 0, not None"),
-        (lambda: wrong.memory_usage(_model(), torch.zeros(2, 2)).fits("3"), "a batch has at least one sample, not '3'"),
         (lambda: wrong.enable("basic", memory_every="3"), "whole numbers, 1 or more, not 100, '3', 10, 1000"),
         (lambda: wrong.operation(3), "takes a name, or stands alone above a function, not int"),
         (lambda: wrong.dataloader([1], batches="3"), "takes at least one batch, not '3'"),
-        (lambda: wrong.dataloader([1], splits=3), "by name, as {'train': ...}, not int"),
         (lambda: wrong.profile(lambda: None, active="3"), "active and top >= 1, whole numbers, not 1, 1, '3', 15"),
         (lambda: wrong.performance("x", slow_s="3").__enter__(), "slow_s > 0 and samples >= 1, not 'x', '3', None"),
-        (lambda: wrong.early_stopping("loss", patience="3"), r"patience >= 1, min_delta >= 0, not \('loss', '3', 0.0\)"),
-        (lambda: wrong.early_stopping(3), r"needs a name, patience >= 1, min_delta >= 0, not \(3, 10, 0.0\)"),
+        (
+            lambda: wrong.early_stopping("loss", patience="3", mode="min"),
+            r"patience >= 1, min_delta >= 0, not \('loss', '3', 0.0\)",
+        ),
+        (lambda: wrong.early_stopping(3, mode="min"), r"needs a name, patience >= 1, min_delta >= 0, not \(3, 10, 0.0\)"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_word(call: Any, words: str) -> None:

@@ -46,9 +46,8 @@ def test_equal_ranks_agree(said: list[dict[str, Any]]) -> None:
     """Also after a backward pass with different data: gradients are equal, batch norm's buffers differ, which is usual."""
     for rank, one in enumerate(said):
         assert (one["begun"]["agree"], one["begun"]["world_size"], one["begun"]["rank"]) == (True, 2, rank)
-        assert one["begun"]["random_states"]["torch"]
         trained = one["trained"]
-        assert (trained["agree"], trained["anomalies"], trained["random_states"]["torch"]) == (True, [], False)
+        assert (trained["agree"], trained["anomalies"]) == (True, [])
         assert {row["kind"] for row in trained["disagreements"]} == {"buffer"}
 
 

@@ -31,10 +31,9 @@ def test_it_is_measured_as_the_other_kind_is() -> None:
     reentrant, other = _Checkpointed(reentrant=True), _Checkpointed(reentrant=False)
     x = torch.randn(8, 6)
     assert debug.count_flops(reentrant, x).flops == debug.count_flops(other, x).flops
-    found, expected = debug.memory_usage(reentrant, x, available=1), debug.memory_usage(other, x, available=1)
+    found, expected = debug.memory_usage(reentrant, x), debug.memory_usage(other, x)
     assert (found.parameters, found.gradients, found.inputs) == (expected.parameters, expected.gradients, expected.inputs)
     assert found.peak > found.gradients
-    assert found.per_sample > 0
 
 
 @pytest.mark.parametrize("function", [debug.memory_usage, debug.count_flops])

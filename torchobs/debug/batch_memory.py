@@ -1,16 +1,15 @@
-"""``memory_usage``: a model's memory by component, and the largest batch that fits, from two measured passes."""
+"""``memory_usage``: a model's memory by component, measured by a forward and a backward pass."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import floor, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of
-from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, is_sequence, rebuilt, walk
 from torchobs.support.result import Result
@@ -37,7 +36,7 @@ class ModuleActivations(Result):
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown(Result):
-    """A model's memory in bytes. ``fits`` and ``largest_batch_size`` go by a straight line through two measured passes."""
+    """A model's memory in bytes."""
 
     model: str
     batch_size: int
@@ -52,64 +51,26 @@ class MemoryBreakdown(Result):
     """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
     peak: int
     """Most memory that forward and backward allocated at one time, gradients included, at this batch size"""
-    per_sample: float
-    """Bytes by which the peak grows with each sample"""
-    fixed: float
-    """Bytes of the peak that do not depend on the batch size"""
-    still_needed: int
-    """Gradients that are there already (less), optimizer state that is not there yet (more)"""
-    available: int
-    """Bytes that may be used in addition to what is used now"""
     modules: tuple[ModuleActivations, ...]
-
-    def needed(self, batch_size: int) -> float:
-        """Return the bytes that a training step of that batch size needs in addition to what is used now."""
-        return self.fixed + self.per_sample * batch_size + self.still_needed
-
-    def fits(self, batch_size: int) -> bool:
-        """Return True if a training step of that batch size fits what is available.
-
-        Raises:
-            ValueError: the size is below 1.
-        """
-        if not is_whole(batch_size) or batch_size < 1:
-            raise ValueError(f"a batch has at least one sample, not {batch_size!r}")
-        return self.needed(batch_size) <= self.available
-
-    @property
-    def largest_batch_size(self) -> int | None:
-        """The largest batch size that fits, 0 if none does; ``None`` if memory does not grow with it."""
-        if self.per_sample <= 0:
-            return None
-        return max(0, floor((self.available - self.fixed - self.still_needed) / self.per_sample))
 
 
 def memory_usage(
-    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[[Any], Any] | None = None,
-    available: int | None = None,
-) -> MemoryBreakdown:  # fmt: skip
-    """Measure a model's memory by component with two forward and backward passes, of the batch and of one of another size.
+    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[[Any], Any] | None = None
+) -> MemoryBreakdown:
+    """Measure a model's memory by component with a forward and a backward pass.
 
     Nothing of the model is changed: gradients are computed beside ``.grad`` (without hooks of DDP), and buffers and the
-    random state are put back. What kernels allocate inside themselves is not seen, nor the allocator's fragmentation: leave a
-    tenth of the memory free.
+    random state are put back. What kernels allocate inside themselves is not seen, nor the allocator's fragmentation.
 
     Args:
         model: the module; in train mode, as it is trained.
         batch: as for :func:`torchobs.debug.forward_pass`; the first dimension of its tensors is the batch size.
         optimizer: for its state.
         loss_fn: of the output; without it, the output's ``loss``, or the sum of its floating-point tensors.
-        available: bytes that may be used in addition to what is used now; without it, what is free on the device of the
-            parameters (with what torch's allocator holds in reserve), or of the cgroup and the machine for the CPU.
 
     Raises:
-        TypeError: ``model`` is no module, the batch has no tensor, or it cannot be cut (a graph, a nested tensor). What the
-            model raises goes on.
+        TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
     """
-    import torch
-
-    from torchobs.probes.nonfinite.graph_run import free_bytes
-
     require_module(model, "memory_usage")
     if optimizer is not None:
         require_optimizer(optimizer, "memory_usage")
@@ -117,39 +78,27 @@ def memory_usage(
     if not size:
         what = f"{type(batch).__name__}{' of none' if _tensors(batch) else ''}"
         raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {what}")
-    other = size // 2 if size >= _LEAST_HALVED else 2 * size
-    with torch.inference_mode(mode=False):
-        others = resized(batch, size, other)
-    if batch_size(others) != other:
-        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in (batch if is_sequence(batch) else (batch,))))
-        raise TypeError(f"memory_usage() runs a batch of another size, too, and cannot cut this one: {kinds}")
-    first, second = _measured(model, batch, loss_fn), _measured(model, others, loss_fn)
-    # where gradients are larger than activations, a small batch's peak does not show what a sample takes
-    pairs = (first.peak, second.peak), (first.forward_peak, second.forward_peak)
-    per_sample = max((one - another) / (size - other) for one, another in pairs)
+    passes = _measured(model, batch, loss_fn)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state, state_there = _optimizer_state(optimizer)
-    gradients_there = sum(bytes_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
-    device = next((x.device for x in model.parameters()), torch.device("cpu"))
-    rows = sorted((ModuleActivations(*name, size) for name, size in first.modules.items()), key=lambda row: -row.size)
+    rows = sorted((ModuleActivations(*name, size) for name, size in passes.modules.items()), key=lambda row: -row.size)
     return MemoryBreakdown(
-        model=type(model).__name__, batch_size=size, parameters=_unique(model.parameters()), buffers=_unique(model.buffers()),
-        gradients=sum(map(bytes_of, parameters)), optimizer_state=state, inputs=_unique(_tensors(batch)),
-        activations=sum(row.size for row in rows), peak=first.peak, per_sample=per_sample,
-        fixed=max(first.peak - per_sample * size, 0.0), still_needed=(state or 0) - state_there - gradients_there,
-        available=int(free_bytes(device)) if available is None else available, modules=tuple(rows),
-    )  # fmt: skip
-
-
-_LEAST_HALVED = 4
-"""Smaller batches are doubled instead: batch normalisation takes no single sample"""
+        model=type(model).__name__,
+        batch_size=size,
+        parameters=_unique(model.parameters()),
+        buffers=_unique(model.buffers()),
+        gradients=sum(map(bytes_of, parameters)),
+        optimizer_state=_optimizer_state(optimizer),
+        inputs=_unique(_tensors(batch)),
+        activations=sum(row.size for row in rows),
+        peak=passes.peak,
+        modules=tuple(rows),
+    )
 
 
 class _Passes(NamedTuple):
     """What a forward and a backward pass took."""
 
     peak: int
-    forward_peak: int
     modules: dict[tuple[str, str], int]
 
 
@@ -175,10 +124,9 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 loss = loss_of(call(model, batch), loss_fn)
-            forward_peak = watch.peak
             backward(loss)
             del loss
-        return _Passes(watch.peak, forward_peak, modules)
+        return _Passes(watch.peak, modules)
 
     return beside_grad(model, passes)
 
@@ -282,18 +230,18 @@ def _covered(regions: Iterable[tuple[int, ...]]) -> int:
     return total
 
 
-def _optimizer_state(optimizer: Any) -> tuple[int | None, int]:
-    """Return the bytes of an optimizer's state when all parameters have one, and those that are there already."""
+def _optimizer_state(optimizer: Any) -> int | None:
+    """Return the bytes of an optimizer's state when all parameters have one."""
     if optimizer is None:
-        return None, 0
-    there = sum(map(bytes_of, _tensors([dict(state) for state in optimizer.state.values()])))
+        return None
+    existing = sum(map(bytes_of, _tensors([dict(state) for state in optimizer.state.values()])))
     parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
-    if there and len(optimizer.state) >= len(parameters):
-        return there, there
+    if existing and len(optimizer.state) >= len(parameters):
+        return existing
     try:
-        return sum(_state_of_group(optimizer, group) for group in optimizer.param_groups), there
+        return sum(_state_of_group(optimizer, group) for group in optimizer.param_groups)
     except (TypeError, ValueError, RuntimeError):  # the class takes other arguments than its groups have
-        return (there or None), there
+        return existing or None
 
 
 def _state_of_group(optimizer: Any, group: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""``dataloader``: how fast a loader is, whether its workers share the work, and what is in its batches and splits."""
+"""``dataloader``: how fast a loader is, whether its workers share the work, and what is in its batches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.debug.chance import CHANCE, most_probability
 from torchobs.debug.findings import told
-from torchobs.debug.splits import SplitSize, judge_splits, length
-from torchobs.debug.worker_samples import WorkerSamples
 from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import walk
@@ -20,7 +17,7 @@ from torchobs.support.result import Result
 from torchobs.support.samplers import generators
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 SLOW_WORKER = 3.0
 """A worker is slow whose batches are waited for this many times longer than the median worker's, while the others are idle"""
@@ -31,9 +28,11 @@ LEAST_ALONE = 0.9
 LEAST_BATCHES = 3
 """of each that is judged, after the first batch"""
 IMBALANCE = 10.0
-"""Ratio of the most to the least frequent class from which it is told, if it is no accident"""
+"""Ratio of the most to the least frequent class from which it is reported"""
+LEAST_OF_CLASS = 10
+"""Labels seen of the least frequent class: of fewer, the ratio may be an accident of the batches taken"""
 LEAST_LABELS = 100
-"""Labels seen before classes are judged"""
+"""Labels seen before a single class is reported"""
 _LABELS = ("labels", "label", "target", "targets", "y")
 
 
@@ -84,7 +83,6 @@ class LoaderCheck(Result):
     """Labels by class, where batches have integer labels"""
     imbalance: float | None
     """The most frequent class to the least frequent one of those seen"""
-    splits: tuple[SplitSize, ...]
     anomalies: tuple[str, ...]
 
 
@@ -96,7 +94,7 @@ class _Fetch(NamedTuple):
     """the other workers were idle when it came; None where nothing had been asked of them"""
 
 
-def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | None = None) -> LoaderCheck:
+def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
     """Take some batches of a loader and report on them. Its workers are ended and random states put back afterwards.
 
     A ``torch.utils.data.DataLoader`` gets an iterator of its own, so that an epoch in progress goes on undisturbed. Of any
@@ -105,8 +103,6 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
     Args:
         loader: a DataLoader, or any iterable of batches.
         batches: how many to take at most.
-        splits: loaders or data sets by name (``{"train": ..., "validation": ...}``), to report their sizes, and samples of one
-            data set that two have in common, by their indices in ``Subset``, ``ConcatDataset`` and samplers.
 
     Raises:
         TypeError: ``loader`` is not iterable.
@@ -116,28 +112,25 @@ def dataloader(loader: Any, *, batches: int = 20, splits: Mapping[str, Any] | No
         raise TypeError(f"dataloader() takes a DataLoader or an iterable of batches, not {type(loader).__name__}")
     if not is_whole(batches) or batches < 1:
         raise ValueError(f"dataloader() takes at least one batch, not {batches!r}")
-    if splits is not None and not hasattr(splits, "items"):
-        raise TypeError(f"splits are loaders or data sets by name, as {{'train': ...}}, not {type(splits).__name__}")
     dataset = getattr(loader, "dataset", loader)
-    summary, fetches = _Batches(is_iterable=_is_iterable_dataset(dataset)), list[_Fetch]()
+    summary, fetches = _Batches(), list[_Fetch]()
     for fetch in _taken(loader, batches):
         summary.add(fetch)
         fetches.append(fetch._replace(batch=None))
     seconds = [fetch.seconds for fetch in fetches]
     later, after_first = seconds[1:], summary.samples - summary.first_samples
     loads = _loads(fetches)
-    rows, shared = judge_splits(splits or {})
-    texts = [*_slow_workers(loads, fetches), *summary.findings(), *shared]
+    texts = [*_slow_workers(loads, fetches), *summary.findings()]
     if not seconds:
         texts.append(("no_batch", "loader", "the loader gives no batch"))
     counts = summary.classes
     return LoaderCheck(
-        dataset=type(dataset).__name__, dataset_size=length(dataset), batch_size=getattr(loader, "batch_size", None),
+        dataset=type(dataset).__name__, dataset_size=_length(dataset), batch_size=getattr(loader, "batch_size", None),
         workers=getattr(loader, "num_workers", 0), batches=len(seconds), samples=summary.samples,
         first_batch=seconds[0] if seconds else nan, batch_median=median(later or seconds or [nan]),
         batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
         worker_loads=loads, parts=summary.parts(), classes={str(key): counts[key] for key in sorted(counts)},
-        imbalance=max(counts.values()) / min(counts.values()) if counts else None, splits=rows,
+        imbalance=max(counts.values()) / min(counts.values()) if counts else None,
         anomalies=told("dataloader", texts),
     )  # fmt: skip
 
@@ -161,10 +154,11 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
             getattr(iterator, "_shutdown_workers", int)()
 
 
-def _is_iterable_dataset(dataset: Any) -> bool:
-    import torch
-
-    return isinstance(dataset, torch.utils.data.IterableDataset)
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def _next_worker(iterator: Any) -> int | None:
@@ -182,12 +176,10 @@ def _others_are_done(iterator: Any, worker: int | None) -> bool | None:
 class _Batches:
     """Sums over batches."""
 
-    def __init__(self, *, is_iterable: bool) -> None:
+    def __init__(self) -> None:
         self.samples = self.first_samples = 0
         self.classes: Counter[int] = Counter()
         self._shapes: dict[str, tuple[str, dict[str, None], bool]] = {}
-        # of a data set with indices a sampler decides what comes twice
-        self._of_workers = WorkerSamples(by_sample=is_iterable)
         self._nonfinite: set[str] = set()
 
     def add(self, fetch: _Fetch) -> None:
@@ -198,8 +190,6 @@ class _Batches:
         for name, x in named:
             self._note(name, x)
         self._count(fetch.batch, size)
-        if fetch.worker is not None:
-            self._of_workers.add(fetch.worker, [x for _, x in named], size)
 
     def _note(self, name: str, x: Any) -> None:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -221,22 +211,13 @@ class _Batches:
         """Yield kind, name and text of what is wrong with the batches."""
         for name in sorted(self._nonfinite):
             yield "nonfinite_input", name, f"{name} has NaN or Inf"
-        yield from self._of_workers.findings()
         counts = self.classes
-        if counts.total() >= LEAST_LABELS and (ratio := _imbalance(counts)) >= IMBALANCE:
+        if len(counts) > 1 and (rare := min(counts.values())) >= LEAST_OF_CLASS and max(counts.values()) >= IMBALANCE * rare:
             most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
-            yield "class_imbalance", "classes", f"class {most} is {ratio:.3g} times as frequent as class {least}"
+            text = f"class {most} is {counts[most] / rare:.3g} times as frequent as class {least}"
+            yield "class_imbalance", "classes", text
         if counts.total() >= LEAST_LABELS and len(counts) == 1:
             yield "single_class", "classes", f"all {counts.total()} labels seen are {next(iter(counts))}: is the data shuffled?"
-
-
-def _imbalance(counts: Counter[int]) -> float:
-    """Return the ratio of the most to the least frequent class; 1 where classes that are equally frequent may differ so much.
-
-    Of two such classes the counts, given their sum, are binomial; the two were chosen of all ordered pairs (Bonferroni).
-    """
-    most, least, pairs = max(counts.values()), min(counts.values()), len(counts) * (len(counts) - 1)
-    return most / least if pairs and pairs * most_probability(most, most + least, 0.5) <= CHANCE else 1.0
 
 
 def _labels(batch: Any) -> Any:

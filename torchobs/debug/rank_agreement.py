@@ -1,8 +1,7 @@
-"""``ddp``: do all ranks have the same parameters, gradients and buffers, and what random states do they have?"""
+"""``ddp``: whether all ranks have the same parameters, gradients and buffers."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from zlib import crc32
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
 from torchobs.support.collectives import let_backend_finish
-from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
 _CHUNK = 1 << 20
@@ -45,9 +43,6 @@ class RankAgreement(Result):
     structure_differs: tuple[int, ...]
     """Ranks with other parameters' names, shapes, types, or another train mode, than most"""
     disagreements: tuple[Disagreement, ...]
-    random_states: dict[str, bool]
-    """For each generator, whether it is in the same state on all ranks. Equal: the same dropout masks and data order
-    everywhere; which of the two is wanted depends on the training"""
     sharded: int
     """Parameters of which each rank has a part (FSDP, tensor parallel): not compared"""
     anomalies: tuple[str, ...]
@@ -63,12 +58,11 @@ class _Side(NamedTuple):
 
     structure: int
     prints: dict[tuple[str, str], _Print]
-    generators: dict[str, int]
     sharded: int
 
 
 def ddp(model: Any, *, group: Any = None) -> RankAgreement:
-    """Compare parameters, gradients, buffers and random states of all ranks of a group, all of which must call it.
+    """Compare parameters, gradients and buffers of all ranks of a group, all of which must call it.
 
     It gathers checksums, two numbers for each tensor, in one collective; every rank returns the same answer. Gradients are
     compared where all ranks have them: call it after ``backward()`` for that. Buffers that differ are told but are an anomaly
@@ -117,7 +111,7 @@ def _side(model: Any) -> _Side:
     shapes = [None if _is_part(x) else tuple(x.shape) for _, x in named]
     described = [(name, shape, str(x.dtype), x.requires_grad) for (name, x), shape in zip(named, shapes, strict=True)]
     modes = [(name, module.training) for name, module in model.named_modules()]
-    return _Side(crc32(repr((described, modes)).encode()), prints, _generators(torch), len(named) - len(replicated))
+    return _Side(crc32(repr((described, modes)).encode()), prints, len(named) - len(replicated))
 
 
 def _is_part(parameter: Any) -> bool:
@@ -148,17 +142,6 @@ def _norm(torch: Any, x: Any) -> Any:
     return torch.linalg.vector_norm(dense.to(torch.float32).reshape(-1))
 
 
-def _generators(torch: Any) -> dict[str, int]:
-    states = {"torch": crc32(torch.get_rng_state().numpy().tobytes()), "python": crc32(repr(random.getstate()).encode())}
-    numpy = imported("numpy")
-    if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()
-        states["numpy"] = crc32(keys.tobytes() + repr(rest).encode())
-    if torch.cuda.is_initialized():
-        states["cuda"] = crc32(torch.cuda.get_rng_state().numpy().tobytes())
-    return states
-
-
 def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> RankAgreement:
     structure = _minority([side.structure for side in sides])
     keys = list(dict.fromkeys(key for side in sides for key in side.prints))
@@ -170,14 +153,12 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
         if ranks := _minority([one and one.checksum for one in prints]):
             norms = tuple(float("nan") if one is None else one.norm for one in prints)
             rows.append(Disagreement(*key, ranks, norms))
-    names = sorted(set[str]().union(*(side.generators for side in sides)))
-    random_states = {name: len({side.generators.get(name) for side in sides}) == 1 for name in names}
     texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
     wrong = [row for row in rows if row.kind != "buffer" or not broadcast]
     texts += [(f"rank_{row.kind}", row.name, _text(row)) for row in wrong]
     agree = not structure and all(row.kind == "buffer" for row in rows)
     sharded = max(side.sharded for side in sides)
-    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), random_states, sharded, told("ddp", texts))
+    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), sharded, told("ddp", texts))
 
 
 def _text(row: Disagreement) -> str:

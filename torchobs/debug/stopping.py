@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
-from torchobs.debug.metric_names import better
 from torchobs.debug.statistics import wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.module_modes import evaluating
@@ -21,7 +20,7 @@ from torchobs.support.result import Result, fill
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-Mode = Literal["auto", "min", "max"]
+Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class EarlyStopper:
 
 
 def early_stopping(
-    monitor: str, patience: int = 10, *, mode: Mode = "auto", min_delta: float = 0.0, stop_at: float | None = None,
+    monitor: str, patience: int = 10, *, mode: Mode, min_delta: float = 0.0, stop_at: float | None = None,
     on_improvement: Callable[[StopDecision], Any] | None = None, on_stop: Callable[[StopDecision], Any] | None = None,
 ) -> EarlyStopper:  # fmt: skip
     """Return a stopper: call it with each check's value; its decision is true if training should stop.
@@ -146,24 +145,20 @@ def early_stopping(
     Args:
         monitor: name of the value.
         patience: checks without an improvement after which it stops.
-        mode: whether smaller or larger is better; ``auto`` goes by the words of the name (accuracy, F1, reward ... are to rise,
-            losses and errors to fall).
+        mode: ``min`` if smaller is better, as of a loss, ``max`` if larger is, as of an accuracy.
         min_delta: least change that is an improvement.
         stop_at: stop when this value is reached.
         on_improvement: called with the decision of each better value (to save the model).
         on_stop: called once, with the first decision to stop.
 
     Raises:
-        ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, no name, or one that says nothing to ``auto``.
+        ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
     """
     if not (is_text(monitor) and monitor and is_whole(patience) and patience >= 1 and is_number(min_delta) and min_delta >= 0):
         raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
-    if mode not in {"auto", "min", "max"}:
-        raise ValueError(f"mode is 'auto', 'min' or 'max', not {mode!r}")
-    chosen = better(monitor) if mode == "auto" else mode
-    if chosen is None:
-        raise ValueError(f"the name {monitor!r} does not tell whether it is to fall or to rise: give mode='min' or mode='max'")
-    return EarlyStopper(monitor, patience, chosen, min_delta, stop_at, on_improvement, on_stop)
+    if mode not in {"min", "max"}:
+        raise ValueError(f"mode is 'min' or 'max', not {mode!r}")
+    return EarlyStopper(monitor, patience, mode, min_delta, stop_at, on_improvement, on_stop)
 
 
 @dataclass(frozen=True, slots=True)

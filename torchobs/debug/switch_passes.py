@@ -161,7 +161,7 @@ class Stopping(_LossWatch):
     """The mean training loss between two looks, given to ``early_stopping``: told, never acted on."""
 
     def __init__(self) -> None:
-        self._stopper = early_stopping("training_loss", patience=10)
+        self._stopper = early_stopping("training_loss", patience=10, mode="min")
         self._sum: Any = 0.0
         self._count = 0
 
