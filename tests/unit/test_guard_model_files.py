@@ -8,7 +8,6 @@ import importlib.util
 import io
 import os
 import pickle
-import struct
 import subprocess
 import sys
 import tarfile
@@ -66,19 +65,12 @@ def pickled(value: Any, path: Path, protocol: int = 4) -> None:
     path.write_bytes(pickle.dumps(value, protocol))
 
 
-def zipped(path: Path, *names: str, content: bytes = b"x") -> None:
-    """A zip file with these entries."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in names:
-            archive.writestr(name, content)
-
-
-def tarred(path: Path, name: str, kind: bytes = tarfile.REGTYPE, mode: str = "w") -> None:
+def tarred(path: Path, content: bytes) -> None:
     """A tar file with one entry."""
-    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
-        entry = tarfile.TarInfo(name)
-        entry.type, entry.linkname = kind, "../../etc/passwd" if kind == tarfile.SYMTYPE else ""
-        archive.addfile(entry, io.BytesIO())
+    with tarfile.open(path, "w") as archive:
+        entry = tarfile.TarInfo("data.pkl")
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
 
 
 def cut(make: Callable[[Path], Any], path: Path, length: int) -> None:
@@ -118,12 +110,10 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights.safetensors": ("clean", lambda path: save_file({"a": torch.ones(3)}, path)),
     "array.npy": ("clean", lambda path: np.save(path, np.ones(3))),
     "arrays.npz": ("clean", lambda path: np.savez(path, a=np.ones(3), b=np.zeros(2))),
-    "weights.tar": ("unreadable", lambda path: tarred(path, "model/weights.bin")),
     "namespace.pt": ("suspicious", lambda path: torch.save({"args": argparse.Namespace(lr=1)}, path)),
-    "script.pt": ("suspicious", scripted),
-    "script-frozen.pt": ("suspicious", lambda path: scripted(path, frozen=True)),
+    "script.pt": ("dangerous", scripted),
+    "script-frozen.pt": ("dangerous", lambda path: scripted(path, frozen=True)),
     "script-attack.pt": ("dangerous", lambda path: scripted(path, more=pickle.dumps(Attack(), 2))),
-    "script-name.pt": ("dangerous", lambda path: scripted(path, more=b"\x80\x02ctorch.jit._pickle\nbuild\n(](K\x01etR.")),
     "whole.pt": ("suspicious", lambda path: torch.save(torch.nn.Linear(2, 2), path)),
     "attack.pt": ("dangerous", lambda path: torch.save({"w": torch.ones(2), "x": Attack()}, path)),
     "attack-old.pt": ("dangerous", lambda path: old({"w": torch.ones(2), "x": Attack()}, path)),
@@ -132,18 +122,8 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "eval.pkl": ("dangerous", lambda path: pickled([Evaluated()], path)),
     "objects.npy": ("dangerous", lambda path: np.save(path, np.array([Attack()], dtype=object), allow_pickle=True)),
     "objects.npz": ("dangerous", lambda path: np.savez(path, a=np.array([Attack()], dtype=object))),
-    "out.zip": ("dangerous", lambda path: zipped(path, "../../evil.py")),
-    "absolute.zip": ("dangerous", lambda path: zipped(path, "/etc/cron.d/evil")),
-    "bomb.zip": ("dangerous", lambda path: zipped(path, "zeros", content=bytes(80 << 20))),
-    "out.tar": ("dangerous", lambda path: tarred(path, "../evil.py")),
-    "link.tar": ("dangerous", lambda path: tarred(path, "link", tarfile.SYMTYPE)),
-    "weights.tar.gz": ("unreadable", lambda path: tarred(path, "model/weights.bin", mode="w:gz")),
-    "model.nemo": ("dangerous", lambda path: tarred(path, "../evil.py", mode="w:gz")),
-    "link.tar.bz2": ("dangerous", lambda path: tarred(path, "link", tarfile.SYMTYPE, mode="w:bz2")),
-    "long-name.tar.gz": ("dangerous", lambda path: tarred(path, "a" * (2 << 20), mode="w:gz")),
-    "bomb.pkl.gz": ("dangerous", lambda path: path.write_bytes(gzip.compress(bytes(80 << 20)))),
+    "attack.tar": ("unreadable", lambda path: tarred(path, pickle.dumps(Attack()))),
     "attack.pkl.gz": ("unreadable", lambda path: path.write_bytes(gzip.compress(pickle.dumps(Attack())))),
-    "cut.tar.gz": ("unreadable", lambda path: path.write_bytes(gzip.compress(bytes(range(256)) * 9)[:60])),
     "cut.pt": ("unreadable", lambda path: cut(partial(torch.save, checkpoint()), path, 300)),
     "cut.safetensors": ("unreadable", lambda path: cut(partial(save_file, {"a": torch.ones(300)}), path, 200)),
     "empty.pt": ("unreadable", lambda path: path.write_bytes(b"")),
@@ -224,21 +204,18 @@ def test_a_file_without_checksums_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:.*torch.jit")
 def test_what_no_restricted_loader_reads_is_said_in_words(tmp_path: Path) -> None:
-    """Promise: a plain pickle, a TorchScript program and a page of a web server are told by what they are."""
-    for protocol in (0, 2, 4):
-        pickled({"a": 1}, tmp_path / "plain.pkl", protocol)
-        with pytest.raises(ValueError, match=r"plain\.pkl is a plain pickle, and no file of torch\.save") as told:
-            guard.load(tmp_path / "plain.pkl")
-        assert not isinstance(told.value, guard.UnsafeFileError)
+    """Promise: the error names what an attack and a TorchScript program are, and refuses a plain pickle and a web page."""
     pickled([argparse.Namespace(), Attack()], tmp_path / "attack.pkl")
-    with pytest.raises(guard.UnsafeFileError, match=r"\(argparse\.Namespace, posix\.system\)"):
+    with pytest.raises(guard.UnsafeFileError, match=r"attack\.pkl needs code to be loaded"):
         guard.load(tmp_path / "attack.pkl")
     scripted(tmp_path / "script.pt")
     with pytest.raises(guard.UnsafeFileError, match="a TorchScript program"):
         guard.load(tmp_path / "script.pt")
+    pickled({"a": 1}, tmp_path / "plain.pkl")
     (tmp_path / "page.pt").write_text("<html>404</html>")
-    with pytest.raises(ValueError, match="begins with no pickle"):
-        guard.load(tmp_path / "page.pt")
+    for name in ("plain.pkl", "page.pt"):
+        with pytest.raises(ValueError, match=name):
+            guard.load(tmp_path / name)
 
 
 def test_a_file_is_what_it_contains_and_not_what_it_is_called(tmp_path: Path) -> None:
@@ -264,22 +241,11 @@ def test_what_stands_for_a_file_is_told(tmp_path: Path) -> None:
         guard.load(path, map_location="gpu")
 
 
-def test_overlapping_entries_are_a_bomb(tmp_path: Path) -> None:
-    """Promise: entries that share their bytes are found, though each is small."""
-    path = tmp_path / "overlap.zip"
-    zipped(path, "a", "b", content=b"y" * 100)
-    content = bytearray(path.read_bytes())
-    second = content.rindex(b"PK\x01\x02")
-    struct.pack_into("<I", content, second + 42, 0)  # the second entry's offset is the first's
-    path.write_bytes(content)
-    assert guard.scan_file(path).verdict == "dangerous"
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_are_told_and_do_nothing(tmp_path: Path, data: st.DataObject) -> None:
     """Promise: whatever bytes are changed or cut off, the answer is a verdict, and no code runs."""
-    name = data.draw(st.sampled_from(["attack.pt", "attack.pkl", "state.pt", "weights.safetensors", "objects.npy", "out.tar"]))
+    name = data.draw(st.sampled_from(["attack.pt", "attack.pkl", "state.pt", "weights.safetensors", "objects.npy"]))
     path = tmp_path / name
     FILES[name][1](path)
     content = bytearray(path.read_bytes())
@@ -353,17 +319,15 @@ CROOKED = {
 @pytest.mark.parametrize("name", CROOKED)
 @pytest.mark.parametrize("suffix", ["pkl", "pt"])
 def test_what_hides_from_a_scanner_is_not_clean(tmp_path: Path, name: str, suffix: str) -> None:
-    """Promise: no pickle that Python's unpickler would run is clean, whatever a scanner's own parser makes of it."""
+    """Promise: no pickle that Python's unpickler would run is clean, whatever the scanner's parser makes of it."""
     path = tmp_path / f"crooked.{suffix}"
     path.write_bytes(CROOKED[name])
-    runs = sys.version_info < (3, 14) or "only C" not in name  # since then the unpickler refuses such an integer
-    expected = {"suspicious", "dangerous"} if runs else {"unreadable"}
-    assert guard.scan_file(path).verdict in expected
+    assert guard.scan_file(path).verdict != "clean"
     torch_file = tmp_path / "crooked-torch.pt"
     with zipfile.ZipFile(torch_file, "w") as archive:
         archive.writestr("a/data.pkl", CROOKED[name])
         archive.writestr("a/version", "3")
-    assert guard.scan_file(torch_file).verdict in expected
+    assert guard.scan_file(torch_file).verdict != "clean"
 
 
 @pytest.mark.skipif(

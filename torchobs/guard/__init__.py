@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torchobs.support.lazy import attach
 
 if TYPE_CHECKING:
-    from torchobs.guard.annotations import checked
     from torchobs.guard.contracts import Contract, ContractError, PendingCheck, validate_inputs
     from torchobs.guard.errors import LossSpikeError, NonFiniteLossError
     from torchobs.guard.inference import InferenceResult, safe_inference
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torchobs.guard.tensor_values import Violation
 
 _HOMES: dict[str, str] = {
-    "checked": "annotations",
     **dict.fromkeys(("Contract", "ContractError", "PendingCheck", "validate_inputs"), "contracts"),
     **dict.fromkeys(("LossSpikeError", "NonFiniteLossError"), "errors"),
     **dict.fromkeys(("InferenceResult", "safe_inference"), "inference"),
@@ -65,7 +63,6 @@ __all__ = [
     "WrongFileError",
     "check_model",
     "check_outputs",
-    "checked",
     "load",
     "resources",
     "safe_inference",
