@@ -18,17 +18,12 @@ from torchobs.rules import files
 from torchobs.rules.values import DEFAULT, RUNBOOKS, Values, ValuesError, load
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
-PLACES = {
-    files.ALERTMANAGER: f"alertmanager/{files.ALERTMANAGER}",
-    files.GRAFANA: "grafana/provisioning/alerting/torchobs.yaml",
-}
-"""Where a file of rules is that is not for Prometheus"""
 
 
 def rendered(values: Values = DEFAULT) -> dict[str, str]:
     """Return every file by its path under `deploy/`. Raises :class:`ValuesError` where an alert is named that there is not."""
     rules = files.rendered(values)
-    return {**_dashboards(values), **{PLACES.get(name, f"prometheus/{name}"): text for name, text in rules.items()}}
+    return {**_dashboards(values), **{f"prometheus/{name}": text for name, text in rules.items()}}
 
 
 def _dashboards(values: Values) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from torchobs.cli.dispatch import main
-from torchobs.rules.files import ALERTS, GRAFANA, OPERATOR, alert_groups, rendered
+from torchobs.rules.files import ALERTS, alert_groups, rendered
 from torchobs.rules.rule_file import Alert
 from torchobs.rules.values import Thresholds
 
@@ -40,22 +40,17 @@ def test_export_writes_the_files_of_the_checkout(checkout: Path, tmp_path: Path,
     """Byte for byte: what the pages say about deploy/ holds for whoever has only the wheel."""
     folder = tmp_path / "prometheus" / "torchobs"
     assert main(["rules", "export", str(folder)]) == 0
-    assert capsys.readouterr().out == f"7 files in {folder}\n"
+    assert capsys.readouterr().out == f"4 files in {folder}\n"
     prometheus = checkout / "deploy" / "prometheus"
-    expected = {name: text for name, text in written(prometheus).items() if name.startswith("rules") or name == OPERATOR}
-    assert written(folder) == {
-        **expected,
-        "alertmanager.yml": (prometheus.parent / "alertmanager/alertmanager.yml").read_text(),
-        GRAFANA: (prometheus.parent / "grafana/provisioning/alerting/torchobs.yaml").read_text(),
-    }
+    assert written(folder) == {name: text for name, text in written(prometheus).items() if name.startswith("rules")}
 
 
 def test_a_person_sets_thresholds_and_severities_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And where Grafana and the runbooks are, and what to leave out; only the alerts are changed by it, in all their forms."""
+    """And where Grafana and the runbooks are, and what to leave out; only the alerts are changed by it."""
     (tmp_path / "my.yml").write_text(OWN)
     assert main(["rules", "render", "--values", str(tmp_path / "my.yml"), str(tmp_path / "out")]) == 0
     files, shipped = written(tmp_path / "out"), rendered()
-    assert {name for name in shipped if files[name] != shipped[name]} == {ALERTS, GRAFANA, OPERATOR}
+    assert {name for name in shipped if files[name] != shipped[name]} == {ALERTS}
     found = alerts_in(files[ALERTS])
     assert "> 0.8\n" in found["TorchobsOutOfMemoryNear"]["expr"]
     assert found["TorchobsRankFailed"]["labels"] == {"severity": "page"}

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DESCRIPTION = """\
-Write alerts and recording rules for Prometheus, and a configuration of Alertmanager. `export` writes them as shipped, `render`
-with thresholds and severities of your own. Into DIR go rules/, which Prometheus loads; rules-native/, to load instead of the
-file of that name where histograms are stored as native ones; alertmanager.yml; prometheus-operator.yml, the same rules as
-objects for the Prometheus operator; and grafana-alerting.yml, the alerts for Grafana to evaluate. Files of other names are left
-alone."""
+Write alerts and recording rules for Prometheus. `export` writes them as shipped, `render` with thresholds and severities of
+your own. Into DIR go rules/, which Prometheus loads, and rules-native/, to load instead of the file of that name where
+histograms are stored as native ones. Files of other names are left alone."""
 
 _EXAMPLES = """\
 examples:

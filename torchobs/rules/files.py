@@ -1,9 +1,8 @@
-"""The rule files, by the path at which `torchobs rules` writes them: for Prometheus, its operator, Alertmanager, Grafana."""
+"""The rule files for Prometheus, by the path at which `torchobs rules` writes them."""
 
 from __future__ import annotations
 
 from torchobs.rules import (
-    alertmanager,
     alerts,
     alerts_checkpoints,
     alerts_exporter,
@@ -11,17 +10,13 @@ from torchobs.rules import (
     alerts_ranks,
     alerts_resources,
     alerts_speed,
-    grafana_managed,
     percentiles,
-    prometheus_operator,
     recordings,
 )
 from torchobs.rules.rule_file import Alert, Group, render
 from torchobs.rules.values import DEFAULT, Values, ValuesError
 
-ALERTS, ALERTMANAGER = "rules/torchobs-alerts.yml", "alertmanager.yml"
-GRAFANA, OPERATOR = "grafana-alerting.yml", "prometheus-operator.yml"
-"""The alerts and what they need once more: for Grafana to evaluate, and as objects for Kubernetes."""
+ALERTS = "rules/torchobs-alerts.yml"
 
 _ABOUT_ALERTS = """\
 The alerts. They work in Prometheus 2.42 (the first with `keep_firing_for`) and later, and need what torchobs-recordings.yml
@@ -45,11 +40,6 @@ def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
         "rules/torchobs-recordings.yml": render(recording_groups(), chosen, _ABOUT_RECORDINGS),
         "rules/torchobs-percentiles.yml": render(classic, chosen, _ABOUT_CLASSIC),
         "rules-native/torchobs-percentiles.yml": render(native, chosen, _ABOUT_NATIVE),
-        ALERTMANAGER: alertmanager.render(),
-        GRAFANA: grafana_managed.render(groups, chosen),
-        OPERATOR: prometheus_operator.render(
-            {"torchobs-alerts": groups, "torchobs-recordings": recording_groups(), "torchobs-percentiles": classic}, chosen
-        ),
     }
 
 
