@@ -980,8 +980,8 @@ EXPORTER_CONNECTIONS_DROPPED = _counter(
 EXPORTER_WRITE_ERRORS = _counter(
     "torchobs.exporter.write_errors",
     "{error}",
-    Attribute("what", "what was to be written", ("log", "file_sd", "announcement", "control", "trainjob")),
-).described("Writes that failed, as on a full disk; `trainjob`: reports that Kubeflow Trainer did not accept.")
+    Attribute("what", "what was to be written", ("log", "file_sd", "announcement", "control")),
+).described("Writes that failed, as on a full disk.")
 EXPORTER_HOST_DURATION = _gauge("torchobs.exporter.host.duration", "s").described(
     "Duration of the last collection of the machine's metrics."
 )

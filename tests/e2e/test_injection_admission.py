@@ -170,7 +170,6 @@ def odd_pods() -> dict[str, dict[str, Any]]:
         "path": annotated("auto"),
         "bare": annotated("auto"),
         "own run": annotated(run="pod"),
-        "trainjob": annotated(),
     }
     trainer = made["environment"]["spec"]["containers"][0]
     trainer["envFrom"] = [{"configMapRef": {"name": "any", "optional": True}}]
@@ -178,7 +177,6 @@ def odd_pods() -> dict[str, dict[str, Any]]:
     trainer["env"] = [
         {"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "any", "key": "path", "optional": True}}}
     ]
-    of_a_trainjob(made["trainjob"])
     made["containers"]["spec"]["containers"].append(trainer | {"name": "istio-proxy"})
     del made["bare"]["spec"]["securityContext"]
     made["bare"]["spec"]["containers"][0]["securityContext"] = RESTRICTED | {
@@ -187,18 +185,6 @@ def odd_pods() -> dict[str, dict[str, Any]]:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     return made
-
-
-def of_a_trainjob(pod: dict[str, Any]) -> None:
-    """Add what Kubeflow Trainer 2.2 adds for its feature TrainJobStatus (`pkg/runtime/framework/plugins/trainjobstatus`)."""
-    folder, name = "/var/run/secrets/kubeflow/trainer", "kubeflow-trainer-token"
-    values = {"URL": "https://trainer.kubeflow.svc:10443/status", "CA_CERT": f"{folder}/ca.crt", "TOKEN": f"{folder}/token"}
-    token = {"serviceAccountToken": {"audience": "trainer.kubeflow.org", "expirationSeconds": 3600, "path": "token"}}
-    authority = {"configMap": {"name": "gpt-tls-config", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
-    (trainer,) = pod["spec"]["containers"]
-    trainer["env"] = [{"name": f"KUBEFLOW_TRAINER_SERVER_{key}", "value": text} for key, text in values.items()]
-    trainer["volumeMounts"].append({"name": name, "mountPath": folder, "readOnly": True})
-    pod["spec"]["volumes"].append({"name": name, "projected": {"sources": [token, authority]}})
 
 
 @pytest.mark.parametrize("kind", odd_pods())

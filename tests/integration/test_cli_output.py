@@ -22,7 +22,6 @@ COMMANDS = {
     "help": ["--help"],
     "run": ["run", "--help"],
     "inspect_help": ["inspect", "--help"],
-    "completion": ["completion", "bash"],
     "dashboards": ["dashboards", "--help"],
     "rules": ["rules", "--help"],
     "doctor": ["doctor", "--no-training"],

@@ -76,30 +76,6 @@ def test_the_raw_policy_does_nothing_until_an_image_is_named() -> None:
     assert sidecar(admitted(named, pod()))["image"] == "registry.example.org/torchobs-exporter:latest"
 
 
-def of_a_trainjob(annotations: dict[str, str] | None = None) -> dict[str, Any]:
-    """A pod to whose containers Kubeflow Trainer 2.2 has given what its feature TrainJobStatus does."""
-    folder = "/var/run/secrets/kubeflow/trainer"
-    values = {"URL": "https://trainer.kubeflow.svc:10443/status", "CA_CERT": f"{folder}/ca.crt", "TOKEN": f"{folder}/token"}
-    env = [{"name": f"KUBEFLOW_TRAINER_SERVER_{name}", "value": text} for name, text in values.items()]
-    mounts = [{"name": "kubeflow-trainer-token", "mountPath": folder, "readOnly": True}]
-    proxy, node = {"name": "istio-proxy"}, {"name": "node", "env": env, "volumeMounts": mounts}
-    return pod(proxy, node, annotations=annotations, volumes=[{"name": "kubeflow-trainer-token"}])
-
-
-def test_the_way_to_the_trainjobs_status_is_the_exporters_too(default: dict[str, Any]) -> None:
-    """The variables and the volume with the token that the training has; nothing of it without them, or where not wanted."""
-    given = of_a_trainjob()
-    theirs = given["spec"]["containers"][1]
-    made = sidecar(admitted(default, given))
-    assert environment(theirs).items() <= environment(made).items()
-    assert theirs["volumeMounts"][0] in made["volumeMounts"]
-    plain = sidecar(admitted(default, pod()))
-    assert sidecar(admitted(default, of_a_trainjob({"trainjob-status": "false"}))) == plain
-    alone = of_a_trainjob()
-    del alone["spec"]["containers"][1]["volumeMounts"]
-    assert sidecar(admitted(default, alone)) == plain
-
-
 def test_the_registrys_secrets_come_to_the_pods_own() -> None:
     """Each once, whether the values have names or objects; without any the pod's list is not touched."""
     made = policy(injection__imagePullSecrets="{ours,mine}")

@@ -1,6 +1,6 @@
 """The commands of ``torchobs`` by name; one is imported when it is called.
 
-All but exporter, rules and completion work in a plain install, because they are needed in a training image after a crash.
+All but exporter and rules work in a plain install, because they are needed in a training image after a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ BRIEFS = {
     "exporter": "Serve the metrics of a machine's trainings to Prometheus.",
     "dashboards": "Write the Grafana dashboards into a directory.",
     "rules": "Write alerts and rules for Prometheus into a directory.",
-    "completion": "Print a script for the TAB key of a shell.",
 }
 OPTIONS = ("--help", "--version")
 
@@ -48,11 +47,10 @@ examples:
   torchobs report -o report.html             the same with charts, as a page to keep or to send
   torchobs stacks 3                          where rank 3 hangs
   torchobs doctor                            what keeps torchobs from working here, and the remedy
-  source <(torchobs completion bash)         the TAB key completes commands and options
 
 `torchobs COMMAND --help` explains a command. Options: --help, --version."""
 
-_EXTRA = frozenset({"shtab", "prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
+_EXTRA = frozenset({"prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
 
 
 def main(given: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ _TIME_ERROR = 5
 """Result of adjtimex(2) while the clock is not synchronised."""
 _EXTRAS = {
     "exporter": (
-        *("bcrypt", "msgspec", "prometheus_client", "shtab", "starlette", "urllib3", "uvicorn", "yaml"),
+        *("bcrypt", "msgspec", "prometheus_client", "starlette", "urllib3", "uvicorn", "yaml"),
         *("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.common"),
     ),
     "otlp-grpc": ("opentelemetry.exporter.otlp.proto.grpc",),

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
-from urllib.parse import urlsplit
 
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config import option_types as kinds
@@ -73,10 +72,6 @@ class ExporterConfig:
     """a scrape that asks for the page of another pod is refused"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
-    trainjob_url: str | None = None
-    """where Kubeflow Trainer takes the TrainJob's status; None: nowhere"""
-    trainjob_certificate: str | None = None
-    trainjob_token_file: str | None = None
     collect_host: tuple[str, ...] = ()
     """a subset of ``catalog.HOST_COLLECTORS``; empty: no metrics of the machine"""
     host_paths: tuple[str, ...] = ()
@@ -115,13 +110,6 @@ def _name_or_prefix(text: str) -> str:
 
 def _telemetry_path(text: str) -> str:
     if not _TELEMETRY_PATH.fullmatch(text) or text in _RESERVED_PATHS or text.startswith(_RESERVED):
-        raise ValueError(text)
-    return text
-
-
-def _https_url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme != "https" or not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment or parts.port == 0:
         raise ValueError(text)
     return text
 
@@ -239,19 +227,6 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "pod_uid", kinds.TEXT,
         "UID of the pod that this exporter is in: a scrape with ?pod=UID of another gets status 421, not this one's page.",
         "none", ("POD_UID",), flag="--pod.uid", metavar="UID",
-    ),
-    Option(
-        "trainjob_url", ValueKind("an https URL without user and password", _https_url),
-        "Report progress and time left there, for the status of Kubeflow Trainer's TrainJob.",
-        "nowhere", ("KUBEFLOW_TRAINER_SERVER_URL",), flag="--trainjob.url", metavar="URL",
-    ),
-    Option(
-        "trainjob_certificate", _PATH, "Certificates to trust there.",
-        "the system's", ("KUBEFLOW_TRAINER_SERVER_CA_CERT",), flag="--trainjob.certificate", metavar="FILE",
-    ),
-    Option(
-        "trainjob_token_file", _PATH, "File with the bearer token for it; nothing is reported without one.",
-        "none", ("KUBEFLOW_TRAINER_SERVER_TOKEN",), flag="--trainjob.token-file", metavar="FILE",
     ),
     Option(
         "collect_host", _COLLECTORS,

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.pipeline import PushPipeline
-    from torchobs.exporter.trainjob import TrainJobReporter
 
 TICK_S = 1.0
 FLUSH_S = 10.0
@@ -84,7 +83,7 @@ class _Service:
             api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(unix_socket_path.address, config))
         self._listeners = Listeners(config, self._web_config, app, api, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
-        self._push, self._site.host, self._trainjob = _optional(config)
+        self._push, self._site.host = _optional(config)
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
@@ -143,8 +142,6 @@ class _Service:
             if self._push.due and self._site.host is not None:
                 await self._site.host.look()
             self._push.look(self._site.scrape_input(snapshot))
-        if self._trainjob is not None:
-            await self._trainjob.look(self._snapshots, snapshot)
         if self._finished is not None and snapshot.number and self._finished(self._status()):
             self._done = True
             self._leave.set()
@@ -152,9 +149,8 @@ class _Service:
     def _count_losses(self) -> None:
         targets = self._targets.failures if self._targets is not None else 0
         lost, failures = log_format.lost(), self._api.commands.failures
-        reports = self._trainjob.failures if self._trainjob is not None else 0
         announced = self._listeners.unannounced
-        writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures, "trainjob": reports}
+        writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
         self._site.lost = Lost(dict(self._listeners.connections.dropped), writes)
 
     async def _write_targets(self) -> None:
@@ -179,7 +175,7 @@ class _Service:
 
     async def _drain(self) -> None:
         """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait."""
-        if self._done and self._push is None and self._trainjob is None:
+        if self._done and self._push is None:
             return
         deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
         final = await self._final() if not self._hurry.is_set() else 0
@@ -188,8 +184,6 @@ class _Service:
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")
-            if self._trainjob is not None and not self._trainjob.settled:
-                waiting.append("Kubeflow Trainer")
             if not waiting:
                 break
             if time.monotonic() > deadline_s:
@@ -213,8 +207,6 @@ class _Service:
             snapshot = await self._snapshots.after_now()
         if self._push is not None:
             self._push.look(self._site.scrape_input(snapshot), final=True)
-        if self._trainjob is not None:
-            await self._trainjob.look(self._snapshots, snapshot, final=True)
         return snapshot.number
 
     async def _close(self) -> None:
@@ -230,12 +222,9 @@ class _Service:
         self._web_config.close()
 
 
-def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None, TrainJobReporter | None]:
-    """Return the OTLP push, the machine's metrics and the TrainJob's reporter, as far as configured.
-
-    What is not configured is not imported.
-    """
-    push, host, trainjob = None, None, None
+def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None]:
+    """Return the OTLP push and the machine's metrics, as far as configured; what is not configured is not imported."""
+    push, host = None, None
     if config.push is not None:
         from torchobs.exporter.otlp.pipeline import PushPipeline
 
@@ -244,12 +233,7 @@ def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics 
         from torchobs.exporter.host import HostMetrics
 
         host = HostMetrics(config)
-    if config.trainjob_url is not None and config.trainjob_token_file is not None:
-        from torchobs.exporter.trainjob import StatusServer, TrainJobReporter
-
-        server = StatusServer(config.trainjob_url, config.trainjob_token_file, config.trainjob_certificate)
-        trainjob = TrainJobReporter(server)
-    return push, host, trainjob
+    return push, host
 
 
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:

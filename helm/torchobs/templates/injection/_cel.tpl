@@ -152,12 +152,6 @@ variables:
     expression: >-
       {{ include "torchobs.injection.pullSecrets" . | fromYamlArray | include "torchobs.cel" }}.filter(s,
       !(has(object.spec.imagePullSecrets) && object.spec.imagePullSecrets.exists(p, has(p.name) && p.name == s.name)))
-  - name: trainJob  # containers that Kubeflow Trainer has given the way to its TrainJob's status
-    expression: >-
-      'torchobs.io/trainjob-status' in variables.annotations && variables.annotations['torchobs.io/trainjob-status'] == 'false' ? []
-      : variables.containers.map(i, object.spec.containers[i]).filter(c,
-      has(c.env) && c.env.exists(e, e.name == 'KUBEFLOW_TRAINER_SERVER_URL')
-      && has(c.volumeMounts) && c.volumeMounts.exists(m, m.name == 'kubeflow-trainer-token'))
 mutations:
   - patchType: JSONPatch
     jsonPatch:
@@ -176,12 +170,6 @@ mutations:
         value: [{'name': dyn('{{ .Values.podMonitor.port }}'), 'containerPort': dyn(variables.port)}]}])
         + (variables.port == 10960 ? [] : [JSONPatch{op: 'add', path: '/spec/initContainers/0/env/-',
         value: {'name': 'TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS', 'value': ':' + string(variables.port)}}])
-        + (size(variables.trainJob) == 0 ? [] : variables.trainJob[0].env
-        .filter(e, e.name.startsWith('KUBEFLOW_TRAINER_SERVER_') && has(e.value)).map(e, JSONPatch{op: 'add',
-        path: '/spec/initContainers/0/env/-', value: {'name': e.name, 'value': e.value}})
-        + variables.trainJob[0].volumeMounts.filter(m, m.name == 'kubeflow-trainer-token').map(m, JSONPatch{op: 'add',
-        path: '/spec/initContainers/0/volumeMounts/-',
-        value: {'name': dyn(m.name), 'mountPath': dyn(m.mountPath), 'readOnly': dyn(true)}}))
         + (size(variables.pullSecrets) == 0 ? [] : [JSONPatch{op: 'add', path: '/spec/imagePullSecrets',
         value: (has(object.spec.imagePullSecrets) ? object.spec.imagePullSecrets : []) + variables.pullSecrets}])
         + (variables.guaranteed ? [0, 1].filter(i, i == 0 || variables.auto).map(i, JSONPatch{op: 'add',
