@@ -969,14 +969,6 @@ EXPORTER_SERIES_DROPPED = _counter(
     "{series}",
     Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
 ).described("Series not served, by reason.")
-EXPORTER_CONNECTIONS_DROPPED = _counter(
-    "torchobs.exporter.connections_dropped",
-    "{connection}",
-    Attribute("reason", "why", ("slow", "crowd", "flood", "tls", "accept")),
-).described(
-    "Connections closed or not accepted: too slow, too many at once, an endless body, no TLS or no valid certificate, or the"
-    " kernel had no descriptor or memory for one (which then waits)."
-)
 EXPORTER_WRITE_ERRORS = _counter(
     "torchobs.exporter.write_errors",
     "{error}",

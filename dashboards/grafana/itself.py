@@ -127,12 +127,6 @@ def exporters() -> tuple[Panel, ...]:
             ),
         ),
         panels.lines(
-            "Connections refused",
-            "Connections closed or not accepted, by reason. Good: 0.",
-            "short",
-            Query(f"sum by (reason) ({increase(catalog.EXPORTER_CONNECTIONS_DROPPED, *EXPORTERS)})", "{{reason}}"),
-        ),
-        panels.lines(
             "Failed writes",
             "Writes of the exporters that failed, as on a full disk. Good: 0.",
             "short",

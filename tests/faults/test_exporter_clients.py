@@ -112,8 +112,6 @@ def test_a_thousand_slow_clients_keep_no_scraper_out(program: Program) -> None:
             slow.drip()
         assert slow.drip() < DESCRIPTORS
     assert statistics.median(times_s) <= 0.05, times_s
-    wait_until(lambda: (program.value("torchobs_exporter_connections_dropped_total", reason="crowd") or 0) >= 900)
-    assert program.value("torchobs_exporter_connections_dropped_total", reason="accept") == 0
 
 
 def test_without_descriptors_it_serves_what_it_has(program: Program, rank: FlightWriter) -> None:
@@ -145,5 +143,4 @@ def test_without_descriptors_it_serves_what_it_has(program: Program, rank: Fligh
     assert seen == {"", "alive"}
     known.close()
     assert program.value("torchobs_steps_total") == 3
-    wait_until(lambda: (program.value("torchobs_exporter_connections_dropped_total", reason="accept") or 0) > 0)
-    assert program.log.count("cannot accept connections") == 1
+    wait_until(lambda: program.log.count("cannot accept connections") == 1)

@@ -1,37 +1,24 @@
-"""Listeners that are no port: Unix sockets, and those of systemd."""
+"""Listeners that are no port."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.exporters import EXPORTER, Service
+from tests.exporters import Service
 from tests.prometheus_server import PrometheusServer
-from tests.support import clean_environment, free_port, wait_until
+from tests.support import wait_until
 from tests.web_configs import USERS
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import listeners, server
+from torchobs.exporter.http import listeners
 from torchobs.exporter.http.unix_socket import UnixAddress, bind_unix
-
-STARTER = """
-import os, socket, sys
-bound = socket.create_server(("127.0.0.1", 0))
-os.dup2(bound.fileno(), 3)
-os.set_inheritable(3, True)
-print(bound.getsockname()[1], flush=True)
-os.environ |= {"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid())}
-os.execv(sys.executable, [sys.executable, "-m", "torchobs", "exporter", "--web.systemd-socket=true"])
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -148,43 +135,6 @@ def test_two_exporters_take_turns(flight_dir: Path, path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_socket_of_systemd_s_is_served(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path) -> None:
-    """As the file descriptor 3 of the process that LISTEN_PID names, and no other port is opened."""
-    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir)}
-    with (tmp_path / "error").open("w") as error:
-        running = start(sys.executable, "-c", STARTER, stdout=subprocess.PIPE, stderr=error, env=environ)
-    assert running.stdout is not None
-    port = int(running.stdout.readline())
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as asking:
-        asking.sendall(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n")
-        assert b"200 OK" in asking.recv(65536)
-    assert (tmp_path / "error").read_text().count("listening on") == 1
-
-
-def test_curl_asks_by_what_systemd_has_opened(
-    start: Callable[..., subprocess.Popen[str]], program: Callable[[str], str], flight_dir: Path, path: Path
-) -> None:
-    """A port and a Unix socket of the real systemd's, the first question to which starts it; the socket stays systemd's."""
-    curl, port = program("curl"), free_port()
-    exporter = (*EXPORTER, "--web.systemd-socket=true")
-    listen = ("-l", f"127.0.0.1:{port}", "-l", str(path))
-    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir)}
-    kept = [f"--setenv={name}" for name in environ]
-    running = start(program("systemd-socket-activate"), *kept, *listen, *exporter, env=environ)
-    wait_until(path.exists)
-
-    def said(*arguments: str) -> str:
-        argv = (curl, "--silent", "--noproxy", "*", "--max-time", "30", "--compressed", *arguments)
-        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-
-    for asked in (("--unix-socket", str(path), "http://localhost/metrics"), (f"http://127.0.0.1:{port}/metrics",)):
-        assert "torchobs_exporter_config_ok 1.0" in said(*asked)
-        assert said("--header", "Accept: application/openmetrics-text", *asked).endswith("# EOF\n")
-    running.terminate()
-    assert running.wait(timeout=20) == 0
-    assert path.exists()
-
-
 def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:
     """A real one, with file_sd_configs and nothing else; after the end there is no target."""
     made = config(flight_dir, flight_dir / "x.sock", file_sd=str(tmp_path / "torchobs-%h.json"), telemetry_path="/telemetry")
@@ -199,20 +149,3 @@ def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: P
         assert found.labels["torchobs_host"] == socket.gethostname()
         exporter.stop()
         assert not list(tmp_path.glob("torchobs-*"))
-
-
-@pytest.mark.parametrize("environ", [{}, {"LISTEN_FDS": "1", "LISTEN_PID": "1"}, {"LISTEN_FDS": "x", "LISTEN_PID": "7"}])
-def test_what_systemd_has_not_given_is_not_taken(environ: dict[str, str]) -> None:
-    """The variables of a parent, or none."""
-    with pytest.raises(OSError, match=r"systemd has given no socket"):
-        server.systemd_sockets(environ, 7)
-
-
-def test_without_systemd_s_socket_no_other_is_opened(flight_dir: Path) -> None:
-    """Whoever let systemd choose the address did not ask for every interface."""
-    with Service(
-        ExporterConfig(flight_dir=str(flight_dir), systemd_socket=True, listen=(address_of("127.0.0.1:0"),))
-    ) as exporter:
-        assert "systemd has given no socket" in exporter.page("/")
-        assert exporter.value("torchobs_exporter_config_ok") == 0
-    assert os.environ.get("LISTEN_FDS") is None

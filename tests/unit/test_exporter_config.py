@@ -32,7 +32,6 @@ def test_nothing_given_is_the_default() -> None:
     """A sidecar on every interface, a node's exporter on loopback."""
     assert config.parse({}, {}) == ExporterConfig()
     assert ExporterConfig().addresses == (Address("", 10960),)
-    assert ExporterConfig(systemd_socket=True).addresses == ()
     assert ExporterConfig(mode="node").addresses == (Address("127.0.0.1", 10960),)
 
 
@@ -41,7 +40,6 @@ def test_every_option_sets_its_field() -> None:
     given = {
         "flight_dir": ["/dev/shm/x"],
         "listen": [":1", "[::1]:2", "unix:/run/x/y.sock"],
-        "systemd_socket": ["true"],
         "telemetry_path": ["/telemetry/metrics"],
         "web_config_file": ["web.yml"],
         "file_sd": ["/shared/torchobs-%h.json"],
@@ -70,7 +68,6 @@ def test_every_option_sets_its_field() -> None:
     assert config.parse(given, {"XDG_RUNTIME_DIR": "/run/user/1"}) == ExporterConfig(
         flight_dir="/dev/shm/x",
         listen=(Address("", 1), Address("::1", 2), UnixAddress("/run/x/y.sock")),
-        systemd_socket=True,
         telemetry_path="/telemetry/metrics",
         web_config_file="web.yml",
         file_sd="/shared/torchobs-%h.json",

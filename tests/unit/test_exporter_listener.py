@@ -1,20 +1,19 @@
-"""Accepting connections: what they are like, and what becomes of them when nothing more is, or can be, accepted."""
+"""Accepting connections: what they are like, and which are closed."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
+import contextlib
 import socket
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from starlette.responses import PlainTextResponse
 
-from torchobs.exporter.http.connection_limits import Connections
 from torchobs.exporter.http.server import retire, serve_on
 
 if TYPE_CHECKING:
-    from torchobs.exporter.http.protocol import HttpProtocol
+    from torchobs.exporter.http.server import HttpProtocol
 
 APP = PlainTextResponse("page")
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -24,12 +23,11 @@ def test_the_end_of_a_page_waits_for_no_acknowledgement() -> None:
     """A page goes out in pieces: with Nagle's algorithm the last of them waits 40 ms, at every scrape."""
 
     async def no_delay() -> int:
-        connections = Connections()
-        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP, connections)
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
         with socket.create_connection(bound.getsockname()):
-            while not connections:  # noqa: ASYNC110  # nothing else tells
+            while not server.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
                 await asyncio.sleep(0.01)
-            (connection,) = connections._all
+            (connection,) = server.server_state.connections
             accepted = cast("HttpProtocol", connection).transport.get_extra_info("socket")
             found = int(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             await server.shutdown()
@@ -42,7 +40,7 @@ def test_a_retired_server_accepts_nobody_and_answers_who_was_there() -> None:
     """Once; then the connection is closed. A second retirement changes nothing."""
 
     async def answers() -> tuple[bytes, bool]:
-        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP, Connections())
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
         address = bound.getsockname()
         reader, writer = await asyncio.open_connection(*address)
         writer.write(HEAD[:10])
@@ -69,13 +67,13 @@ def test_whoever_comes_while_a_server_is_retired_is_answered(turns: int) -> None
 
     async def answer() -> bytes:
         bound = socket.create_server(("127.0.0.1", 0))
-        first, kept = await serve_on(bound, APP, Connections()), bound.dup()
+        first, kept = await serve_on(bound, APP), bound.dup()
         with socket.create_connection(bound.getsockname()) as client:
             client.setblocking(False)  # noqa: FBT003  # as socket has it
             for _ in range(turns):
                 await asyncio.sleep(0)
             await retire(first)
-            second = await serve_on(kept, APP, Connections())
+            second = await serve_on(kept, APP)
             client.sendall(HEAD)
             found = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
         await second.shutdown()
@@ -84,20 +82,50 @@ def test_whoever_comes_while_a_server_is_retired_is_answered(turns: int) -> None
     assert asyncio.run(answer()).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_where_no_descriptor_is_left_is_told_once_and_room_is_made(caplog: pytest.LogCaptureFixture) -> None:
-    """Asyncio tells of it for each place in the kernel's queue, all at once; other errors of the loop are shown as ever."""
+def test_silent_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: above the cap the connection that has waited longest for a head is closed, and a request is answered."""
+    monkeypatch.setattr("torchobs.exporter.http.server.MOST_CONNECTIONS", 4)
 
-    async def dropped() -> int:
-        connections = Connections()
-        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP, connections)
-        loop = asyncio.get_running_loop()
-        problem = OSError(errno.EMFILE, "Too many open files")
-        for _ in range(512):
-            loop.call_exception_handler({"message": "socket.accept() failed", "exception": problem, "socket": bound})
-        loop.call_exception_handler({"message": "something else", "exception": ValueError("x")})
+    async def outcome() -> tuple[list[bool], bytes]:
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
+        address = bound.getsockname()
+        silent = [await asyncio.open_connection(*address) for _ in range(6)]
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(HEAD)
+        answer = await asyncio.wait_for(reader.readuntil(b"page"), 10)
+        closed = [one.at_eof() for one, _ in silent]
+        for _, other in [*silent, (reader, writer)]:
+            other.close()
         await server.shutdown()
-        return connections.dropped["accept"]
+        return closed, answer
 
-    assert asyncio.run(dropped()) == 1
-    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [line.splitlines()[0] for line in said] == ["cannot accept connections: Too many open files", "something else"]
+    closed, answer = asyncio.run(outcome())
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert closed == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_a_head_that_does_not_come_ends_the_connection(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: of a first request and of a later one; a scraper between two requests is left alone."""
+    monkeypatch.setattr("torchobs.exporter.http.server.HEAD_S", 0.2)
+
+    async def outcome() -> bool:
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
+        idle_reader, idle = await asyncio.open_connection(*bound.getsockname())
+        idle.write(HEAD)
+        await idle_reader.readuntil(b"page")
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        for _ in range(requests):
+            writer.write(HEAD)
+            await reader.readuntil(b"page")
+        writer.write(HEAD[:10])
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)  # to its end
+        idle.write(HEAD)
+        answer = await asyncio.wait_for(idle_reader.readuntil(b"page"), 10)
+        writer.close()
+        idle.close()
+        await server.shutdown()
+        return answer.startswith(b"HTTP/1.1 200 OK")
+
+    assert asyncio.run(outcome())

@@ -39,7 +39,6 @@ class ExporterConfig:
     flight_dir: str | None = None
     """None: the default directory of this user's, or this pod's, trainers"""
     listen: tuple[Address | UnixAddress, ...] = ()
-    systemd_socket: bool = False
     """listen on systemd's sockets, and then on no default address"""
     telemetry_path: str = "/metrics"
     web_config_file: str | None = None
@@ -88,7 +87,7 @@ class ExporterConfig:
     @property
     def addresses(self) -> tuple[Address | UnixAddress, ...]:
         """Addresses to listen on: by default all interfaces in a sidecar, loopback on a node."""
-        if self.listen or self.systemd_socket:
+        if self.listen:
             return self.listen
         return (settings.EXPORTER_ADDRESS if self.mode == "node" else settings.EXPORTER_ADDRESS._replace(host=""),)
 
@@ -143,10 +142,6 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "listen", ValueKind(f"{kinds.ADDRESS.allowed}, or unix:/path", _listen_address),
         "HOST:PORT or unix:/PATH to listen on.",
         ":10960, with --mode node 127.0.0.1:10960", flag="--web.listen-address", metavar="ADDRESS", several=True,
-    ),
-    Option(
-        "systemd_socket", kinds.BOOLEAN, "Listen on the sockets that systemd has opened (a .socket unit).",
-        "false", flag="--web.systemd-socket", metavar="true|false", bare="true",
     ),
     Option(
         "telemetry_path", ValueKind("a path that begins with / and has an end", _telemetry_path), "Path of the metrics.",

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from torchobs.exporter import file_sd, gc_tuning, log_format
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.api.app import Api
-from torchobs.exporter.exporter_metrics import Lost
 from torchobs.exporter.http.app import Site
 from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
 from torchobs.exporter.http.listeners import ApiSocket, Listeners
@@ -150,8 +149,7 @@ class _Service:
         targets = self._targets.failures if self._targets is not None else 0
         lost, failures = log_format.lost(), self._api.commands.failures
         announced = self._listeners.unannounced
-        writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
-        self._site.lost = Lost(dict(self._listeners.connections.dropped), writes)
+        self._site.failed_writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
 
     async def _write_targets(self) -> None:
         if self._targets is not None:

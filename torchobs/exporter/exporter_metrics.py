@@ -20,19 +20,7 @@ if TYPE_CHECKING:
 _BUILD = {"version": __version__, "python": platform.python_version()}
 
 
-class Lost(NamedTuple):
-    """Counters of the exporter's failures."""
-
-    connections: Mapping[str, int]
-    """connections closed or not accepted, by reason"""
-    writes: Mapping[str, int]
-    """failed writes, by what was to be written"""
-
-
-NOTHING_LOST = Lost(
-    dict.fromkeys(catalog.EXPORTER_CONNECTIONS_DROPPED.attributes[0].values, 0),
-    dict.fromkeys(catalog.EXPORTER_WRITE_ERRORS.attributes[0].values, 0),
-)
+NO_FAILED_WRITES = dict.fromkeys(catalog.EXPORTER_WRITE_ERRORS.attributes[0].values, 0)
 
 
 class Scrapes(NamedTuple):
@@ -53,7 +41,8 @@ class ScrapeInput(NamedTuple):
     """configuration problems besides those in the snapshot"""
     pushed: Mapping[str, Counts] | None = None
     """counts of the OTLP push by signal; ``None``: nothing is pushed"""
-    lost: Lost = NOTHING_LOST
+    failed_writes: Mapping[str, int] = NO_FAILED_WRITES
+    """by what was to be written"""
     scrapes: Scrapes = Scrapes()
     host: HostFacts | None = None
     """the machine's metrics; ``None``: not collected, or not yet"""
@@ -144,8 +133,7 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
     yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not scrape.problems))
     yield Sample(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
     yield from by_attribute(catalog.EXPORTER_SERIES_DROPPED, dropped)
-    yield from by_attribute(catalog.EXPORTER_CONNECTIONS_DROPPED, scrape.lost.connections)
-    yield from by_attribute(catalog.EXPORTER_WRITE_ERRORS, scrape.lost.writes)
+    yield from by_attribute(catalog.EXPORTER_WRITE_ERRORS, scrape.failed_writes)
     for run in snapshot.runs:
         yield from _of_run(run)
     for signal, counts in (scrape.pushed or {}).items():

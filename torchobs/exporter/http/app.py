@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from torchobs.exporter.exporter_metrics import NOTHING_LOST, ScrapeInput, Scrapes
+from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
 from torchobs.exporter.prometheus.handler import MetricsPage
 from torchobs.exporter.ui.routes import LivePage
 from torchobs.ranks.snapshot import EMPTY
@@ -39,7 +39,7 @@ class Site:
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
         self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)
         self.pushed: Mapping[str, Counts] | None = None
-        self.lost = NOTHING_LOST
+        self.failed_writes: Mapping[str, int] = NO_FAILED_WRITES
         self.scrapes = Scrapes()
         self.host: HostMetrics | None = None
         links = (
@@ -53,7 +53,9 @@ class Site:
     def scrape_input(self, snapshot: Snapshot) -> ScrapeInput:
         """Return the input of a metrics page of that snapshot."""
         host = self.host.latest if self.host is not None else None
-        return ScrapeInput(snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.lost, self.scrapes, host)
+        return ScrapeInput(
+            snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.failed_writes, self.scrapes, host
+        )
 
     def count_scrapes(self) -> None:
         """Take over the number of pages served so far: once a second, so that scrapes of one second share a page."""

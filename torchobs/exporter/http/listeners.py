@@ -1,4 +1,4 @@
-"""The exporter's listeners: on its addresses, on systemd's sockets, and on the API's own Unix socket.
+"""The exporter's listeners: on its addresses, and on the API's own Unix socket.
 
 What cannot be opened is tried again, a Unix socket whose file is gone is opened anew, and new certificates get new servers.
 """
@@ -6,16 +6,13 @@ What cannot be opened is tried again, a Unix socket whose file is gone is opened
 from __future__ import annotations
 
 import logging
-import os
 import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.config import settings
 from torchobs.config.option_types import Address
-from torchobs.exporter.http.connection_limits import Connections
-from torchobs.exporter.http.server import UnixSocketWatch, bind, bind_near, retire, serve_on, systemd_sockets
+from torchobs.exporter.http.server import UnixSocketWatch, bind, bind_near, retire, serve_on
 from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_unix
 
 if TYPE_CHECKING:
@@ -44,7 +41,7 @@ class ApiSocket(NamedTuple):
 
 
 class _Listener(NamedTuple):
-    """A server on a socket. ``address``: as configured; ``None`` for a socket of systemd, and for the API's own."""
+    """A server on a socket. ``address``: as configured; ``None`` for the API's own socket."""
 
     server: uvicorn.Server
     bound: socket.socket
@@ -67,12 +64,11 @@ class Listeners:
         announce: Callable[[str, bool], None] | None,
     ) -> None:
         """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
-        self.connections, self.unannounced = Connections(), 0
+        self.unannounced = 0
         self._config, self._web_config, self._context = config, web_config, web_config.context
         self._app, self._guarded, self._api, self._announce = app, web_config.guard(app), api, announce
         self._listeners: list[_Listener] = []
         self._unbound, self._wants_api = list(config.addresses), api is not None
-        self._systemd_problems: tuple[str, ...] = ()
         self._bind_problems: list[str] = []
         self._unix_sockets = UnixSocketWatch()
         self._address, self._next_bind_s = "", 0.0
@@ -86,18 +82,11 @@ class Listeners:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why it does not listen as configured."""
-        return (*self._systemd_problems, *self._bind_problems)
+        return tuple(self._bind_problems)
 
     async def open(self) -> None:
         """Listen as far as possible, by the web configuration that was loaded meanwhile."""
         await self._renew()
-        try:
-            for bound in systemd_sockets(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
-                await self._serve(bound)
-                _log.info("listening on %s", bound.getsockname(), extra=_GOOD_NEWS)
-        except OSError as problem:
-            self._systemd_problems = (f"--web.systemd-socket: {problem.strerror}",)
-            _log.error("%s", *self._systemd_problems)
         await self._bind()
 
     async def tick(self) -> None:
@@ -109,7 +98,6 @@ class Listeners:
         self._announce_address()
         for listener in self._listeners:
             await listener.server.on_tick(0)
-        self.connections.sweep(time.monotonic())
 
     async def close(self) -> None:
         """Remove the sockets' files, and stop."""
@@ -177,7 +165,7 @@ class Listeners:
         app, context = self._guarded, self._context
         if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
             app, context = self._api.app if is_api and self._api is not None else self._app, None
-        self._listeners.append(_Listener(await serve_on(bound, app, self.connections, context), bound, address, is_api))
+        self._listeners.append(_Listener(await serve_on(bound, app, context), bound, address, is_api))
 
     def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
         if isinstance(address, UnixAddress):

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
+import logging
 import resource
 import socket
-import time
 from typing import TYPE_CHECKING, Any, cast
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchobs.config.option_types import Address
-from torchobs.exporter.http.protocol import HttpProtocol, chunked_writes
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable
 
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-    from torchobs.exporter.http.connection_limits import Connections
     from torchobs.exporter.http.unix_socket import UnixSocket
+
+HEAD_S = 10.0
+"""Time limit of a TLS handshake, and of a request's head, which Prometheus sends in one packet."""
+
+RESPONSE_S = 60.0
+"""Time limit of a response: no scrape timeout is longer in practice."""
+
+MOST_CONNECTIONS = 512
+"""Of each listener: more than any number of scrapers and people."""
+
+MOST_HEAD = 16 * 1024
+"""Most bytes of a request's head."""
+
+MOST_BODY = 128 * 1024
+"""Most bytes of a request's body as sent: twice what the API accepts."""
 
 KEEP_ALIVE_S = 75
 """Keep-alive timeout; longer than the usual scrape intervals, so that scrapers reuse their connections."""
@@ -30,9 +45,10 @@ KEEP_ALIVE_S = 75
 NEXT_PORTS = 100
 _BACKLOG = 512
 _FILES = 65_536
-_FIRST_FD = 3
-"""SD_LISTEN_FDS_START"""
+_SHARE_OF_DESCRIPTORS = 4
+_WRITTEN_AT_ONCE = 64 * 1024
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_log = logging.getLogger(__name__)
 
 
 def allow_files() -> None:
@@ -72,25 +88,6 @@ def bind_near(address: Address) -> socket.socket:
     return bind(Address(address.host, last))
 
 
-def systemd_sockets(environ: Mapping[str, str], pid: int) -> tuple[socket.socket, ...]:
-    """Return the sockets that systemd passed to this process, sd_listen_fds(3).
-
-    Raises ``OSError``: there is none, or one is not listening.
-    """
-    count = environ.get("LISTEN_FDS", "")
-    if environ.get("LISTEN_PID") != str(pid) or not count.isdecimal() or not 0 < int(count) < os.sysconf("SC_OPEN_MAX"):
-        raise OSError(errno.ENOENT, "systemd has given no socket: it does so to a service with a .socket unit")
-    return tuple(_systemd_socket(fd) for fd in range(_FIRST_FD, _FIRST_FD + int(count)))
-
-
-def _systemd_socket(fd: int) -> socket.socket:
-    made = socket.socket(fileno=fd)
-    made.set_inheritable(False)
-    if made.type != socket.SOCK_STREAM or not made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        raise OSError(errno.EINVAL, f"the file descriptor {fd} is no socket that listens for streams")
-    return made
-
-
 class UnixSocketWatch:
     """Detects listening sockets whose file was removed or replaced. To be used in one event loop."""
 
@@ -111,13 +108,92 @@ class UnixSocketWatch:
         return found
 
 
-async def serve_on(
-    bound: socket.socket, app: ASGIApp, connections: Connections, context: ssl.SSLContext | None = None
-) -> uvicorn.Server:
+class HttpProtocol(H11Protocol):
+    """One connection: uvicorn's, with deadlines for a request's head and its response, and a cap on connections.
+
+    uvicorn waits for ever for both, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper
+    among a thousand silent connections. Here the connection that has waited longest for a head makes room.
+    """
+
+    def __init__(self, server: uvicorn.Server, waiting: dict[HttpProtocol, None], most: int) -> None:
+        """``waiting``: the server's connections without a whole head, the oldest first; ``most``: cap on its connections."""
+        super().__init__(server.config, server.server_state, {})
+        self.conn = h11.Connection(h11.SERVER, MOST_HEAD)
+        self.closes_next = False
+        """whether the connection is closed after the next response"""
+        self._server, self._waiting, self._most = server, waiting, most
+        self._deadline: asyncio.TimerHandle | None = None
+        self._body = 0
+        """bytes received of a request's body"""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """See :class:`asyncio.Protocol`."""
+        super().connection_made(transport)
+        # a handshake during a change of certificates gets one response, so that no scrape fails
+        self.closes_next = not all(one.is_serving() for one in self._server.servers)
+        self._await_head()
+        if len(self.connections) > self._most:
+            oldest = next(iter(self._waiting))
+            self._waiting.pop(oldest)
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """See :class:`asyncio.Protocol`."""
+        super().data_received(data)
+        self._body = self._body + len(data) if self.conn.their_state is h11.SEND_BODY else 0
+        if self._body > MOST_BODY:
+            self.transport.abort()
+        elif self.conn.their_state is h11.IDLE:
+            if self not in self._waiting and self.timeout_keep_alive_task is None:
+                self._await_head()
+        elif self._waiting.pop(self, self) is None:
+            self._close_after(RESPONSE_S)
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        self._close_after(None if self.cycle.response_complete else RESPONSE_S)  # of a request that came right behind
+        if self.closes_next:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._waiting.pop(self, None)
+        self._close_after(None)
+        super().connection_lost(exc)
+
+    def finish(self) -> None:
+        """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
+        if cast("object", self.cycle) is None:
+            self.closes_next = True
+        else:
+            self.shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse invalid HTTP; just close the connection if a response has begun, where uvicorn would raise."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # uvicorn then discards what the application sends
+            cycle.message_event.set()
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+    def _await_head(self) -> None:
+        self._waiting[self] = None
+        self._close_after(HEAD_S)
+
+    def _close_after(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext | None = None) -> uvicorn.Server:
     """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
     config = uvicorn.Config(
         chunked_writes(app),
-        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -126,30 +202,65 @@ async def serve_on(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
-        backlog=_BACKLOG,
     )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # no TLS by uvicorn, see ``protocol``; uvicorn passes arguments that the server object has, too
-    config.http_protocol_class = cast("Any", lambda **_: HttpProtocol(server, connections, context))
     await server.on_tick(0)  # sets the Date header
-    asyncio.get_running_loop().set_exception_handler(_handler(connections))
-    await server.startup(sockets=[bound])
+    waiting: dict[HttpProtocol, None] = {}
+    if bound.family != socket.AF_UNIX:  # accepted sockets inherit it; without it the end of a page can wait 40 ms for an ACK
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_handle)
+    server.servers = []  # by ourselves, for uvicorn has no option for the time limit of a handshake
+    server.servers.append(
+        await loop.create_server(
+            lambda: HttpProtocol(server, waiting, _most_connections()),
+            sock=bound,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else HEAD_S,
+            backlog=_BACKLOG,
+        )
+    )
+    server.started = True
     return server
 
 
-def _handler(connections: Connections) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return an asyncio exception handler that frees connections when accepting one failed for want of resources."""
+def _most_connections() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, max(8, most // _SHARE_OF_DESCRIPTORS))
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        problem = context.get("exception")
-        if isinstance(problem, OSError) and problem.errno in _EXHAUSTED and "socket" in context:
-            connections.exhausted(problem, time.monotonic())
-        else:
-            loop.default_exception_handler(context)
 
-    return handle
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log that connections cannot be accepted in one line; asyncio reports it for each one in the kernel's queue."""
+    problem = context.get("exception")
+    if isinstance(problem, OSError) and problem.errno in _EXHAUSTED and "socket" in context:
+        _log.error("cannot accept connections: %s", problem.strerror, extra={"cause": "accept"})
+    else:
+        loop.default_exception_handler(context)
+
+
+def chunked_writes(app: ASGIApp) -> ASGIApp:
+    """Return the application with long responses sent in chunks, as fast as the client reads them.
+
+    Otherwise each connection would hold its own copy of everything that its client has not read yet.
+    """
+
+    async def pacing(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            body = cast("bytes", message.get("body", b""))
+            goes_on = message.get("more_body", False)
+            if message["type"] != "http.response.body" or len(body) <= _WRITTEN_AT_ONCE:
+                await send(message)
+                return
+            view = memoryview(body)
+            for at in range(0, len(body), _WRITTEN_AT_ONCE):
+                more = goes_on or at + _WRITTEN_AT_ONCE < len(body)
+                await send({"type": "http.response.body", "body": view[at : at + _WRITTEN_AT_ONCE], "more_body": more})
+
+        await app(scope, receive, sending)
+
+    return pacing
 
 
 async def retire(server: uvicorn.Server) -> None:

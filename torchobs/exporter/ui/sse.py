@@ -30,7 +30,7 @@ RELAXATION = 4.0
 
 MOST_VIEWERS = 16
 LIFE_S = 50.0
-"""Length of a stream, after which its viewer reconnects: ``connection_limits`` closes responses that take 60 s."""
+"""Length of a stream, after which its viewer reconnects: the server closes responses that take 60 s."""
 
 REST_S = 60.0
 """How long data is kept after the last viewer has gone."""
