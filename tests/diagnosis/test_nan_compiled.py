@@ -41,7 +41,8 @@ def test_the_operator_within_is_named_with_its_line(run: Recording, way: str, si
     train(*made(way), sickness)
     found = told(run)
     assert (found["step"], found["origin"], found["operator"], found["module"]) == (AT, "operator", sickness, "blocks.1")
-    assert (found["location"], found["note"]) == (source_line(LINES[sickness]), NOTE)
+    assert found["location"] == source_line(LINES[sickness])
+    assert NOTE in found["note"]
     assert found["inputs"]
 
 
