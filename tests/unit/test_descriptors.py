@@ -125,3 +125,20 @@ def test_a_program_that_closes_all_the_time_keeps_its_files(tmp_path: Path) -> N
     """Whatever threads of ours open, read, write and close meanwhile: none of it happens to a file of the program."""
     argv = [sys.executable, "-m", "tests.unit.closing_threads", str(tmp_path)]
     subprocess.run(argv, check=True, cwd=ROOT)
+
+
+def test_a_closed_file_is_not_opened_again(kept: Descriptor) -> None:
+    """Promise: whoever still uses a file after its end gets an error, and leaves nothing open."""
+    kept.close()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # a number is enough
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        kept.number()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # as above
+
+
+def test_a_directory_stays_the_same_whatever_its_birth(tmp_path: Path) -> None:
+    """Promise: a directory of an image's layer, which overlayfs copies with its number and another birth, is no other one."""
+    directory = Descriptor("", str(tmp_path), os.O_RDONLY | os.O_DIRECTORY)
+    assert directory.identity.born_ns == 0
+    assert directory.identity.inode == tmp_path.stat().st_ino
+    directory.close()

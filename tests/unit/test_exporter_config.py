@@ -153,7 +153,8 @@ def test_where_to_listen_cannot_be_read_is_loopback_only(
     chosen = config.parse(given, environ, mistakes)
     assert chosen.addresses == (Address("127.0.0.1", 10960),)
     assert chosen.problems
-    assert config.parse({"grace_s": ["soon"]}, {}).addresses == (Address("", 10960),)
+    for other in ({"grace_s": ["soon"]}, {"hang_timeout_s": ["10:30"]}, {"drop_metrics": ["a:1"]}):
+        assert config.parse(other, {}).addresses == (Address("", 10960),)
     assert config.parse({**given, "listen": [":9000"]}, environ, mistakes).addresses == (Address("", 9000),)
 
 

@@ -13,6 +13,8 @@ from starlette.responses import PlainTextResponse
 from torchobs.exporter.http.server import retire, serve_on
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from torchobs.exporter.http.server import HttpProtocol
 
 APP = PlainTextResponse("page")
@@ -129,3 +131,58 @@ def test_a_head_that_does_not_come_ends_the_connection(requests: int, monkeypatc
         return answer.startswith(b"HTTP/1.1 200 OK")
 
     assert asyncio.run(outcome())
+
+
+def test_idle_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: where all connections are between two requests, the one that has been so longest is closed."""
+    monkeypatch.setattr("torchobs.exporter.http.server.MOST_CONNECTIONS", 4)
+
+    async def outcome() -> tuple[list[bool], bytes]:
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
+        idle = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            writer.write(HEAD)
+            await asyncio.wait_for(reader.readuntil(b"page"), 10)
+            idle.append((reader, writer))
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        writer.write(HEAD)
+        answer = await asyncio.wait_for(reader.readuntil(b"page"), 10)
+        closed = [one.at_eof() for one, _ in idle]
+        for _, other in [*idle, (reader, writer)]:
+            other.close()
+        await server.shutdown()
+        return closed, answer
+
+    closed, answer = asyncio.run(outcome())
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert closed == [True, False, False, False]
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_a_response_that_is_not_read_ends_the_connection(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: of a first request and of a later one, also where all of it but its end was taken."""
+    monkeypatch.setattr("torchobs.exporter.http.server.RESPONSE_S", 0.3)
+    large = PlainTextResponse(b"x" * 20_000_000)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (large if scope["path"] == "/large" else APP)(scope, receive, send)
+
+    async def ends() -> bool:
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), app)
+        client = socket.create_connection(bound.getsockname())
+        client.setblocking(False)  # noqa: FBT003  # as socket has it
+        loop = asyncio.get_running_loop()
+        for _ in range(requests):
+            await loop.sock_sendall(client, HEAD)
+            await asyncio.wait_for(loop.sock_recv(client, 4096), 10)
+        await loop.sock_sendall(client, HEAD.replace(b"GET /", b"GET /large"))
+        while not server.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
+            await asyncio.sleep(0.01)
+        while server.server_state.connections:  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0.05)
+        client.close()
+        await server.shutdown()
+        return True
+
+    assert asyncio.run(ends())

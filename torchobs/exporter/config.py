@@ -23,8 +23,8 @@ Mode = Literal["sidecar", "node"]
 _PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
 """Matches messages about a misspelt flag or variable that may have been meant to set the web configuration."""
 
-_ADDRESS = re.compile(r"listen|address|bind|--mode|EXPORTER_MODE|systemd|:\d+'", re.IGNORECASE)
-"""Matches messages about a flag or variable that says, or may have been meant to say, where to listen."""
+_ADDRESS = re.compile(r"listen|address|bind|--mode|EXPORTER_MODE|:\d+'", re.IGNORECASE)
+"""Matches messages about a misspelt flag or variable that may have been meant to say where to listen."""
 
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
@@ -39,7 +39,6 @@ class ExporterConfig:
     flight_dir: str | None = None
     """None: the default directory of this user's, or this pod's, trainers"""
     listen: tuple[Address | UnixAddress, ...] = ()
-    """listen on systemd's sockets, and then on no default address"""
     telemetry_path: str = "/metrics"
     web_config_file: str | None = None
     """None: no authentication and no TLS; if the file cannot be read, all requests but health are refused"""
@@ -260,9 +259,14 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     complaints = [*mistakes, *unknown_variables(environ)]
     problems: list[SettingsProblem] = []
     chosen: dict[str, object] = {}
+    unread: set[str] = set()
     for option in OPTIONS:
         texts = given.get(option.name, ())
-        if values := values_of(option, texts, environ, problems):
+        before = len(problems)
+        values = values_of(option, texts, environ, problems)
+        if len(problems) > before:
+            unread.add(option.name)
+        if values:
             chosen[option.name] = tuple(values) if option.several else values[-1]
         elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
             chosen[option.name] = ""  # refuse all requests: the page was meant to be protected
@@ -271,7 +275,7 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     if (
         "listen" not in chosen
         and chosen.get("mode") != "node"
-        and any(map(_ADDRESS.search, [*complaints, *map(str, problems)]))
+        and (unread & {"listen", "mode"} or any(map(_ADDRESS.search, complaints)))
     ):
         chosen["listen"] = (settings.EXPORTER_ADDRESS,)
     push, push_problems = otlp.parse(given, environ)

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import resource
+import stat
 import struct
 import sys
 from collections import deque
@@ -26,10 +27,10 @@ from torchobs.support.after_fork import renew_in_child
 _TABLE = 1024
 """Numbers that the kernel has a table for at little cost (8 KiB), and the usual limit of a process"""
 _CHUNK = 16 * 1024
-_AT_EMPTY_PATH, _STATX_INO_BTIME = 0x1000, 0x100 | 0x800
+_AT_EMPTY_PATH, _STATX_TYPE_INO_BTIME = 0x1000, 0x1 | 0x100 | 0x800
 _Buffer = ctypes.c_char * 256
-_STATX = struct.Struct("=32xQ40xqI44xII")
-"""Of ``struct statx`` (statx(2)): inode, birth in s and ns, device"""
+_STATX = struct.Struct("=28xH2xQ40xqI44xII")
+"""Of ``struct statx`` (statx(2)): mode, inode, birth in s and ns, device"""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 """The C library, called with the GIL held: for calls that do not block"""
@@ -42,7 +43,11 @@ _lost: deque[tuple[str, str]] = deque(maxlen=100)
 
 
 class Identity(NamedTuple):
-    """A file, whatever its names. ``born_ns``: an inode is used again when its file is gone; 0 if unknown."""
+    """A file, whatever its names.
+
+    ``born_ns``: an inode is used again when its file is gone; 0 if unknown, and of directories, which have another birth once
+    a container's layer is written to (overlayfs).
+    """
 
     device: int
     inode: int
@@ -55,14 +60,14 @@ class Descriptor:
     A file that the program has closed is opened again by its path, if that still is the same file.
     """
 
-    __slots__ = ("_directory", "_fd", "_flags", "_name", "_path", "identity")
+    __slots__ = ("_closed", "_directory", "_fd", "_flags", "_name", "_path", "identity")
 
     def __init__(
         self, name: str, path: str, flags: int, *, mode: int = 0o600, directory: Descriptor | int | None = None
     ) -> None:
         """Open a file, in a directory or by an absolute path; ``name``: for the log, if any. Raises ``OSError``."""
         self._name, self._path, self._directory = name, path, directory
-        self._flags = flags & ~(os.O_CREAT | os.O_EXCL)
+        self._flags, self._closed = flags & ~(os.O_CREAT | os.O_EXCL), False
         self._fd, self.identity = self._open(flags, mode)
 
     def is_intact(self) -> bool:
@@ -75,10 +80,16 @@ class Descriptor:
         return self._fd
 
     def restore(self) -> bool:
-        """Open the file again if its number was lost; return True if so. Raises ``OSError`` if its path has another file."""
+        """Open the file again if its number was lost; return True if so.
+
+        Raises:
+            OSError: its path has another file, or it was closed by :meth:`close`.
+        """
         if self.is_intact():
             return False
         with _mutex:
+            if self._closed:
+                raise _error(errno.EBADF)
             if self.is_intact():
                 return True  # by another thread
             fd, self._fd = self._fd, -1
@@ -107,14 +118,15 @@ class Descriptor:
         """Take over another's file in place of this one."""
         with _mutex:
             self.close()
-            self._fd, self.identity = other._fd, other.identity
-            other._fd = -1
+            self._fd, self.identity, self._closed = other._fd, other.identity, False
+            other._fd, other._closed = -1, True
 
     def close(self) -> None:
         """Close the file, unless the number is another's. Idempotent."""
-        if self.is_intact():
-            os.close(self._fd)
-        self._fd = -1
+        with _mutex:
+            if self.is_intact():
+                os.close(self._fd)
+            self._fd, self._closed = -1, True
 
     def _report(self, problem: str) -> None:
         if self._name:
@@ -124,7 +136,11 @@ class Descriptor:
         directory = self._directory.number() if isinstance(self._directory, Descriptor) else self._directory
         fd = os.open(self._path, flags | os.O_CLOEXEC, mode, dir_fd=directory)
         identity = _identity(fd)
-        status = os.stat(self._path, dir_fd=directory, follow_symlinks=not flags & os.O_NOFOLLOW)
+        try:
+            status = os.stat(self._path, dir_fd=directory, follow_symlinks=not flags & os.O_NOFOLLOW)
+        except OSError:  # its name was removed meanwhile
+            _close(fd, identity)
+            raise
         if identity is None or identity[:2] != (status.st_dev, status.st_ino):
             raise _error(errno.EBADF)  # closed by another thread: the number may be that of its file by now
         moved = _duplicate(fd)
@@ -174,9 +190,10 @@ def _close(fd: int, identity: Identity | None) -> None:
 def _identity(fd: int) -> Identity | None:
     """Return which file has this number, with the GIL held where the system allows; ``None`` for none."""
     buffer = _Buffer()
-    if _statx is not None and not _statx(fd, b"", _AT_EMPTY_PATH, _STATX_INO_BTIME, buffer):
-        inode, born_s, born_ns, major, minor = _STATX.unpack_from(buffer)
-        return Identity(os.makedev(major, minor), inode, born_s * 1_000_000_000 + born_ns)
+    if _statx is not None and not _statx(fd, b"", _AT_EMPTY_PATH, _STATX_TYPE_INO_BTIME, buffer):
+        mode, inode, born_s, born_ns, major, minor = _STATX.unpack_from(buffer)
+        born_ns = 0 if stat.S_ISDIR(mode) else born_s * 1_000_000_000 + born_ns
+        return Identity(os.makedev(major, minor), inode, born_ns)
     try:
         status = os.fstat(fd)
     except OSError:

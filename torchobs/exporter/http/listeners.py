@@ -111,10 +111,9 @@ class Listeners:
         if self._web_config.context is self._context:
             return
         self._context = self._web_config.context
-        old = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
-        self._listeners = [listener for listener in self._listeners if listener not in old]
-        for listener in old:
+        for listener in [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]:
             await self._serve(listener.bound.dup(), listener.address)
+            self._listeners.remove(listener)
             await retire(listener.server)
             listener.bound.close()
 
