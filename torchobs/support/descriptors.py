@@ -19,6 +19,8 @@ import struct
 import sys
 from collections import deque
 from copy import copy
+from itertools import compress
+from operator import eq
 from threading import RLock
 from typing import NamedTuple
 
@@ -31,6 +33,9 @@ _AT_EMPTY_PATH, _STATX_TYPE_INO_BTIME = 0x1000, 0x1 | 0x100 | 0x800
 _Buffer = ctypes.c_char * 256
 _STATX = struct.Struct("=28xH2xQ40xqI44xII")
 """Of ``struct statx`` (statx(2)): mode, inode, birth in s and ns, device"""
+
+_STATX_FILE = struct.Struct("=32xQ96xII")
+"""Inode and device alone"""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 """The C library, called with the GIL held: for calls that do not block"""
@@ -160,10 +165,13 @@ def take_lost() -> list[tuple[str, str]]:
 
 def content(path: str) -> bytes:
     """Return what a file of ``/proc`` or ``/sys`` has, whose opening does not block. Raises ``OSError``."""
+    device = os.stat(path).st_dev  # noqa: PTH116  # 20 times a second
     fd = _libc.open(os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC)
     if fd < 0:
         raise _error(ctypes.get_errno())
     identity, text = _identity(fd), b""
+    if identity is None or identity.device != device:
+        raise _error(errno.EBADF)  # closed by now, and the number is that of a file on a disk
     try:
         while chunk := os.pread(fd, _CHUNK, len(text)):  # moves no position, whatever file it is by now
             text += chunk  # the kernel returns lists of records, such as mountinfo, a page at a time
@@ -182,9 +190,20 @@ def _duplicate(fd: int) -> int:
 
 
 def _close(fd: int, identity: Identity | None) -> None:
-    """Close a descriptor, if it is this file, with the GIL held: of the kernel's files, and of a file that stays open."""
-    if identity is not None and _identity(fd) == identity:
-        _libc.close(fd)
+    """Close a descriptor, if it is this file: of the kernel's files, and of a file that stays open.
+
+    It is checked and closed by functions written in C that call each other: between two calls of Python another thread may get
+    the GIL, and close the number and open a file with it.
+    """
+    if identity is None or _statx is None:
+        if identity is not None and _identity(fd) == identity:
+            _libc.close(fd)
+        return
+    buffer = _Buffer()
+    status = map(_statx, (fd,), (b"",), (_AT_EMPTY_PATH,), (_STATX_TYPE_INO_BTIME,), (buffer,))
+    expected = identity.inode, os.major(identity.device), os.minor(identity.device)
+    is_same = map(eq, zip(status, map(_STATX_FILE.unpack_from, (buffer,)), strict=False), ((0, expected),))
+    deque(map(_libc.close, compress((fd,), is_same)), maxlen=0)
 
 
 def _identity(fd: int) -> Identity | None:
