@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.diagnosis.observing import Look, observe
 from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
-from torchobs.probes.nonfinite.causes import cause_of
+from torchobs.probes.nonfinite.causes import cause_of, likely_masked
 from torchobs.probes.nonfinite.graph import operator_of, read_graph
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
 
@@ -257,6 +257,19 @@ def test_a_masked_row_is_not_blamed_where_a_root_may_be() -> None:
     """Of two possible operators neither is proven."""
     observed = observe(tag("of a difference"), grad_interval=1)
     assert "padding alone" not in observed.text("nonfinite_origin")
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_mask_is_sought_once_in_each_node(*, is_masked: bool) -> None:
+    """Promise: the nodes before a softmax are visited once each, by however many paths it is reached: here 2 to the 40th."""
+    weight = nn.Parameter(torch.ones(4, 7))
+    weight.grad = torch.full((4, 7), float("nan"))
+    scores = weight.masked_fill(torch.ones(4, 7, dtype=torch.bool), -INFINITY) if is_masked else weight * 1
+    for _ in range(40):
+        scores = scores + scores * 0.1
+    nodes = read_graph([scores.softmax(-1).grad_fn])
+    found = likely_masked(nodes, {id(weight)})
+    assert (found is not None and found.builtin == "softmax") == is_masked
 
 
 @pytest.mark.parametrize(

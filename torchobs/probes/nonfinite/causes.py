@@ -208,9 +208,12 @@ def _masked_attention(node: GraphNode) -> Cause | None:
 
 def _is_masked(node: GraphNode) -> bool:
     """Return whether a mask was put on the operand of a softmax."""
-    waiting = list(_producers(node))
+    seen, waiting = set[GraphNode](), list(_producers(node))
     while waiting:
         node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if node.builtin in _MASKING or (node.builtin in _ADDING and any(producer is None for producer, _ in node.inputs)):
             return True
         if node.builtin in PASSING or node.builtin in {"mul", "div", "add"}:
