@@ -101,6 +101,15 @@ def test_a_batch_without_a_sample_is_named_as_that() -> None:
     assert origin_of(functional.mse_loss(scores, torch.zeros(0, 7))).note == EMPTY
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_an_empty_mean_is_no_mean_over_nothing(rows: int) -> None:
+    """Promise: over the columns of no rows it has no element, thus no NaN, and the logarithm of 0 beside it is named."""
+    errors, logits = nn.Linear(5, 7)(torch.ones(rows, 5)), nn.Linear(3, 3)(torch.ones(2, 3))
+    origin = origin_of(torch.cat([(errors**2).mean(-1), (logits @ torch.zeros(3, 1)).log().mean(-1)]).mean())
+    assert (origin.kind, origin.operator) == ("operator", "log")
+    assert "nothing" not in origin.note
+
+
 @pytest.mark.parametrize(
     "loss",
     [

@@ -150,7 +150,7 @@ def _of_nothing(node: GraphNode) -> Cause | None:
     """Return the cause of a mean, or of a loss with one, that had no element."""
     if node.builtin in _SPREADS and prod(_given_size(node)) == 1:
         return Cause("the deviation of a single value is NaN (0 / 0)")
-    if not is_over_nothing(node) or prod(size_of(node.function)) == 0:
+    if not is_mean_of_nothing(node):
         return None
     return Cause(f"it is over nothing, since {_why_empty(node)}, and the mean over none is NaN")
 
@@ -167,6 +167,11 @@ def is_over_nothing(node: GraphNode) -> bool:
     """Return whether no operand that has a gradient has an element."""
     places = [place for place, (producer, _) in enumerate(node.inputs) if producer is not None]
     return bool(places) and all(prod(_given_size(node, place)) == 0 for place in places)
+
+
+def is_mean_of_nothing(node: GraphNode) -> bool:
+    """Return whether a mean, or a loss with one, has elements though its operands have none: each is NaN."""
+    return is_over_nothing(node) and prod(size_of(node.function)) != 0
 
 
 def _why_empty(node: GraphNode) -> str:

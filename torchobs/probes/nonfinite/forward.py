@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.causes import is_over_nothing
+from torchobs.probes.nonfinite.causes import is_mean_of_nothing
 from torchobs.probes.nonfinite.evaluate import RESULTS, argument_names, compute
 from torchobs.probes.nonfinite.operators import ADDITIVE, CHOOSING, MASKABLE, OPAQUE, PASSING, RESHAPING, STRONG
 from torchobs.probes.nonfinite.values import Condition, condition, may_overflow
@@ -89,7 +89,7 @@ class ForwardTrace:
         outputs = self._outputs.get(node, {0}) | ({0} if (node, 0) in self._values else set())
         for index in outputs:
             known = condition(self._values.get((node, index)))
-            if node.builtin == "mean" and is_over_nothing(node):
+            if node.builtin == "mean" and is_mean_of_nothing(node):
                 known = Condition.BAD
             self._conditions[node, index] = self._inherited(node) if known is Condition.UNKNOWN else known
         if len(self._at_birth) < _MOST_BIRTHS and self._begins(node, outputs):

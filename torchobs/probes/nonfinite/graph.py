@@ -63,7 +63,9 @@ class GraphNode:
 
 
 def _signed(value: Any) -> Any:
-    """Return an integer as it was given: a node has a negative one (``padding_idx`` of an embedding) as unsigned."""
+    """Return integers as they were given: a node has negative ones (an embedding's ``padding_idx``, ``dim``) as unsigned."""
+    if isinstance(value, tuple):
+        return tuple(map(_signed, value))
     return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
