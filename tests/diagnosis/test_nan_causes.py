@@ -14,6 +14,7 @@ from torch.nn import functional
 from tests.diagnosis.observing import Look, observe
 from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
+from torchobs.probes.nonfinite.backward import likely_node
 from torchobs.probes.nonfinite.causes import cause_of, likely_masked
 from torchobs.probes.nonfinite.graph import operator_of, read_graph
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
@@ -295,6 +296,34 @@ def test_where_a_derivative_is_infinite_is_said_of_the_operator_that_is_meant(op
         event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head", note=note)
         text = told(facts(steps(3), events=[event]))["nonfinite_origin"]
         assert text == f"The NaN or infinity was {born} in the derivative of {operator} in head.{hint}"
+
+
+MASKED_BY_TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x * 0),
+    "norm": lambda x: functional.pairwise_distance(x, x, eps=0).sum(),
+    "std": lambda x: (x * 0).std(),
+    "std_mean": lambda x: torch.std_mean(x * 0)[0],
+    "cdist": lambda x: torch.cdist(x, x, 1.0).sum(),
+    "euclidean_dist": lambda x: torch.cdist(x, x, 2.0, "use_mm_for_euclid_dist").sum(),
+    "atan2": lambda x: torch.atan2(x * 0, x * 0).sum(),
+    "binary_cross_entropy": lambda x: functional.binary_cross_entropy(x * 0, torch.ones(3, 3)),
+    "var": lambda x: (x * 0).var(),
+}
+
+
+@pytest.mark.parametrize("operator", MASKED_BY_TORCH)
+def test_a_derivative_that_torch_bounds_is_not_called_infinite(operator: str) -> None:
+    """Promise: where mathematics has none, torch's derivative is finite; such an operator is neither blamed nor explained."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    loss = MASKED_BY_TORCH[operator](weight)
+    nodes = read_graph([loss.grad_fn])
+    assert operator in {node.operator for node in nodes}
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert gradient.isfinite().all()
+    assert likely_node(nodes, {id(weight)}) is None
+    event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head")
+    text = told(facts(steps(3), events=[event]))["nonfinite_origin"]
+    assert text == f"The NaN or infinity was born in the derivative of {operator} in head."
 
 
 def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:

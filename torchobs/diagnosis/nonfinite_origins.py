@@ -16,15 +16,11 @@ _LIKELY = "most likely: "
 _INFINITE = {
     "at 0": {"sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "xlogy", "special_xlogy", "hypot"},
     "at 0, if its exponent is below 1": {"pow"},
-    "where all values are 0": {"norm", "linalg_vector_norm"},
-    "where two points are the same": {"cdist", "euclidean_dist"},
-    "where all values are the same": {"std", "std_mean"},
     "at 1 and -1": {"acos", "asin", "atanh"},
     "at 1": {"acosh"},
     "at -1": {"log1p"},
-    "at 0 and 1": {"logit", "special_logit", "binary_cross_entropy"},
+    "at 0 and 1": {"logit", "special_logit"},
     "where its divisor is 0": {"div"},
-    "where both arguments are 0": {"atan2"},
 }
 """Operators by where their derivative is infinite, or undefined"""
 _WITHIN_STEP = "an optimizer had stepped in this step already"

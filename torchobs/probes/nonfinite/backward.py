@@ -1,4 +1,4 @@
-"""Find the node whose derivative made gradients non-finite of a finite loss: ``sqrt`` or ``norm`` at 0, ``log`` behind a mask.
+"""Find the node whose derivative made gradients non-finite of a finite loss: ``sqrt`` at 0, ``log`` behind a mask.
 
 After the backward pass its values are gone, but not its graph: the gradient turned at a node below which all parameters got
 non-finite gradients, and above which none did. Of the nodes there whose derivative can be infinite the likeliest is named.
@@ -23,8 +23,7 @@ LEAST_AGREEMENT = 0.6
 """A node explains the gradients if those below it and those that are not finite have this share in common"""
 _WRITTEN_BY_USER = 3
 """Risk of a derivative that the user has written: after all that are known to be infinite somewhere"""
-_KEPT_AT_ZERO = {"sqrt": "result", "linalg_vector_norm": "result", "norm": "result", "std": "result", "pow": "self",
-                 "log": "self", "div": "other", "cdist": "result", "reciprocal": "result"}  # fmt: skip
+_KEPT_AT_ZERO = {"sqrt": "result", "pow": "self", "log": "self", "div": "other", "reciprocal": "result"}
 
 
 def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode | None:
