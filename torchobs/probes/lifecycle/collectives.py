@@ -22,7 +22,7 @@ import sys
 import time
 from itertools import takewhile
 from math import nan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect import collective_timeout
@@ -215,20 +215,25 @@ class CollectivesProbe:
 
     def _publish_counts(self) -> None:
         """Publish what the process groups count themselves, which takes no recorder."""
-        living = set()
-        try:
-            for group in groups():
-                if group.size() > 1 and (number := group._get_sequence_number_for_group()):
-                    backend, name = self._distributed.get_backend(group), getattr(group, "group_name", "")
-                    if backend in _COUNTING:
-                        labels = _labels(name, getattr(group, "group_desc", ""), backend)
-                        living.add(labels["group"])
-                        self._set(catalog.COLLECTIVE_ENQUEUED, number, labels)
-                if len(living) >= MOST_GROUPS:
-                    break
-        except (AttributeError, RuntimeError, TypeError, ValueError):  # the training thread has just destroyed a group
-            return
+        living: set[str] = set()
+        for group in groups():
+            try:
+                labels, number = self._count_of(group)
+            except (AttributeError, RuntimeError, TypeError, ValueError):  # the training thread has just destroyed the group
+                continue
+            if number:
+                living.add(labels["group"])
+                self._set(catalog.COLLECTIVE_ENQUEUED, number, labels)
+            if len(living) >= MOST_GROUPS:
+                break
         self._living = living
+
+    def _count_of(self, group: Any) -> tuple[dict[str, str], int]:
+        """Return a group's labels, and how many collectives it has counted; 0 if it has no other rank, or does not count."""
+        backend = self._distributed.get_backend(group)
+        labels = _labels(getattr(group, "group_name", ""), getattr(group, "group_desc", ""), backend)
+        counts = backend in _COUNTING and group.size() > 1
+        return labels, group._get_sequence_number_for_group() if counts else 0
 
     def _publish(self, read: dict[str, Dump]) -> None:
         self._say_if_empty(read)
