@@ -306,3 +306,28 @@ def test_gradients_that_are_all_zero_may_have_been_set_to_zero(zero: float) -> N
     values = {(catalog.ANOMALIES, "gradient_vanishing"): 4, catalog.GRAD_ZERO: zero}
     said = told(facts(steps(100), values=values))["gradient_vanishing"]
     assert said.endswith("Is zero_grad(set_to_none=False) called after backward()?") == (zero == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("counted", "reported", "said"),
+    [
+        ((1, 1), (True, True), "1 loss that was not finite (step 101);"),
+        ((1, 3), (True, False), "3 losses that were not finite;"),
+        ((1, 3), (True, True), "3 losses that were not finite;"),
+        ((1, 0), (True, False), "1 loss that was not finite (step 101);"),
+    ],
+)
+def test_the_last_step_of_an_anomaly_is_that_of_all_ranks(
+    counted: tuple[int, int], reported: tuple[bool, bool], said: str
+) -> None:
+    """Promise: no step is called the last one while a rank has counted more anomalies than it still has reports of."""
+    event = fact(catalog.EVENT_ANOMALY, 1.0, 101, kind="nonfinite_loss", value=NAN, baseline=2.5)
+    ranks = []
+    for number in (0, 1):
+        values = {(catalog.ANOMALIES, "nonfinite_loss"): counted[number]}
+        events = [event] if reported[number] else []
+        resource = {"rank": number, "world_size": 2}
+        ended = facts(steps(200), state="finished", reason="finished", events=events, values=values, resource=resource)
+        ranks.append(ended)
+    text = diagnose_run(ranks).health.text
+    assert f"Past: {said} the last " in text

@@ -339,10 +339,10 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def _last_step(ranks: Sequence[RankStatus], kind: str, number: int) -> str:
-    """Return in words the step of a kind's last anomaly, if it was reported on each rank that has any."""
-    last = [rank.events.anomalies[kind] for rank in ranks if kind in rank.events.anomalies]
-    exact = all(one.reported >= rank.counted.get(kind, 0) for rank in ranks if (one := rank.events.anomalies.get(kind)))
-    if not last or not exact:
+    """Return in words the step of a kind's last anomaly, if each rank still has reports of all that it has counted."""
+    reports = [(rank.events.anomalies.get(kind), rank.counted.get(kind, 0)) for rank in ranks]
+    last = [one for one, _ in reports if one is not None]
+    if not last or any(counted > (one.reported if one else 0) for one, counted in reports):
         return ""
     return f" ({'step' if number == 1 else 'until step'} {max(one.step for one in last):,})"
 
