@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchobs.detect import collectives as detect_collectives
 from torchobs.detect import hang as detect_hang
 from torchobs.detect.hang import Blamed
 from torchobs.diagnosis import collectives, hang, text_format
@@ -107,8 +106,7 @@ def _blamed(ranks: Sequence[RankReport], whole: Sequence[RankStatus]) -> dict[st
     if len(others) != 1:
         return {}
     alone = {others[0]: detect_hang.alone(at[others[0]])}
-    counts = detect_collectives.surplus({status.rank: status.called for status in whole})
-    called_least = {rank for group in counts for rank in group.ranks[min(group.ranks)]}
+    called_least = {rank for group in collectives.surpluses(whole) for rank in group.ranks[min(group.ranks)]}
     return alone if others[0] in called_least or not _are_alike(whole, alone) else {}
 
 

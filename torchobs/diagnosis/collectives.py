@@ -1,15 +1,20 @@
-"""What torch's flight recorder knows of a hung run's collectives, in sentences. Pure."""
+"""What torch's flight recorder knows of a hung run's collectives, in sentences. Pure.
+
+Ranks are compared within their replica group alone: each such group has a default group of its own, of the same name.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from torchobs.detect import collectives
-from torchobs.detect.collectives import Absence, Mismatch
+from torchobs.detect.collectives import Absence, Mismatch, Surplus
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.diagnosis.status import RankStatus
+from torchobs.ranks import labels
 
 _MOST_NAMED = 4
 _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
@@ -18,19 +23,26 @@ _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
 
 def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[str]:
     """Yield for ranks that the others wait for, and that did not come to a collective, to which they did not come."""
-    by_absence: dict[Absence, list[str]] = {}
-    for rank, one in collectives.absent({rank.rank: rank.collectives for rank in ranks}).items():
-        if rank in named:
-            by_absence.setdefault(one, []).append(rank)
-    for one, names in by_absence.items():
+    by_absence: dict[tuple[str, Absence], list[str]] = {}
+    for team in labels.teams(ranks):
+        for rank, one in collectives.absent({rank.rank: rank.collectives for rank in team}).items():
+            if rank in named:
+                by_absence.setdefault((labels.team(rank), one), []).append(rank)
+    for (_, one), names in by_absence.items():
         who = text_format.capital(text_format.ranks(names, _MOST_NAMED))
         yield f"{who} {'has' if len(names) == 1 else 'have'} not come to {_absence(one)}."
+
+
+def surpluses(ranks: Sequence[RankStatus]) -> list[Surplus]:
+    """Return the groups in which ranks have called different numbers of collectives."""
+    called = ({rank.rank: rank.called for rank in team} for team in labels.teams(ranks))
+    return list(chain.from_iterable(map(collectives.surplus, called)))
 
 
 def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> Iterator[str]:
     """Yield which ranks called more collectives of a group than others, and with reports which, if their calls show that."""
     calls = {report.rank: recent_calls(report) for report in reports}
-    for found in collectives.surplus({rank.rank: rank.called for rank in ranks}):
+    for found in surpluses(ranks):
         numbers = list(found.ranks)
         if len(numbers) > 2:  # noqa: PLR2004  # two are compared in words
             told = [f"{number:,} on {text_format.ranks(found.ranks[number], _MOST_NAMED)}" for number in numbers]
@@ -62,7 +74,8 @@ def _call(text: str) -> str:
 
 def mismatches(ranks: Sequence[RankStatus]) -> Iterator[str]:
     """Yield what differs where ranks of a group wait in different collectives."""
-    for one in collectives.mismatched({rank.rank: rank.collectives for rank in ranks}):
+    waiting = ({rank.rank: rank.collectives for rank in team} for team in labels.teams(ranks))
+    for one in chain.from_iterable(map(collectives.mismatched, waiting)):
         yield f"Ranks do not call the same collective: number {one.number:,} of group {_group(one.group)} is {_kinds(one)}."
 
 

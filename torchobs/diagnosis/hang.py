@@ -10,6 +10,7 @@ from torchobs.detect import hang
 from torchobs.detect.hang import Blamed, Position
 from torchobs.diagnosis import collectives, text_format
 from torchobs.diagnosis.status import RankStatus
+from torchobs.ranks import labels
 
 _MOST_NAMED = 4
 _MOST_GROUPS = 3
@@ -67,5 +68,7 @@ def _step(position: Position) -> str:
 
 
 def position(rank: RankStatus) -> Position:
-    """Return where a rank is, for :mod:`torchobs.detect.hang`."""
-    return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames, rank.collectives)
+    """Return where a rank is, for :mod:`torchobs.detect.hang`: process groups of one name differ by the replica group."""
+    team = labels.team(rank.rank)
+    progress = {f"{group}-{team}" if team else group: one for group, one in rank.collectives.items()}
+    return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames, progress)

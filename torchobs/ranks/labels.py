@@ -67,6 +67,11 @@ def identity(resource: Mapping[str, Any]) -> tuple[str, str, str]:
     return job_name, run_id, "unknown" if rank is None else str(rank) if group is None else f"{rank}-g{group}"
 
 
+def team(rank: str) -> str:
+    """Return what stands behind a rank's number: its replica group, or what distinguishes a second process that claims it."""
+    return rank.partition("-")[2]
+
+
 def teams(ranks: Iterable[Ranked]) -> list[list[Ranked]]:
     """Return the ranks by those that train one model and step together, by what stands behind their numbers.
 
@@ -74,7 +79,7 @@ def teams(ranks: Iterable[Ranked]) -> list[list[Ranked]]:
     """
     made: dict[str, list[Ranked]] = {}
     for one in ranks:
-        made.setdefault(one.rank.partition("-")[2], []).append(one)
+        made.setdefault(team(one.rank), []).append(one)
     return [*made.values()]
 
 
