@@ -124,3 +124,19 @@ def test_a_batch_of_twenty_times_the_norm_is_none_and_what_lasts_is(seed: int) -
     assert len(with_(20.0, 150)) >= SETTLED
     assert with_(20.0, 150, harder=10.0) == []
     assert [anomaly.step for anomaly in with_(120.0, 1)] == [BEFORE + 1]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1.0] + [0.0] * 24000 + [0.5] * 5,
+        [1.0] * 5 + [0.0] * 30000 + [0.5, 0.6, 0.5],
+        [1e306 * (1 + step % 2 / 9) for step in range(BEFORE)] + [1.7e308, 1.5e308] * SETTLED,
+        [1e250 * (1 + step % 2 / 9) for step in range(BEFORE)] + [3e252, 2e252] * SETTLED,
+    ],
+    ids=["decayed", "decayed from five", "near the largest", "squares"],
+)
+def test_no_finite_losses_are_beyond_the_fold(losses: list[float]) -> None:
+    """Promise: a mean and a variance that have decayed to nearly 0, or values near the largest float, raise nothing."""
+    for end in (len(losses), len(losses) - 3):
+        assert {anomaly.kind for anomaly in anomalies(losses[:end], cut=1000)} <= {"loss_spike", "diverged"}

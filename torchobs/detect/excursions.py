@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import log, sqrt
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from torchobs.detect.spikes import (
@@ -155,17 +155,26 @@ class Excursions:
     def _scaled(self, level: float, mean: float, variance: float) -> float:
         """Return the variance at another level."""
         usual = max(abs(mean), sqrt(variance))
-        return variance if self._logs or usual <= 0.0 else variance * max(1.0, abs(level) / usual) ** 2
+        if self._logs or usual <= 0.0:
+            return variance
+        deviation = abs(level) * (sqrt(variance) / usual)  # at most the level, also where both have decayed to nearly 0
+        return max(variance, deviation * deviation)
 
     def _settle(self, mean: float, variance: float) -> Level | None:
         """Return the new level, unless the candidates still rise: then the older half is forgotten."""
         values = [candidate.value for candidate in self.waiting]
-        first, second = fmean(values[: SETTLED // 2]), fmean(values[SETTLED // 2 :])
-        level, self.calm = fmean(values), 0.0
+        first, second = _mean(values[: SETTLED // 2]), _mean(values[SETTLED // 2 :])
+        level, self.calm = _mean(values), 0.0
         scaled = self._scaled(level, mean, variance)
         if second - first > RISING * sqrt(scaled):
             self.waiting, self.explained = self.waiting[SETTLED // 2 :], min(self.explained, SETTLED / 2)
             return None
         self.waiting = []
-        noise = fmean((after - before) ** 2 for before, after in pairwise(values)) / 2  # which a fall does not add to
+        moves = [after - before for before, after in pairwise(values)]
+        noise = _mean([move * move for move in moves]) / 2  # which a fall does not add to
         return Level(level, max(scaled, noise), WARM_UP)
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean: infinite where ``fmean`` and ``**`` raise OverflowError, which one value must not do to the fold."""
+    return sum(value / len(values) for value in values)
