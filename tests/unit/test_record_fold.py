@@ -50,6 +50,7 @@ RECORDS = st.lists(
             "duration_s": SECONDS,
             "phase_s": SECONDS.map(lambda seconds: (seconds,) * 8),
             "tokens": st.sampled_from([0, 1, 4096, 2**64 - 1]),
+            "norm_scale": st.sampled_from([1.0, 1.0, 1024.0]),
         }
     ),
     min_size=1,
@@ -386,3 +387,23 @@ def test_a_zero_gradient_has_vanished_unless_the_loss_is_zero(*, loss: float, va
     for batches in ([[*usual, *later]], [[one] for one in (*usual, *later)]):
         found = [one.kind for one in folded(batches)[1]]
         assert found.count("gradient_vanishing") == (40 - LASTING + 1 if vanishes else 0)
+
+
+@pytest.mark.parametrize("last", [nan, inf])
+def test_norms_far_above_the_usual_have_exploded_if_those_after_them_are_not_finite(last: float) -> None:
+    """Promise: they are counted, and no event calls them usual. Under a loss scaler an infinity between them says nothing."""
+    usual = [1.0 + n % 5 / 64 for n in range(200)]
+    found = anomalies("grad_norm", [*usual, 40.0, 45.0, last, last, last])
+    kinds = ["gradient_explosion"] * 2 + ["nonfinite_gradient"] * 3
+    assert [(one.kind, one.step) for one in found] == list(zip(kinds, range(201, 206), strict=True))
+    assert all(0.9 < one.baseline < 1.1 for one in found)
+    norms = [{"grad_norm": norm, "norm_scale": 1024.0} for norm in (*usual, 40.0, 45.0, last, *usual)]
+    found = fold_steps(*norms)[1]
+    assert [one.kind for one in found] == ["nonfinite_gradient"]
+    assert 0.9 < found[0].baseline < 1.1
+    flags = flights.ALL_VALUES
+    skips = [
+        {"grad_norm": last, "flags": flags | StepFlag.SKIPPED},
+        *({"grad_norm": norm} for norm in (*usual, 40.0, last, *usual)),
+    ]
+    assert {one.kind for one in fold_steps(*skips)[1]} == {"nonfinite_gradient"}

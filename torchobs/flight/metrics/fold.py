@@ -88,7 +88,8 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     converged, faster = _converged(totals, records), _after_jumps(totals, records)
     fold_course(totals, records, found)
     high = _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found, faster)
-    fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, converged, high)
+    norms = [record for record in records if record.flags & StepFlag.GRAD_NORM]
+    fold_norms(totals, norms, found, converged, high, _scaled(totals, records))
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
@@ -158,6 +159,16 @@ def _converged(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     return found
 
 
+def _scaled(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
+    """Return the numbers of the records under a loss scaler: it divided the norm, or has skipped a step before."""
+    found, skipped = set[int](), totals.ints[Word.STEPS_SKIPPED] > 0
+    for record in records:
+        skipped = skipped or bool(record.flags & StepFlag.SKIPPED)
+        if skipped or record.norm_scale != 1.0:
+            found.add(record.seq)
+    return found
+
+
 def _after_jumps(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     """Return the numbers of the records soon after a jump of the learning rate."""
     top, rates, jump, found = totals.floats[Word.TOP_RATE], totals.ints[Word.RATES], totals.ints[Word.RATE_JUMP], set[int]()
@@ -190,7 +201,7 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
             spikes = past.give_up()
             _add_spikes(found, spikes, past.usual)
             number += len(spikes)
-            add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if spike or spikes else last)
+            add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if past.baseline[2] else last)
             if not late:
                 newest, finite, spike = record.step, False, False
         elif not late:  # else delivered by a device after a newer step's value

@@ -24,6 +24,7 @@ from torchobs.flight.metrics.usual_values import UsualValues
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from torchobs.detect.excursions import Candidate
     from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.metrics.totals import Anomaly
 
@@ -37,12 +38,13 @@ def fold_norms(
     found: list[Anomaly],
     converged: Collection[int] = (),
     high: Collection[int] = (),
+    scaled: Collection[int] = (),
 ) -> None:
     """Add the norms of ``records``, in ring order (see :func:`torchobs.flight.metrics.fold.fold`).
 
     ``converged``: numbers of records after a loss of exactly zero. A margin loss (hinge, triplet) that every example of a
     batch satisfies has a zero gradient because nothing is left to learn; it has not vanished. ``high``: of those whose loss is
-    far above what was usual.
+    far above what was usual. ``scaled``: of those under a loss scaler, where one that is not finite is ordinary.
     """
     if not records:
         return
@@ -56,7 +58,9 @@ def fold_norms(
         norm, kind = record.grad_norm, _NONE
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
-            add_anomaly(found, kind, record, norm, exp(past.usual) if active[GRADIENT_EXPLOSION] else last)
+            if record.step >= since and record.seq not in scaled:
+                _add_explosions(past, past.give_up(), found, found_here)
+            add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else last)
         elif record.step >= since:
             at_rest = not norm and record.seq in converged
             vanished, low = (False, 0) if at_rest else judge_low(norm, *past.baseline, low)
@@ -83,8 +87,11 @@ def fold_norms(
 def _explodes(past: UsualValues, record: StepRecord, found: list[Anomaly], counts: dict[int, int], *, explained: bool) -> bool:
     """Add a norm to its past, and the explosions before it that are certain by now; return whether it is one."""
     spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)
-    earlier = spikes[: len(spikes) - exploded]
+    _add_explosions(past, spikes[: len(spikes) - exploded], found, counts)
+    return exploded
+
+
+def _add_explosions(past: UsualValues, earlier: list[Candidate], found: list[Anomaly], counts: dict[int, int]) -> None:
     for candidate in earlier:
         add_anomaly(found, GRADIENT_EXPLOSION, candidate, exp(candidate.value), exp(past.usual))
     counts[GRADIENT_EXPLOSION] += len(earlier)
-    return exploded
