@@ -407,3 +407,15 @@ def test_norms_far_above_the_usual_have_exploded_if_those_after_them_are_not_fin
         *({"grad_norm": norm} for norm in (*usual, 40.0, last, *usual)),
     ]
     assert {one.kind for one in fold_steps(*skips)[1]} == {"nonfinite_gradient"}
+
+
+def test_what_the_last_values_of_a_model_were_is_decided_when_another_begins() -> None:
+    """Promise: three that were far above are spikes of it, and no value that came back counts for the next model's."""
+    usual = [{"loss": 2.0 + n % 3 / 64, "grad_norm": 1.0 + n % 5 / 64} for n in range(100)]
+    high, begin = {"loss": 9.0, "grad_norm": 40.0}, {**usual[0], "flags": flights.ALL_VALUES | StepFlag.NEW_MODEL}
+    points, found = fold_steps(*usual, high, high, high, *usual[:2], begin, *usual)
+    assert sorted((one.kind, one.step) for one in found) == [
+        (kind, step) for kind in ("gradient_explosion", "loss_spike") for step in (101, 102, 103)
+    ]
+    assert points[catalog.ANOMALIES.name, (("kind", "loss_spike"),)] == 3
+    assert fold_steps(*usual, high, usual[0], begin, *usual, high, *usual[:2])[1] == [found[0]]

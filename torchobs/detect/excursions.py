@@ -113,9 +113,9 @@ class Excursions:
         self.waiting.append(candidate)
         return [], False, self._settle(mean, variance) if is_last else None
 
-    def give_up(self, mean: float, variance: float) -> list[Candidate]:
-        """Return the spikes among the candidates, which a value follows that is not finite."""
-        return self._release(mean, variance, short=False)
+    def give_up(self, mean: float, variance: float, *, ended: bool) -> list[Candidate]:
+        """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
+        return self._release(mean, variance, short=ended)
 
     def _release(self, mean: float, variance: float, last: Candidate | None = None, *, short: bool = True) -> list[Candidate]:
         """Return the spikes among the candidates, which are over unless there is a ``last`` one that goes beyond them."""

@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.goodput import credited, deduct_credit
-from torchobs.flight.metrics.gradient_norms import fold_norms
+from torchobs.flight.metrics.gradient_norms import end_norms, fold_norms
 from torchobs.flight.metrics.loss_course import begin_course, fold_course
 from torchobs.flight.metrics.totals import (
     DURATION_SUM,
@@ -58,6 +58,8 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     changed, noted, newest = Totals(bytearray(totals.buffer[:SIZE])), list[Anomaly](), fresh[-1].seq
     for part in _by_model(fresh):
         if part[0].flags & StepFlag.NEW_MODEL:
+            _end_losses(changed, noted)
+            end_norms(changed, noted)
             begin_model(changed, part[0].step)
             begin_course(changed)
             begin_values(changed)
@@ -217,6 +219,14 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, number, active=spike)
     return high
+
+
+def _end_losses(totals: Totals, found: list[Anomaly]) -> None:
+    """Add the spikes among the last losses of a model: another one is trained."""
+    past = UsualValues.losses(totals)
+    spikes = past.give_up(ended=True)
+    _add_spikes(found, spikes, past.usual)
+    count(totals, LOSS_SPIKE, len(spikes), active=False)
 
 
 def _add_spikes(found: list[Anomaly], spikes: list[Candidate], usual: float) -> None:

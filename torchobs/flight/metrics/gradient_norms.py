@@ -84,6 +84,13 @@ def fold_norms(
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
 
 
+def end_norms(totals: Totals, found: list[Anomaly]) -> None:
+    """Add the explosions among the last norms of a model: another one is trained."""
+    past, counts = UsualValues.norms(totals), {GRADIENT_EXPLOSION: 0}
+    _add_explosions(past, past.give_up(ended=True), found, counts)
+    count(totals, GRADIENT_EXPLOSION, counts[GRADIENT_EXPLOSION], active=False)
+
+
 def _explodes(past: UsualValues, record: StepRecord, found: list[Anomaly], counts: dict[int, int], *, explained: bool) -> bool:
     """Add a norm to its past, and the explosions before it that are certain by now; return whether it is one."""
     spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)

@@ -84,9 +84,9 @@ class UsualValues:
                 self._start = max(self._start, abs(value)) if self._seen > 1 else abs(value)
         return spikes, is_spike
 
-    def give_up(self) -> list[Candidate]:
-        """Return the spikes among the candidates, which a value follows that is not finite."""
-        return self.excursions.give_up(self._mean, self._variance)
+    def give_up(self, *, ended: bool = False) -> list[Candidate]:
+        """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
+        return self.excursions.give_up(self._mean, self._variance, ended=ended)
 
     def store(self) -> None:
         """Write all into the fold's state."""
@@ -108,4 +108,4 @@ def begin_values(totals: Totals) -> None:
     for words in (_LOSS, _NORM):
         for at, count in ((words.baseline, 3), (words.usual, 1), (words.start, 1), (words.bursts, BURST_WORDS)):
             totals.ints[at : at + count] = memoryview(bytes(8 * count)).cast("Q")
-        totals.ints[words.excursion + 3] = 0
+        totals.ints[words.excursion : words.excursion + 4] = memoryview(bytes(8 * 4)).cast("Q")
