@@ -140,3 +140,46 @@ def test_no_finite_losses_are_beyond_the_fold(losses: list[float]) -> None:
     """Promise: a mean and a variance that have decayed to nearly 0, or values near the largest float, raise nothing."""
     for end in (len(losses), len(losses) - 3):
         assert {anomaly.kind for anomaly in anomalies(losses[:end], cut=1000)} <= {"loss_spike", "diverged"}
+
+
+LOSS, NORM = StepFlag.LOSS, StepFlag.GRAD_NORM
+
+
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("rounds", "order"),
+    [(1, (LOSS | NORM,)), (1, (LOSS, NORM)), (1, (NORM, LOSS)), (3, (NORM, LOSS)), (40, (LOSS, NORM))],
+    ids=["one record", "loss first", "norm first", "three norms first", "forty losses first"],
+)
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_norm_is_explained_by_the_loss_whichever_arrives_first(
+    cut: int, rounds: int, order: tuple[int, ...], every: int
+) -> None:
+    """Promise: a device may deliver both in records of their own, some steps at once, and not each step's norm is measured.
+
+    A loss that comes back, or that was high before, explains no norm that stays high.
+    """
+    chance = random.Random(1)
+    losses, norms = around(2.0, 0.05, 900, chance), around(1.0, 0.1, 900, chance)
+
+    def kinds(lasts: int, since: int = 300) -> set[str]:
+        records, last = list[StepRecord](), len(losses)
+        for begin in range(1, last + 1, rounds):
+            steps = range(begin, min(begin + rounds, last + 1))
+            for flags, step in ((flags, step) for flags in order for step in steps):
+                if step % every and flags & NORM:
+                    flags &= ~NORM  # noqa: PLW2901
+                loss = losses[step - 1] * (4.0 if 300 <= step < 300 + lasts else 1.0)
+                norm = norms[step - 1] * (20.0 if step >= since else 1.0)
+                seq = len(records) + 1
+                kind = RecordKind.STEP if flags & LOSS else RecordKind.LATE
+                records.append(StepRecord(seq, step, seq, kind, flags, 1, 0.001, loss, norm, RATE, (0.0,) * 8, 0, 0, 1.0))
+        totals, found = Totals(bytearray(SIZE)), list[Anomaly]()
+        for begin in range(0, len(records), cut):
+            fold(totals, records[begin : begin + cut], found)
+        return {anomaly.kind for anomaly in found}
+
+    assert kinds(lasts=600) == set()
+    assert "gradient_explosion" in kinds(lasts=0)
+    assert kinds(lasts=3) == {"loss_spike", "gradient_explosion"}
+    assert kinds(lasts=600, since=500) == {"gradient_explosion"}

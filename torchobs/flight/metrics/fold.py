@@ -32,7 +32,7 @@ from torchobs.flight.metrics.totals import (
     observe,
     signed,
 )
-from torchobs.flight.metrics.usual_values import UsualValues, begin_values
+from torchobs.flight.metrics.usual_values import Rise, UsualValues, begin_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -89,9 +89,9 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
         _fold_times(totals, steps)
     converged, faster = _converged(totals, records), _after_jumps(totals, records)
     fold_course(totals, records, found)
-    high = _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found, faster)
+    rises = _fold_losses(totals, records, found, faster)
     norms = [record for record in records if record.flags & StepFlag.GRAD_NORM]
-    fold_norms(totals, norms, found, converged, high, _scaled(totals, records))
+    fold_norms(totals, norms, found, converged, rises, _scaled(totals, records))
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
@@ -186,39 +186,45 @@ def _after_jumps(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     return found
 
 
-def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly], faster: Collection[int]) -> set[int]:
-    """Add losses; return the numbers of the records in which they were far above what was usual.
+def _fold_losses(
+    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], faster: Collection[int]
+) -> dict[int, Rise]:
+    """Add losses; return the rise of the loss as of each record with a norm.
 
-    ``faster``: those soon after a jump of the learning rate.
+    ``faster``: numbers of the records soon after a jump of the learning rate.
     """
-    ints, floats, high = totals.ints, totals.floats, set[int]()
+    ints, floats, rise, rises = totals.ints, totals.floats, Rise.load(totals), dict[int, Rise]()
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
     past = UsualValues.losses(totals)
     number = nonfinite = 0
     spike = is_active(totals, LOSS_SPIKE)
     for record in records:
         loss, late = record.loss, record.step < newest
-        if not isfinite(loss):
+        if not record.flags & StepFlag.LOSS:
+            pass
+        elif not isfinite(loss):
             nonfinite += 1
             spikes = past.give_up()
             _add_spikes(found, spikes, past.usual)
             number += len(spikes)
             add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if past.baseline[2] else last)
             if not late:
-                newest, finite, spike = record.step, False, False
+                newest, finite, spike, rise = record.step, False, False, rise._replace(newest=record.step)
         elif not late:  # else delivered by a device after a newer step's value
-            newest, finite, last = record.step, True, loss
+            newest, finite, last, waited = record.step, True, loss, bool(past.excursions.waiting)
             spikes, spike = past.add(loss, record.step, record.end_ns, explained=record.seq not in faster)
             _add_spikes(found, spikes, past.usual)
             number += len(spikes)
-            if past.is_high:
-                high.add(record.seq)
-    if records:
+            rise = rise.add(record.step, past, waited=waited)
+        if record.flags & StepFlag.GRAD_NORM:
+            rises[record.seq] = rise
+    if any(record.flags & StepFlag.LOSS for record in records):
+        rise.store(totals)
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
         past.store()
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, number, active=spike)
-    return high
+    return rises
 
 
 def _end_losses(totals: Totals, found: list[Anomaly]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import exp, isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
@@ -19,10 +20,10 @@ from torchobs.flight.metrics.totals import (
     is_active,
     observe,
 )
-from torchobs.flight.metrics.usual_values import UsualValues
+from torchobs.flight.metrics.usual_values import Rise, UsualValues
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from torchobs.detect.excursions import Candidate
     from torchobs.flight.format.step_record import StepRecord
@@ -37,14 +38,14 @@ def fold_norms(
     records: list[StepRecord],
     found: list[Anomaly],
     converged: Collection[int] = (),
-    high: Collection[int] = (),
+    rises: Mapping[int, Rise] = MappingProxyType({}),
     scaled: Collection[int] = (),
 ) -> None:
     """Add the norms of ``records``, in ring order (see :func:`torchobs.flight.metrics.fold.fold`).
 
     ``converged``: numbers of records after a loss of exactly zero. A margin loss (hinge, triplet) that every example of a
-    batch satisfies has a zero gradient because nothing is left to learn; it has not vanished. ``high``: of those whose loss is
-    far above what was usual. ``scaled``: of those under a loss scaler, where one that is not finite is ordinary.
+    batch satisfies has a zero gradient because nothing is left to learn; it has not vanished. ``rises``: by number of a record,
+    what its norm may be high by. ``scaled``: numbers of those under a loss scaler, where one that is not finite is ordinary.
     """
     if not records:
         return
@@ -65,7 +66,8 @@ def fold_norms(
             at_rest = not norm and record.seq in converged
             vanished, low = (False, 0) if at_rest else judge_low(norm, *past.baseline, low)
             usual = past.usual
-            exploded = norm > 0.0 and _explodes(past, record, found, found_here, explained=record.seq in high)
+            explained = record.seq in rises and rises[record.seq].explains(record.step, newest, past)
+            exploded = norm > 0.0 and _explodes(past, record, found, found_here, explained=explained)
             past.usual = usual if vanished else past.usual
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING

@@ -82,6 +82,8 @@ class Word:
     LOSS_EXCURSION, NORM_EXCURSION = 127, 152
     """``detect.excursions.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
     and of each its value, its step and its time; the norm's as logarithms"""
+    LOSS_RISE = 177
+    """``usual_values.Rise``: its first and last step, and whether the loss stayed"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
@@ -89,7 +91,7 @@ NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
 BURST_WORDS = len(Bursts.__slots__)
 MOST_CANDIDATES = SETTLED - 1
 EXCURSION_WORDS = 4 + 3 * MOST_CANDIDATES
-WORDS = Word.NORM_EXCURSION + EXCURSION_WORDS
+WORDS = Word.LOSS_RISE + 3
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 

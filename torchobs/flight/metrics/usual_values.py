@@ -28,10 +28,53 @@ _LOSS = _Words(Word.LOSS_BASELINE, Word.LOSS_USUAL, Word.LOSS_START, Word.LOSS_B
 _NORM = _Words(Word.NORM_BASELINE, Word.NORM_USUAL, Word.NORM_START, Word.NORM_BURSTS, Word.NORM_EXCURSION, logs=True)
 
 
+class Rise(NamedTuple):
+    """The newest steps in which the loss was above its baseline, for norms that come in records of their own."""
+
+    first: int
+    last: int
+    """0: there were none"""
+    lasts: bool
+    """the loss stayed: a new baseline"""
+    newest: int
+    """step of the newest loss"""
+
+    @classmethod
+    def load(cls, totals: Totals) -> Rise:
+        """Return the present one."""
+        first, last, lasts = totals.ints[Word.LOSS_RISE : Word.LOSS_RISE + 3]
+        return cls(first, last, bool(lasts), totals.ints[Word.LOSS_STEP])
+
+    def store(self, totals: Totals) -> None:
+        """Write it into the fold's state, without ``newest``."""
+        totals.ints[Word.LOSS_RISE], totals.ints[Word.LOSS_RISE + 1] = self.first, self.last
+        totals.ints[Word.LOSS_RISE + 2] = int(self.lasts)
+
+    def add(self, step: int, past: UsualValues, *, waited: bool) -> Rise:
+        """Return it with the loss that was added to ``past``. ``waited``: candidates waited before it."""
+        if not past.is_high:
+            return self._replace(newest=step)
+        goes_on = waited or (self.last == self.newest and not self.lasts)
+        return Rise(self.first if goes_on and self.last else step, step, past.settled, step)
+
+    def explains(self, step: int, before: int, past: UsualValues) -> bool:
+        """Return True if a norm may be high because the loss is. ``before``: step of the norm before it; ``past``: of norms.
+
+        If the loss of its step has not come yet, the newest one counts. A loss that stayed explains the norms that are high
+        since then, also where not each step's is measured.
+        """
+        if not self.last or step < self.first:
+            return False
+        if step <= self.last or self.last == self.newest < step:
+            return True
+        begun = bool(past.excursions.waiting) and past.excursions.explained > 0.0
+        return self.lasts and (before <= self.last or begun)
+
+
 class UsualValues:
     """Baseline and excursions of one series."""
 
-    __slots__ = ("_mean", "_seen", "_start", "_totals", "_variance", "_words", "excursions", "is_high", "usual")
+    __slots__ = ("_mean", "_seen", "_start", "_totals", "_variance", "_words", "excursions", "is_high", "settled", "usual")
 
     def __init__(self, totals: Totals, words: _Words) -> None:
         floats, ints = totals.floats, totals.ints
@@ -40,8 +83,8 @@ class UsualValues:
         self._seen = ints[words.baseline + 2]
         self.usual, self._start = floats[words.usual], floats[words.start]
         """usual: the baseline after the last ordinary value; of norms their logarithm"""
-        self.is_high = False
-        """Whether the last value was far above the baseline"""
+        self.is_high = self.settled = False
+        """Whether the last value was above the baseline, far or as a candidate; whether it has become a new one with it"""
         bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
         at = words.excursion
         places = range(at + 4, at + 4 + 3 * ints[at + 3], 3)
@@ -65,7 +108,7 @@ class UsualValues:
 
     def add(self, value: float, step: int, end_ns: int, *, explained: bool) -> tuple[list[Candidate], bool]:
         """Add a finite value, a norm above 0; return the spikes that are certain by now, and whether it is one."""
-        logs, self.is_high = self._words.logs, False
+        logs, self.is_high, self.settled = self._words.logs, False, False
         number = log(value) if logs else value
         candidate = Candidate(number, step, end_ns)
         if self._seen < WARM_UP and leaves_start(value, self._start, self._seen):  # not learned by the baseline
@@ -76,8 +119,9 @@ class UsualValues:
         least = LEAST_NORM_EXCESS if logs else LEAST_LOSS_EXCESS * max(1.0, abs(self._mean))
         far, mean, variance, seen = judge(number, self._mean, self._variance, self._seen, least, skewed=not logs)
         spikes, is_spike, level = self.excursions.judge(candidate, self._mean, self._variance, far=far, explained=explained)
-        self.is_high = far
-        if not self.excursions.waiting:
+        self.settled, waiting = level is not None, self.excursions.waiting
+        self.is_high = far or self.settled or bool(waiting and waiting[-1] is candidate)
+        if not waiting:
             self._mean, self._variance, self._seen = level or (mean, variance, seen)
             self.usual = self.usual if is_spike else self._mean
             if self._seen <= START:
@@ -109,3 +153,4 @@ def begin_values(totals: Totals) -> None:
         for at, count in ((words.baseline, 3), (words.usual, 1), (words.start, 1), (words.bursts, BURST_WORDS)):
             totals.ints[at : at + count] = memoryview(bytes(8 * count)).cast("Q")
         totals.ints[words.excursion : words.excursion + 4] = memoryview(bytes(8 * 4)).cast("Q")
+    Rise(0, 0, lasts=False, newest=0).store(totals)
