@@ -298,7 +298,7 @@ def test_where_a_derivative_is_infinite_is_said_of_the_operator_that_is_meant(op
         assert text == f"The NaN or infinity was {born} in the derivative of {operator} in head.{hint}"
 
 
-MASKED_BY_TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+BOUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x * 0),
     "norm": lambda x: functional.pairwise_distance(x, x, eps=0).sum(),
     "std": lambda x: (x * 0).std(),
@@ -307,23 +307,19 @@ MASKED_BY_TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "euclidean_dist": lambda x: torch.cdist(x, x, 2.0, "use_mm_for_euclid_dist").sum(),
     "atan2": lambda x: torch.atan2(x * 0, x * 0).sum(),
     "binary_cross_entropy": lambda x: functional.binary_cross_entropy(x * 0, torch.ones(3, 3)),
-    "var": lambda x: (x * 0).var(),
 }
 
 
-@pytest.mark.parametrize("operator", MASKED_BY_TORCH)
+@pytest.mark.parametrize("operator", BOUNDED)
 def test_a_derivative_that_torch_bounds_is_not_called_infinite(operator: str) -> None:
     """Promise: where mathematics has none, torch's derivative is finite; such an operator is neither blamed nor explained."""
     weight = nn.Parameter(torch.ones(3, 3))
-    loss = MASKED_BY_TORCH[operator](weight)
-    nodes = read_graph([loss.grad_fn])
+    nodes = read_graph([BOUNDED[operator](weight).grad_fn])
     assert operator in {node.operator for node in nodes}
-    (gradient,) = torch.autograd.grad(loss, weight)
-    assert gradient.isfinite().all()
+    assert torch.autograd.grad(BOUNDED[operator](weight), weight)[0].isfinite().all()
     assert likely_node(nodes, {id(weight)}) is None
-    event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head")
-    text = told(facts(steps(3), events=[event]))["nonfinite_origin"]
-    assert text == f"The NaN or infinity was born in the derivative of {operator} in head."
+    event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator)
+    assert "That derivative is" not in told(facts(steps(3), events=[event]))["nonfinite_origin"]
 
 
 def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from torchobs.probes.lifecycle import collectives
 from torchobs.probes.lifecycle.collectives import CollectivesProbe
 from torchobs.probes.lifecycle.distributed import DistributedProbe
 
@@ -40,34 +41,18 @@ def test_it_is_no_fault_of_the_probe(method: str) -> None:
         assert probe._told == ""
 
 
-class Group:
-    """A process group of two ranks on some backend, which counts its collectives or not."""
-
-    group_desc = "undefined"
-
-    def __init__(self, backend: str, number: int | None) -> None:
-        self.backend = self.group_name = backend
-        self._number = number
-
-    def size(self) -> int:
-        """With the other rank."""
-        return 2
-
-    def _get_sequence_number_for_group(self) -> int:
-        if self._number is None:
-            raise RuntimeError(f"Backend {self.backend} does not implement getSequenceNumberForGroup")
-        return self._number
+def group(backend: str, count: Callable[[], int]) -> Any:
+    """A process group of two ranks."""
+    return SimpleNamespace(group_name=backend, backend=backend, size=lambda: 2, _get_sequence_number_for_group=count)
 
 
 @pytest.mark.parametrize("refusing", ["ucc", "gloo"])
 def test_a_group_that_does_not_count_stops_no_other(refusing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: a group of a backend without numbers, or one that is just destroyed, leaves the counts of those behind it."""
-    of_torch = SimpleNamespace(_world=SimpleNamespace(pg_map={Group(refusing, None): None, Group("nccl", 7): None}))
-    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", of_torch)
+    monkeypatch.setattr(collectives, "groups", lambda: [group(refusing, Destroyed().get_world_size), group("nccl", lambda: 7)])
     published: list[tuple[str, float]] = []
     probe: Any = CollectivesProbe()
     probe._distributed = SimpleNamespace(get_backend=lambda group: group.backend)
     probe._context = SimpleNamespace(set_gauge=lambda _, value, labels: published.append((labels["group"], value)))
     probe._publish_counts()
-    assert published == [("nccl", 7)]
-    assert probe._living == {"nccl"}
+    assert (published, probe._living) == ([("nccl", 7)], {"nccl"})
