@@ -8,10 +8,7 @@ from tests.ui import row
 from torchobs.detect import hang
 from torchobs.detect.collectives import Absence, GroupProgress, Surplus, absent, inserted, mismatched, surplus
 from torchobs.detect.hang import Position, blamed
-from torchobs.diagnosis import health
-from torchobs.diagnosis.collectives import evidence
-from torchobs.diagnosis.collectives import surplus as more_called
-from torchobs.diagnosis.hang import blamed as waited_for
+from torchobs.diagnosis import collectives, health
 from torchobs.diagnosis.status import RankStatus
 
 WAITS = GroupProgress(413, 412, 60.0, "all_reduce", 4000.0)
@@ -158,28 +155,17 @@ def test_calls_that_do_not_align_show_nothing() -> None:
 
 
 def hung(name: str, progress: GroupProgress) -> RankStatus:
-    """A rank in backward of step 11, with its progress in the default group."""
-    at_work = row(0, "hung").status
-    return replace(at_work, rank=name, collectives={"default": progress}, called={"default": progress.enqueued})
+    """A rank in backward of step 11, with its progress in a process group."""
+    return replace(row(0, "hung").status, rank=name, collectives={"x": progress}, called={"x": progress.enqueued})
 
 
-def test_replica_groups_are_compared_each_by_itself() -> None:
+def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
-    further = GroupProgress(414, 413, 60.0, "broadcast", 8.0)
-    ranks = [hung("0-g0", WAITS), hung("1-g0", WAITS), hung("0-g1", further), hung("1-g1", further)]
-    assert not [*more_called(ranks), *health.waited_for(ranks)]
-    assert not [*health.waited_for([*ranks[:2], hung("0-g1", further._replace(enqueued=413, completed=412))])]
-    assert not waited_for([*ranks[:2], hung("0-g1", AWAY), hung("1-g1", AWAY)])
-
-
-def test_within_a_replica_group_ranks_are_compared() -> None:
-    """Promise: a rank that did not come, or called more, is named against those of its group."""
-    first, second = [hung("0-g0", WAITS), hung("1-g0", AWAY)], [hung("0-g1", AWAY), hung("1-g1", AWAY)]
-    found = waited_for([*first, *second])
-    assert {name: one.why for name, one in found.items()} == {"1-g0": hang.NOT_ARRIVED}
-    (text,) = evidence([*first, *second], found)
-    assert text.startswith("Rank 1-g0 has not come to all_reduce number 413 of group default, in which 1 rank waits ")
-    (text,) = more_called([*first, *second])
-    assert text.startswith("Rank 0-g0 called one collective more than rank 1-g0 (413 and 412 of group default).")
-    apart = [hung("0-g1", WAITS), hung("1-g1", WAITS._replace(operation="broadcast"))]
-    assert [one.kind for one in health.waited_for([*apart, hung("0-g0", WAITS)])] == ["collectives_differ"]
+    ranks = [hung("0-g0", WAITS), hung("1-g0", WAITS), hung("0-g1", AWAY), hung("1-g1", AWAY)]
+    assert not [*collectives.surplus(ranks), *health.waited_for(ranks)]
+    assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITS._replace(operation="broadcast", size=8.0))])]
+    (text,) = (one.text for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
+    assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
+    assert "-g1" not in text
+    apart = [*ranks[:1], hung("0-g1", WAITS), hung("1-g1", WAITS._replace(operation="broadcast"))]
+    assert [one.kind for one in health.waited_for(apart)] == ["collectives_differ"]

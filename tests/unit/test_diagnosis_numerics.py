@@ -155,6 +155,9 @@ def test_where_a_value_was_born_is_past_when_the_training_has_recovered() -> Non
     past = run()
     assert past.verdict.text.startswith("All well.")
     assert "Past: 1 loss that was not finite (step 101); the last 70 steps were healthy." in past.health.text
+    other = replace(alone(history, [], {(catalog.ANOMALIES, "nonfinite_loss"): 3}), suffix="-1")  # whose reports are gone
+    both = diagnose_run([alone(history, events, values), other])
+    assert "Past: 3 losses that were not finite; the last " in both.health.text
     (origin,) = (one for one in past.by_rank[0] if one.kind == "nonfinite_origin")
     assert (origin.severity, origin.text.endswith("It is past: the last 70 steps were healthy.")) == ("info", True)
     spoiled = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.1, 101, origin="parameter", parameter="bn.weight")
@@ -307,15 +310,3 @@ def test_gradients_that_are_all_zero_may_have_been_set_to_zero(zero: float) -> N
     values = {(catalog.ANOMALIES, "gradient_vanishing"): 4, catalog.GRAD_ZERO: zero}
     said = told(facts(steps(100), values=values))["gradient_vanishing"]
     assert said.endswith("Is zero_grad(set_to_none=False) called after backward()?") == (zero == 1.0)
-
-
-@pytest.mark.parametrize(
-    ("number", "said"), [(1, "1 loss that was not finite (step 101);"), (3, "3 losses that were not finite;")]
-)
-def test_the_last_step_of_an_anomaly_is_that_of_all_ranks(number: int, said: str) -> None:
-    """Promise: no step is called the last one while a rank has counted more anomalies than it still has reports of."""
-    events = [fact(catalog.EVENT_ANOMALY, 1.0, 101, kind="nonfinite_loss", value=NAN, baseline=2.5)]
-    one, other = (
-        alone(steps(200), of, {(catalog.ANOMALIES, "nonfinite_loss"): n}) for of, n in ((events, 1), ([], number // 2 * 3))
-    )
-    assert f"Past: {said}" in diagnose_run([one, replace(other, suffix="-1")]).health.text
