@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.goodput import credited, deduct_credit
-from torchobs.flight.metrics.gradient_norms import end_norms, fold_norms
+from torchobs.flight.metrics.gradient_norms import fold_norms
 from torchobs.flight.metrics.loss_course import begin_course, fold_course
 from torchobs.flight.metrics.totals import (
     DURATION_SUM,
@@ -37,8 +37,6 @@ from torchobs.flight.metrics.usual_values import Rise, UsualValues, begin_values
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from torchobs.detect.excursions import Candidate
-
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
     """Add ``records``, in ring order, to ``totals``; anomalies are appended to ``found``. Pure: no clock, no I/O.
@@ -58,11 +56,9 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     changed, noted, newest = Totals(bytearray(totals.buffer[:SIZE])), list[Anomaly](), fresh[-1].seq
     for part in _by_model(fresh):
         if part[0].flags & StepFlag.NEW_MODEL:
-            _end_losses(changed, noted)
-            end_norms(changed, noted)
             begin_model(changed, part[0].step)
             begin_course(changed)
-            begin_values(changed)
+            begin_values(changed, noted)
         fold_late(changed, part, noted)
     add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
     changed.ints[Word.FOLDED_UPTO] = newest
@@ -90,8 +86,7 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     converged, faster = _converged(totals, records), _after_jumps(totals, records)
     fold_course(totals, records, found)
     rises = _fold_losses(totals, records, found, faster)
-    norms = [record for record in records if record.flags & StepFlag.GRAD_NORM]
-    fold_norms(totals, norms, found, converged, rises, _scaled(totals, records))
+    fold_norms(totals, records, found, converged, rises)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
@@ -161,16 +156,6 @@ def _converged(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     return found
 
 
-def _scaled(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
-    """Return the numbers of the records under a loss scaler: it divided the norm, or has skipped a step before."""
-    found, skipped = set[int](), totals.ints[Word.STEPS_SKIPPED] > 0
-    for record in records:
-        skipped = skipped or bool(record.flags & StepFlag.SKIPPED)
-        if skipped or record.norm_scale != 1.0:
-            found.add(record.seq)
-    return found
-
-
 def _after_jumps(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     """Return the numbers of the records soon after a jump of the learning rate."""
     top, rates, jump, found = totals.floats[Word.TOP_RATE], totals.ints[Word.RATES], totals.ints[Word.RATE_JUMP], set[int]()
@@ -193,8 +178,9 @@ def _fold_losses(
 
     ``faster``: numbers of the records soon after a jump of the learning rate.
     """
-    ints, floats, rise, rises = totals.ints, totals.floats, Rise.load(totals), dict[int, Rise]()
+    ints, floats, rises = totals.ints, totals.floats, dict[int, Rise]()
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
+    rise = Rise(ints[Word.LOSS_RISE], ints[Word.LOSS_RISE + 1], ints[Word.LOSS_RISE + 2], newest)
     past = UsualValues.losses(totals)
     number = nonfinite = 0
     spike = is_active(totals, LOSS_SPIKE)
@@ -204,37 +190,21 @@ def _fold_losses(
             pass
         elif not isfinite(loss):
             nonfinite += 1
-            spikes = past.give_up()
-            _add_spikes(found, spikes, past.usual)
-            number += len(spikes)
+            number += past.report(past.give_up(), found)
             add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if past.baseline[2] else last)
             if not late:
                 newest, finite, spike, rise = record.step, False, False, rise._replace(newest=record.step)
         elif not late:  # else delivered by a device after a newer step's value
             newest, finite, last, waited = record.step, True, loss, bool(past.excursions.waiting)
             spikes, spike = past.add(loss, record.step, record.end_ns, explained=record.seq not in faster)
-            _add_spikes(found, spikes, past.usual)
-            number += len(spikes)
+            number += past.report(spikes, found)
             rise = rise.add(record.step, past, waited=waited)
         if record.flags & StepFlag.GRAD_NORM:
             rises[record.seq] = rise
     if any(record.flags & StepFlag.LOSS for record in records):
-        rise.store(totals)
+        ints[Word.LOSS_RISE], ints[Word.LOSS_RISE + 1], ints[Word.LOSS_RISE + 2] = rise[:3]
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
         past.store()
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, number, active=spike)
     return rises
-
-
-def _end_losses(totals: Totals, found: list[Anomaly]) -> None:
-    """Add the spikes among the last losses of a model: another one is trained."""
-    past = UsualValues.losses(totals)
-    spikes = past.give_up(ended=True)
-    _add_spikes(found, spikes, past.usual)
-    count(totals, LOSS_SPIKE, len(spikes), active=False)
-
-
-def _add_spikes(found: list[Anomaly], spikes: list[Candidate], usual: float) -> None:
-    for candidate in spikes:
-        add_anomaly(found, LOSS_SPIKE, candidate, candidate.value, usual)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from math import exp, isfinite
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.vanishing import judge_low
+from torchobs.flight.format.step_record import StepFlag, StepRecord
 from torchobs.flight.metrics.totals import (
     GRADIENT_EXPLOSION,
     GRADIENT_VANISHING,
@@ -23,10 +23,8 @@ from torchobs.flight.metrics.totals import (
 from torchobs.flight.metrics.usual_values import Rise, UsualValues
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from torchobs.detect.excursions import Candidate
-    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.metrics.totals import Anomaly
 
 _NONE = -1
@@ -34,40 +32,36 @@ _KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
 
 
 def fold_norms(
-    totals: Totals,
-    records: list[StepRecord],
-    found: list[Anomaly],
-    converged: Collection[int] = (),
-    rises: Mapping[int, Rise] = MappingProxyType({}),
-    scaled: Collection[int] = (),
+    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], converged: Collection[int], rises: Mapping[int, Rise]
 ) -> None:
     """Add the norms of ``records``, in ring order (see :func:`torchobs.flight.metrics.fold.fold`).
 
     ``converged``: numbers of records after a loss of exactly zero. A margin loss (hinge, triplet) that every example of a
     batch satisfies has a zero gradient because nothing is left to learn; it has not vanished. ``rises``: by number of a record,
-    what its norm may be high by. ``scaled``: numbers of those under a loss scaler, where one that is not finite is ordinary.
+    what its norm may be high by.
     """
-    if not records:
-        return
     ints, floats = totals.ints, totals.floats
     newest, last, low = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS]
     since = ints[Word.MODEL_STEP]
     active = {kind: is_active(totals, kind) for kind in _KINDS}
     found_here = dict.fromkeys(_KINDS, 0)
-    past = UsualValues.norms(totals)
+    past, skipped = UsualValues.norms(totals), ints[Word.STEPS_SKIPPED] > 0
     for record in records:
+        skipped = skipped or bool(record.flags & StepFlag.SKIPPED)
+        if not record.flags & StepFlag.GRAD_NORM:
+            continue
         norm, kind = record.grad_norm, _NONE
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
-            if record.step >= since and record.seq not in scaled:
-                _add_explosions(past, past.give_up(), found, found_here)
+            if record.step >= since and not skipped and record.norm_scale == 1.0:  # under a loss scaler it is ordinary
+                found_here[GRADIENT_EXPLOSION] += past.report(past.give_up(), found)
             add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else last)
         elif record.step >= since:
             at_rest = not norm and record.seq in converged
             vanished, low = (False, 0) if at_rest else judge_low(norm, *past.baseline, low)
-            usual = past.usual
-            explained = record.seq in rises and rises[record.seq].explains(record.step, newest, past)
-            exploded = norm > 0.0 and _explodes(past, record, found, found_here, explained=explained)
+            usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
+            earlier, exploded = _explode(past, record, found, explained=explained) if norm > 0.0 else (0, False)
+            found_here[GRADIENT_EXPLOSION] += earlier
             past.usual = usual if vanished else past.usual
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
@@ -82,25 +76,11 @@ def fold_norms(
     past.store()
     for kind in _KINDS:
         count(totals, kind, found_here[kind], active=active[kind])
-    norms = [record.grad_norm for record in records if isfinite(record.grad_norm)]
+    norms = [record.grad_norm for record in records if record.flags & StepFlag.GRAD_NORM and isfinite(record.grad_norm)]
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
 
 
-def end_norms(totals: Totals, found: list[Anomaly]) -> None:
-    """Add the explosions among the last norms of a model: another one is trained."""
-    past, counts = UsualValues.norms(totals), {GRADIENT_EXPLOSION: 0}
-    _add_explosions(past, past.give_up(ended=True), found, counts)
-    count(totals, GRADIENT_EXPLOSION, counts[GRADIENT_EXPLOSION], active=False)
-
-
-def _explodes(past: UsualValues, record: StepRecord, found: list[Anomaly], counts: dict[int, int], *, explained: bool) -> bool:
-    """Add a norm to its past, and the explosions before it that are certain by now; return whether it is one."""
+def _explode(past: UsualValues, record: StepRecord, found: list[Anomaly], *, explained: bool) -> tuple[int, bool]:
+    """Add a norm to its past; return the number of explosions before it that are certain by now, and whether it is one."""
     spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)
-    _add_explosions(past, spikes[: len(spikes) - exploded], found, counts)
-    return exploded
-
-
-def _add_explosions(past: UsualValues, earlier: list[Candidate], found: list[Anomaly], counts: dict[int, int]) -> None:
-    for candidate in earlier:
-        add_anomaly(found, GRADIENT_EXPLOSION, candidate, exp(candidate.value), exp(past.usual))
-    counts[GRADIENT_EXPLOSION] += len(earlier)
+    return past.report(spikes[: len(spikes) - exploded], found), exploded

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from math import log
+from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.detect.excursions import Candidate, Excursions
 from torchobs.detect.spikes import LEAST_LOSS_EXCESS, LEAST_NORM_EXCESS, START, WARM_UP, Bursts, judge, leaves_start
-from torchobs.flight.metrics.totals import BURST_WORDS, Word
+from torchobs.flight.metrics.totals import BURST_WORDS, GRADIENT_EXPLOSION, LOSS_SPIKE, Word, add_anomaly
 
 if TYPE_CHECKING:
-    from torchobs.flight.metrics.totals import Totals
+    from torchobs.flight.metrics.totals import Anomaly, Totals
 
 
 class _Words(NamedTuple):
-    """Where it is stored. ``logs``: the baseline is one of logarithms."""
+    """Where it is stored, and the kind of its spikes. ``logs``: the baseline is one of logarithms."""
 
     baseline: int
     usual: int
     start: int
     bursts: int
     excursion: int
+    kind: int
     logs: bool
 
 
-_LOSS = _Words(Word.LOSS_BASELINE, Word.LOSS_USUAL, Word.LOSS_START, Word.LOSS_BURSTS, Word.LOSS_EXCURSION, logs=False)
-_NORM = _Words(Word.NORM_BASELINE, Word.NORM_USUAL, Word.NORM_START, Word.NORM_BURSTS, Word.NORM_EXCURSION, logs=True)
+_LOSS = _Words(
+    Word.LOSS_BASELINE, Word.LOSS_USUAL, Word.LOSS_START, Word.LOSS_BURSTS, Word.LOSS_EXCURSION, LOSS_SPIKE, logs=False
+)  # fmt: skip
+_NORM = _Words(
+    Word.NORM_BASELINE, Word.NORM_USUAL, Word.NORM_START, Word.NORM_BURSTS, Word.NORM_EXCURSION, GRADIENT_EXPLOSION, logs=True
+)  # fmt: skip
 
 
 class Rise(NamedTuple):
@@ -34,28 +39,17 @@ class Rise(NamedTuple):
     first: int
     last: int
     """0: there were none"""
-    lasts: bool
+    lasts: int
     """the loss stayed: a new baseline"""
     newest: int
     """step of the newest loss"""
-
-    @classmethod
-    def load(cls, totals: Totals) -> Rise:
-        """Return the present one."""
-        first, last, lasts = totals.ints[Word.LOSS_RISE : Word.LOSS_RISE + 3]
-        return cls(first, last, bool(lasts), totals.ints[Word.LOSS_STEP])
-
-    def store(self, totals: Totals) -> None:
-        """Write it into the fold's state, without ``newest``."""
-        totals.ints[Word.LOSS_RISE], totals.ints[Word.LOSS_RISE + 1] = self.first, self.last
-        totals.ints[Word.LOSS_RISE + 2] = int(self.lasts)
 
     def add(self, step: int, past: UsualValues, *, waited: bool) -> Rise:
         """Return it with the loss that was added to ``past``. ``waited``: candidates waited before it."""
         if not past.is_high:
             return self._replace(newest=step)
         goes_on = waited or (self.last == self.newest and not self.lasts)
-        return Rise(self.first if goes_on and self.last else step, step, past.settled, step)
+        return Rise(self.first if goes_on and self.last else step, step, int(past.settled), step)
 
     def explains(self, step: int, before: int, past: UsualValues) -> bool:
         """Return True if a norm may be high because the loss is. ``before``: step of the norm before it; ``past``: of norms.
@@ -68,7 +62,7 @@ class Rise(NamedTuple):
         if step <= self.last or self.last == self.newest < step:
             return True
         begun = bool(past.excursions.waiting) and past.excursions.explained > 0.0
-        return self.lasts and (before <= self.last or begun)
+        return self.lasts > 0 and (before <= self.last or begun)
 
 
 class UsualValues:
@@ -132,6 +126,13 @@ class UsualValues:
         """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
         return self.excursions.give_up(self._mean, self._variance, ended=ended)
 
+    def report(self, spikes: list[Candidate], found: list[Anomaly]) -> int:
+        """Append these spikes to ``found``; return their number."""
+        unit = exp if self._words.logs else float
+        for candidate in spikes:
+            add_anomaly(found, self._words.kind, candidate, unit(candidate.value), unit(self.usual))
+        return len(spikes)
+
     def store(self) -> None:
         """Write all into the fold's state."""
         floats, ints, words = self._totals.floats, self._totals.ints, self._words
@@ -147,10 +148,13 @@ class UsualValues:
             floats[place], ints[place + 1], ints[place + 2] = candidate
 
 
-def begin_values(totals: Totals) -> None:
-    """Forget all: another model is trained."""
+def begin_values(totals: Totals, found: list[Anomaly]) -> None:
+    """Forget all: another model is trained. What its last values were is decided before."""
+    ints = totals.ints
     for words in (_LOSS, _NORM):
-        for at, count in ((words.baseline, 3), (words.usual, 1), (words.start, 1), (words.bursts, BURST_WORDS)):
-            totals.ints[at : at + count] = memoryview(bytes(8 * count)).cast("Q")
-        totals.ints[words.excursion : words.excursion + 4] = memoryview(bytes(8 * 4)).cast("Q")
-    Rise(0, 0, lasts=False, newest=0).store(totals)
+        past = UsualValues(totals, words)
+        ints[Word.ANOMALIES + words.kind] += past.report(past.give_up(ended=True), found)
+        many = (words.baseline, 3), (words.bursts, BURST_WORDS), (words.excursion, 4)
+        for at, count in (*many, (words.usual, 1), (words.start, 1)):
+            ints[at : at + count] = memoryview(bytes(8 * count)).cast("Q")
+    ints[Word.LOSS_RISE + 1] = 0
