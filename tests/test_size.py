@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (77_900, 584), "tests": (92_100, 595)}
+CEILINGS = {"torchobs": (78_000, 585), "tests": (92_300, 595)}
 """Lines of Python and files, by folder"""
 
 

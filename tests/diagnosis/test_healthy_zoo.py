@@ -1,4 +1,4 @@
-"""Trainings of 46 kinds that go well, as people write them: nothing is said of any, however closely it is looked at."""
+"""Trainings of 45 kinds that go well, as people write them: nothing is said of any, however closely it is looked at."""
 
 from __future__ import annotations
 
@@ -106,20 +106,6 @@ def flow_of_heavy_tails(look: Look) -> None:
     mixing = torch.randn(4, 4) / 2
     for _ in range(STEPS):
         _descend(optimizer, _flow_loss(layers, tail.sample((32, 4)) @ mixing))
-        look.stepped()
-
-
-def curriculum_of_lengths(look: Look) -> None:
-    """Sums over sequences of 4, 8, 16 and 32, which an LSTM has not seen before each stage."""
-    body, head = nn.LSTM(2, 24, batch_first=True), nn.Linear(24, 1)
-    optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=4e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for step in range(STEPS):
-        length = 4 << step * 4 // STEPS
-        x = torch.rand(32, length, 2)
-        y = (x[..., 0] * (x[..., 1] > 0.5)).sum(1, keepdim=True)
-        _descend(optimizer, F.mse_loss(head(body(x)[0][:, -1]), y), clip=1.0)
-        schedule.step()
         look.stepped()
 
 
@@ -878,7 +864,7 @@ def sharpness_aware(look: Look) -> None:
 
 
 TRAININGS: tuple[Train, ...] = (
-    coupling_flow, flow_of_heavy_tails, curriculum_of_lengths, curriculum_of_noise, contrastive, momentum_contrast,
+    coupling_flow, flow_of_heavy_tails, curriculum_of_noise, contrastive, momentum_contrast,
     distillation, folds, wasserstein_gan, actor_critic, reinforcement, averaged_weights, meta_learning, diffusion,
     variational_autoencoder, recurrent_language_model, mixup, large_batches, warm_restarts,
     gradual_unfreezing, low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings, triplet_mining,

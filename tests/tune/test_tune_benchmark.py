@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
 from torchobs.tune import peak_memory, rounds
-from torchobs.tune.measurements import Benchmark, ModeResult, Quartiles, quartiles, recommend
+from torchobs.tune.measurements import Benchmark, ModeResult, recommend
+from torchobs.tune.quartiles import Quartiles, quartiles
 
 
 def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = True) -> ModeResult:

@@ -16,10 +16,11 @@ from torchobs.support.model_calls import call
 from torchobs.support.samplers import generators
 from torchobs.tune.copies import OthersGradients, copied, originals_kept
 from torchobs.tune.difference import outputs, pair_of
-from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, quartiles, recommend
+from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
 from torchobs.tune.peak_memory import peak_bytes, synchronize
 from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.progress import Progress
+from torchobs.tune.quartiles import quartiles
 from torchobs.tune.rounds import orders
 from torchobs.tune.techniques import FAILURES, first_line
 
