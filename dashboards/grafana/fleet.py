@@ -135,7 +135,7 @@ def over_time(limits: Thresholds) -> tuple[Panel, ...]:
             "Sick ranks by run",
             "Ranks that are hung, unresponsive, failed or lost. Good: nothing above 0.",
             "short",
-            Query(worst(per_run("sum", f"{sick} == 1"), MOST_RUNS), RUN),
+            Query(worst(per_run("sum", sick), MOST_RUNS), RUN),
         ),
         panels.lines(
             "Anomalies by run",
