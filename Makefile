@@ -17,7 +17,6 @@ KUBE_WORKERS ?= 3
 # Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
 SHARE ?= 1
 MINUTES ?= 30
-SCALE ?=
 # Nothing, if the cluster has the images of `make kube-test` already.
 KUBE_IMAGES ?= kube-images
 SERIAL_TESTS = $(shell grep -lr pytest.mark.serial tests --include=*.py)
@@ -27,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test kube-test-beside kube-test-alone kube-images collected clean
+.PHONY: help setup demo test test-long lint docs bench gpu soak wheel-test test-tools kube-test kube-test-beside kube-test-alone kube-images collected clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,7 +41,7 @@ test: setup test-tools ## Everything that must hold for a change to land: lint, 
 	$(MAKE) -j 2 --output-sync=target lint wheel-test collected
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial $(SERIAL_TESTS)
-	$(BIN)/python -m tests.bench.overhead --gate
+	$(BIN)/python -m bench.overhead --gate
 
 test-long: setup test-tools soak ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth, MINUTES=3 of its half hour
 	$(BIN)/pytest -m long --share $(SHARE)
@@ -66,18 +65,15 @@ docs: setup ## Write the generated pages, rules, dashboards and parts of the cha
 	$(BIN)/python helm/generate_chart.py
 
 bench: setup ## What torchobs costs per training step, in our own time and in how much longer a step is
-	$(BIN)/python -m tests.bench.overhead
-	$(BIN)/python -m tests.bench.wall
+	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.wall
 
 gpu: ## On a machine with a GPU, with a CUDA build of torch: the tests that need one, and what torchobs costs there
 	$(MAKE) setup TORCH=$(TORCH:+cpu=)
 	$(BIN)/python -m tests.gpu
 
-scale: setup test-tools ## A thousand ranks, exporters and a real Prometheus for ten minutes; SCALE='--ranks 4096 --restarts 0.1'
-	$(BIN)/python -m tests.bench.scale $(SCALE)
-
 soak: setup ## Half an hour of ranks that start, die and come back: the exporter does not grow
-	$(BIN)/python -m tests.bench.soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.long.soak --minutes $(MINUTES)
 
 wheel-test: setup ## Build sdist and wheel, and test what the installed wheel could lack
 	tests/wheel.sh $(VENV)

@@ -16,7 +16,7 @@ def main() -> int:
         sys.exit(f"{support.NEEDS_CUDA}, and a build of torch for it; this is torch {torch.__version__}")
     codes = [
         subprocess.run([sys.executable, "-m", *command], cwd=support.ROOT, check=False).returncode
-        for command in (("pytest", "-q", "tests/gpu"), ("tests.bench.gpu",))
+        for command in (("pytest", "-q", "tests/gpu"), ("tests.gpu.overhead",))
     ]
     return max(codes)
 

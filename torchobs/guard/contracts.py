@@ -1,7 +1,7 @@
 """What a tensor has to be: shape, dtype, device, range, finite; and checks that say what was found, and where.
 
 A tensor on a device costs one transfer of three numbers: :meth:`Contract.check` waits for it, :meth:`Contract.acheck` lets an
-event loop go on, :meth:`Contract.check_later` returns at once. ``python -m tests.bench.guard`` says what a check costs.
+event loop go on, :meth:`Contract.check_later` returns at once.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def ranks(values: Values = DEFAULT) -> Group:
 
 
 def hung() -> Group:
-    """Return the rules about those that do not move, by themselves: they are the dearest there are (tests/bench/rules.py).
+    """Return the rules about those that do not move, by themselves: they are the dearest there are.
 
     Who is stuck is recorded, since it is asked for twice; 0 where nobody is, so that there are no gaps to look over.
     """

@@ -1,4 +1,4 @@
-"""What torchobs and its peers cost a whole training: ``python -m tests.bench.peers``.
+"""What torchobs and its peers cost a whole training: ``python -m bench.peers``.
 
 Every measurement is a process of its own, plain and observed in turn, so that the peers, which cannot be taken out of a process
 again, are started as their users start them. Given is the median step with an observer over the median step without, as the
@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter_ns
 
-from tests.bench.observers import LAUNCHED, OBSERVERS
-from tests.bench.workloads import WORKLOADS
+from bench.observers import LAUNCHED, OBSERVERS
+from bench.workloads import WORKLOADS
 
 NEEDS = {"wandb": "wandb", "tensorboard": "tensorboard", "traceml": "traceml_ai"}
 """Observer → the module without which it is left out."""
@@ -54,7 +54,7 @@ def measure(workload: str, observer: str, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "result.json")
         arguments = ["--worker", workload, observer, str(seconds), str(out)]
-        command = [sys.executable, "-m", "tests.bench.peers", *arguments]
+        command = [sys.executable, "-m", "bench.peers", *arguments]
         if observer in LAUNCHED:
             program, *options = LAUNCHED[observer]
             launcher = [str(Path(sys.executable).with_name(program)), *options, uuid.uuid4().hex, "--logs-dir", directory]

@@ -1,7 +1,7 @@
-"""What torchobs costs on a CUDA device: ``python -m tests.bench.gpu``.
+"""What torchobs costs on a CUDA device: ``python -m tests.gpu.overhead``.
 
 For each training and level: the device's time for a step with and without torchobs, by CUDA events around blocks of steps
-taken in turn; our own code's time in the training thread (as ``tests.bench.overhead`` takes it); and what the norms take of the
+taken in turn; our own code's time in the training thread (as ``bench.overhead`` takes it); and what the norms take of the
 device's memory at its peak. The steps with torchobs run under ``set_sync_debug_mode("error")``, as do ``init()`` and
 ``shutdown()``: a synchronisation of ours, in any thread, switches a probe off, and that ends the benchmark. Two minutes.
 """
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import torchobs
-from tests.bench.overhead import in_situ, meter_alone
-from tests.bench.workloads import cnn, compiled, gpt, mlp
+from bench.overhead import in_situ, meter_alone
+from bench.workloads import cnn, compiled, gpt, mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

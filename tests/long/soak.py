@@ -1,4 +1,4 @@
-"""Half an hour of ranks that start, die and come back: ``python -m tests.bench.soak --minutes 30``.
+"""Half an hour of ranks that start, die and come back: ``python -m tests.long.soak --minutes 30``.
 
 Ranks are processes with the real writer, and one real training at a time. They are killed by SIGKILL, or end in order, and come
 back as new incarnations; dead files go, as trainers remove them. A real exporter is scraped all the while in both formats, and
@@ -17,15 +17,15 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
-from tests.bench.fleet import flight_directory
-from tests.bench.processes import MIB, exporter, footprint, leave_in_order
-from tests.bench.scraping import ACCEPT
-from tests.bench.trend import Trend, trend
+from bench.processes import MIB, exit_on_sigterm, exporter, flight_directory, rss
+from bench.scraping import ACCEPT
 from tests.support import clean_environment
 from torchobs.flight.files.cleanup import clean
 
@@ -50,6 +50,38 @@ ALLOWED = {"memory": 3 * MIB, "descriptors": 1.0, "threads": 0.5, "series": 100.
 """Growth over the rest that is none. Memory: an allocator's arenas are 1 MiB, and a leak of one rank's series for each of the
 restarts of half an hour is 50 MiB. Series: how many of the dead are within their grace changes all the time; a rank has 110 at
 least, and there are hundreds of restarts."""
+
+MAX_POINTS = 200
+"""of a trend, whose pairs have 20,000 slopes."""
+
+
+class Trend(NamedTuple):
+    """How a quantity went."""
+
+    level: float
+    """the median"""
+    grown: float
+    """slope times the time looked at; what it grew if it grew steadily"""
+    allowed: float
+
+    @property
+    def grows(self) -> bool:
+        """Whether it grew by more than is allowed."""
+        return self.grown > self.allowed
+
+
+def trend(points: Sequence[tuple[float, float]], allowed: float) -> Trend:
+    """Return the trend of (seconds, value) points in order.
+
+    The slope is the median of those between all pairs of points (Theil 1950; Sen 1968), of which three in ten may be wild: a
+    scrape that was just being answered, ranks that were just being replaced. Raises ``ValueError`` for fewer than two points.
+    """
+    if len(points) < 2:
+        raise ValueError("a trend needs two points")
+    step = -(-len(points) // MAX_POINTS)
+    kept = points[::step]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(kept, 2) if b[0] > a[0]]
+    return Trend(median(value for _, value in points), median(slopes) * (points[-1][0] - points[0][0]), allowed)
 
 
 class Life:
@@ -96,7 +128,7 @@ class Training(Life):
         steps = self._dice.randrange(*STEPS)
         identity = {"TORCHOBS_RUN_ID": "soak", "RANK": str(self._number)}
         life_s = self._dice.uniform(*LIFE_S) if self._dice.random() < KILLED else 300.0
-        return ["tests.bench.training", str(self._directory), str(steps)], {**clean_environment(), **identity}, life_s
+        return ["tests.long.soak_training", str(self._directory), str(steps)], {**clean_environment(), **identity}, life_s
 
 
 @dataclass
@@ -110,8 +142,10 @@ class Record:
 
     def add(self, seconds: float, program: Program, series: int) -> None:
         """Take one sample."""
-        found = footprint(program.process.pid)
-        for name, value in zip(ALLOWED, (found.rss, found.fds, found.threads, series), strict=True):
+        home = Path("/proc", str(program.process.pid))
+        descriptors, threads = (len(list((home / folder).iterdir())) for folder in ("fd", "task"))
+        values = (rss(program.process.pid), descriptors, threads, series)
+        for name, value in zip(ALLOWED, values, strict=True):
             self.points[name].append((seconds, value))
 
     def trends(self) -> dict[str, Trend]:
@@ -207,7 +241,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of who dies when (default: 1)")
     options = parser.parse_args()
-    leave_in_order()
+    exit_on_sigterm()
     dice = random.Random(options.seed)
     with flight_directory() as path, exporter(path, "--grace", GRACE) as program:
         lives: list[Life] = [Life(path, number, dice) for number in range(RANKS)]

@@ -1,8 +1,8 @@
-"""How much longer a step is with torchobs's hooks, and with the floor's: ``python -m tests.bench.wall``.
+"""How much longer a step is with torchobs's hooks, and with the floor's: ``python -m bench.wall``.
 
 Blocks of steps with the hooks and without, in turn, in one process: the machine is the same for both, and a hundred pairs of
 blocks tell microseconds apart where pairs of processes do not tell per cents. The session goes on meanwhile, so that its
-sampler thread is in both. It is more than what the hooks take themselves (``tests.bench.overhead``): code that has run in
+sampler thread is in both. It is more than what the hooks take themselves (``bench.overhead``): code that has run in
 between has driven the training's own out of the processor's caches. The floor (empty hooks and one record a step) shows how
 much of that any such tool costs.
 """
@@ -22,9 +22,9 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 import torchobs
-from tests.bench.meter import Floor
-from tests.bench.peers import interval_of_median
-from tests.bench.workloads import WORKLOADS
+from bench.meter import Floor
+from bench.peers import interval_of_median
+from bench.workloads import WORKLOADS
 from torchobs.probes.core import patch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.bench.operations import CEILINGS, Counts, OperationCounter, Operations, over_ceiling
+from tests.gate.operations import CEILINGS, Counts, OperationCounter, Operations, over_ceiling
 from tests.step_hooks import OPTIMIZERS, ready
 from tests.support import NEEDS_COMPILER
 from torchobs.flight.writer.native import compiled

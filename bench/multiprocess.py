@@ -1,7 +1,7 @@
-"""prometheus-client's multiprocess mode with the series of a page of ours, for ``tests.bench.exporter``.
+"""prometheus-client's multiprocess mode with the series of a page of ours, for ``bench.exporter``.
 
-``python -m tests.bench.multiprocess worker PAGE RANK`` makes that rank's series with prometheus-client, says "ready", and gives
-them other values on every line that it reads. ``python -m tests.bench.multiprocess server PORT`` serves those of all workers as
+``python -m bench.multiprocess worker PAGE RANK`` makes that rank's series with prometheus-client, says "ready", and gives
+them other values on every line that it reads. ``python -m bench.multiprocess server PORT`` serves those of all workers as
 its documentation says, by uvicorn. Both want PROMETHEUS_MULTIPROC_DIR to be set.
 """
 

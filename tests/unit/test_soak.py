@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.bench.scraping import percentile
-from tests.bench.trend import trend
+from bench.scraping import percentile
+from tests.long.soak import trend
 
 
 def test_a_leak_is_found_under_noise() -> None:

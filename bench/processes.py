@@ -1,15 +1,15 @@
-"""Processes under a benchmark: what each takes, and a real exporter to ask."""
+"""The processes of a benchmark: a real exporter, and what a process takes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,29 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MIB = 1024**2
-_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a process takes at one moment."""
-
-    rss: int
-    """bytes"""
-    fds: int
-    threads: int
-
-
-def footprint(pid: int) -> Footprint:
-    """Look at a process. Raises ``OSError`` when it is gone."""
-    home = Path("/proc", str(pid))
-    resident = int((home / "statm").read_text().split()[1]) * _PAGE_BYTES
-    return Footprint(resident, sum(1 for _ in (home / "fd").iterdir()), sum(1 for _ in (home / "task").iterdir()))
 
 
 def rss(pid: int) -> int:
     """Bytes of a process that are in memory. Raises ``OSError`` when it is gone."""
-    return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * _PAGE_BYTES
+    return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def cpu_s(pid: int) -> float:
@@ -54,10 +36,14 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def available() -> int:
-    """Bytes of memory that are free, or would be if they were needed."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+@contextlib.contextmanager
+def flight_directory() -> Iterator[Path]:
+    """A directory on tmpfs, where there is one, as a rank would choose it; removed at the end of the ``with`` block."""
+    path = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -71,9 +57,10 @@ def exporter(directory: Path, *arguments: str) -> Iterator[Program]:
             end(program.process)
 
 
-def leave_in_order() -> None:
-    """Have SIGTERM end this program as Ctrl-C does, so that no process that it started stays behind."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def start(*argv: str | Path, **options: object) -> subprocess.Popen[str]:
+    """Start a program whose output nobody reads."""
+    defaults = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "text": True}
+    return subprocess.Popen(argv, **{**defaults, **options})  # type: ignore[call-overload,no-any-return]  # as the tests' fixture
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -86,7 +73,6 @@ def end(process: subprocess.Popen[str]) -> None:
         process.wait(timeout=15)
 
 
-def start(*argv: str | Path, **options: object) -> subprocess.Popen[str]:
-    """Start a program that nobody reads."""
-    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "text": True, **options}
-    return subprocess.Popen(argv, **given)  # type: ignore[call-overload,no-any-return]  # as the tests' fixture does
+def exit_on_sigterm() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that no process that it started stays behind."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

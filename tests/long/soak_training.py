@@ -1,4 +1,4 @@
-"""A real training for the soak: ``python -m tests.bench.training DIRECTORY STEPS``; who it is stands in the environment."""
+"""A real training for the soak: ``python -m tests.long.soak_training DIRECTORY STEPS``; who it is stands in the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 
 import torchobs
-from tests.bench.workloads import mlp
+from bench.workloads import mlp
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

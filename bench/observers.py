@@ -1,4 +1,4 @@
-"""What else people put beside their training, as its own documentation says: for ``tests.bench.peers``."""
+"""What else people put beside their training, as its own documentation says: for ``bench.peers``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.bench.workloads import NOBODY, Nobody
+from bench.workloads import NOBODY, Nobody
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from tests.bench.workloads import Observer
+    from bench.workloads import Observer
 
 
 def torchobs_at(level: str) -> Callable[[], Observer]:

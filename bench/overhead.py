@@ -1,12 +1,12 @@
-"""How long torchobs's own code runs in a training step: ``python -m tests.bench.overhead``.
+"""How long torchobs's own code runs in a training step: ``python -m bench.overhead``.
 
 Between real steps, where caches are cold; the mean of medians, so that a preemption is not ours. It is given beside the
 *floor* of the same run, which is empty hooks at the same places and one bare record per step: their ratio hardly depends on
 the machine. What is measured now and then, norms and (at level advanced) weights, is given by itself, as a mean over all
 steps. What the meter itself takes is timed in the same run and taken out of both. How much longer a step is for it is
-``tests.bench.wall``'s.
+``bench.wall``'s.
 
-``--gate`` fails on what our code executes in a step, counted (``tests.bench.operations``), on the ratio to the floor, and on
+``--gate`` fails on what our code executes in a step, counted (``tests.gate.operations``), on the ratio to the floor, and on
 our share of a long step. It measures on one thread: two that wait for each other on a busy machine make a step of 2 ms one of
 100 ms, and our code runs from cold memory then.
 """
@@ -26,14 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 import torchobs
-from tests.bench.meter import Floor, Meter, empty_hooks
-from tests.bench.operations import ROOM, count, over_ceiling
-from tests.bench.workloads import WORKLOADS
+from bench.meter import Floor, Meter, empty_hooks
+from bench.workloads import WORKLOADS
+from tests.gate.operations import ROOM, count, over_ceiling
 from torchobs.flight.format.step_record import StepFlag, StepRecord
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.native import compiled
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
-from torchobs.probes.core.step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,31 +170,7 @@ def _steps(session: torchobs.Session) -> list[StepRecord]:
         file.close()
 
 
-def tight_loop(directory: Path) -> float:
-    """The same bookkeeping with nothing between: µs per step."""
-    session = torchobs.init(flight_dir=directory)
-    assert session.writer is not None
-    recorder, optimizer = StepRecorder(session.writer), torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    recorder.record_phases(enabled=True)  # as with the probe of phases, which is on by default
-    lengths = []
-    for index in range(4000):
-        now = (index + 1) * 1_000_000
-        begun = perf_counter_ns()
-        recorder.mark(FETCH, now, 1)
-        recorder.trace.append(now + 1 << 4 | FETCHED)
-        recorder.trace.append(now + 2 << 4 | BACKWARD_BEGINS)
-        recorder.add_loss(1.0, within_step=False)
-        recorder.trace.append(now + 3 << 4 | BACKWARD_ENDS)
-        if id(optimizer) != recorder.sole:  # as the hook asks
-            recorder.optimizer_begins(optimizer)
-        recorder.trace.append(now + 4 << 4 | STEP_BEGINS)
-        recorder.optimizer_ends(optimizer, now + 5)
-        lengths.append(perf_counter_ns() - begun)
-    torchobs.shutdown()
-    return statistics.median(lengths) / 1000
-
-
-def table(results: list[Result], tight_us: float) -> str:
+def table(results: list[Result]) -> str:
     """Render the results as a Markdown table."""
     lines = [
         "| workload | step | floor | bookkeeping | ratio | now and then | norms, every | share of the step |",
@@ -205,7 +179,7 @@ def table(results: list[Result], tight_us: float) -> str:
     for r in results:
         times = f"{r.step_ms:.2f} ms | {r.floor_us:.1f} µs | {r.bookkeeping_us:.1f} µs"
         lines.append(f"| {r.name} | {times} | {r.ratio:.2f} | {r.norms_us:.1f} µs | {r.interval:.1f} | {r.share:.2%} |")
-    return "\n".join([*lines, "", f"The cycle alone in a tight loop: {tight_us:.1f} µs per step."])
+    return "\n".join(lines)
 
 
 def over_budget(results: list[Result]) -> list[str]:
@@ -254,7 +228,7 @@ def main() -> None:
                     print(f"{name}, {how}: {counts.plain}, where norms are measured {counts.measuring}")
                     problems += over_ceiling(name, counts, native=native, room=ROOM)
             results.append(measure(name, training, directory, options.level))
-        print(table(results, tight_loop(directory)))
+        print(table(results))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     problems += over_budget(results) if options.gate else []

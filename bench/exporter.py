@@ -1,0 +1,234 @@
+"""What the exporter takes and how fast it answers: ``python -m bench.exporter``.
+
+Everything is real: ranks' files by the real writer, kept alive by processes of their own; the program ``torchobs exporter``; a
+process of scrapers that keep their connections open and ask for gzip as Prometheus does. Parts:
+
+idle    memory and processor time with 8 ranks, without a scraper and scraped every 15 s
+scrape  10,000 series that all change between two scrapes: 1 and 8 scrapers at the same moment, beside the same series from
+        prometheus-client's multiprocess mode
+curve   10^4, 10^5 and 10^6 series: time and bytes of a page, bytes of memory per series
+
+A series is what Prometheus counts: a line of the page. The page is the whole one, with what the exporter says of itself. The
+99th percentile is over all scrapes, the processor time that of the exporter alone. Prints the tables of
+docs/exporter-performance.md, and its progress on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bench.processes import MIB, cpu_s, end, exit_on_sigterm, exporter, flight_directory, rss, start
+from bench.ranks import Fleet
+from bench.scraping import ACCEPT, SETTLED_S, TIMEOUT_S, Scraper, ms, percentile, timed
+from tests.exporters import Client, Program
+from tests.otlp import listens
+from tests.support import clean_environment, free_port, wait_until
+
+RANKS, SERIES, USUAL_SERIES = 8, 1250, 300
+IDLE_RSS, IDLE_CPU = 45 * MIB, 0.005
+HUNDRED_THOUSAND_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure."""
+
+    idle_s: float
+    bursts: int
+    pages: int
+    curve: tuple[int, ...]
+
+
+EFFORT = Effort(idle_s=120.0, bursts=200, pages=7, curve=(10_000, 100_000, 1_000_000))
+QUICK = Effort(idle_s=16.0, bursts=25, pages=3, curve=(10_000, 100_000))
+
+
+def idle(effort: Effort) -> Iterator[str]:
+    """Measure an exporter that has next to nothing to do."""
+    yield "| exporter | memory (RSS) | of a core | budget |\n|---|---|---|---|"
+    for interval_s in (None, 15.0):
+        asked = "nobody asks" if interval_s is None else f"scraped every {interval_s:g} s"
+        name = f"{RANKS} ranks of {USUAL_SERIES} series, {asked}"
+        progress(f"idle: {name}")
+        with (
+            flight_directory() as path,
+            exporter(path) as program,
+            Scraper(program.address) as scraper,
+            Fleet(path, RANKS, USUAL_SERIES, step_s=0.1),
+        ):
+            largest, share = _watch(program, scraper, effort.idle_s, interval_s)
+        yield f"| {name} | {largest / MIB:.1f} MiB | {share:.2%} | {budget(largest <= IDLE_RSS and share <= IDLE_CPU)} |"
+
+
+def _watch(program: Program, scraper: Scraper, seconds: float, interval_s: float | None) -> tuple[int, float]:
+    """Return the most memory and the share of a core that a process takes, once it has warmed up."""
+    if interval_s is not None:
+        for _ in range(3):
+            scraper.burst(["openmetrics"])
+            time.sleep(SETTLED_S)
+    time.sleep(3.0)
+    pid, largest, began_s = program.process.pid, 0, time.monotonic()
+    before, scraped_s = cpu_s(pid), began_s
+    while (now_s := time.monotonic()) < began_s + seconds:
+        if interval_s is not None and now_s >= scraped_s + interval_s:
+            scraper.burst(["openmetrics"])
+            scraped_s = now_s
+        largest = max(largest, rss(pid))
+        time.sleep(0.5)
+    return largest, (cpu_s(pid) - before) / (time.monotonic() - began_s)
+
+
+def scrape(effort: Effort) -> Iterator[str]:
+    """Measure scrapes of the usual size, beside those of prometheus-client."""
+    with flight_directory() as path, exporter(path) as program, Fleet(path, RANKS, SERIES) as fleet:
+        time.sleep(2.0)  # until the exporter has found all of them
+        page = program.page()
+        yield f"{sum(not line.startswith('#') for line in page.splitlines()):,} series, all changed since the scrape before:\n"
+        yield (
+            "| exporter | scrapers | median | 99th percentile | slowest | processor time of a burst | page, gzip | "
+            "of prometheus-client's time |\n|---|---|---|---|---|---|---|---|"
+        )
+        ours = {
+            formats: _burst("torchobs", program.address, program.process.pid, formats, effort.bursts, fleet.change)
+            for formats in (("openmetrics",), ("text",), ("openmetrics",) * 8, ("text",) * 8, ("openmetrics", "text") * 4)
+        }
+    with _prometheus_client(page) as (process, address, change):
+        theirs = {
+            formats: _burst("prometheus-client", address, process.pid, formats, max(5, effort.bursts // 8), change)
+            for formats in (("openmetrics",), ("openmetrics",) * 8)
+        }
+    for formats, (row, median_s) in ours.items():
+        yield row + (f" 1/{theirs[formats][1] / median_s:.0f} |" if formats in theirs else " |")
+    yield from (f"{row} |" for row, _ in theirs.values())
+
+
+def _burst(
+    name: str, address: str, pid: int, formats: tuple[str, ...], bursts: int, change: Callable[[], None]
+) -> tuple[str, float]:
+    """Return the beginning of a row of the table, and the median in seconds."""
+    progress(f"scrape: {name}, {len(formats)} scrapers")
+    with Scraper(address) as scraper:
+        measured = timed(scraper, pid, formats, bursts, change)
+    kinds = " and ".join(dict.fromkeys(formats))
+    times = (measured.median, percentile(measured.seconds, 99), max(measured.seconds), measured.cpu_s)
+    cells = f"{name} | {len(formats)}, {kinds} | {' | '.join(map(ms, times))} | {measured.size / 1024:,.0f} KiB"
+    return f"| {cells} |", measured.median
+
+
+@contextlib.contextmanager
+def _prometheus_client(page: str) -> Iterator[tuple[subprocess.Popen[str], str, Callable[[], None]]]:
+    """Serve the same series from eight processes with prometheus-client; yield server, address, and what changes them all."""
+    with flight_directory() as home, contextlib.ExitStack() as undo:
+        text = home / "page.txt"
+        text.write_text(page)
+        environment = {**clean_environment(), "PROMETHEUS_MULTIPROC_DIR": str(home)}
+        workers: list[subprocess.Popen[str]] = []
+        for rank in range(RANKS):
+            command = [sys.executable, "-m", "bench.multiprocess", "worker", str(text), str(rank)]
+            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            undo.callback(worker.communicate, timeout=30)  # closes its input
+            workers.append(worker)
+
+        def answers() -> None:
+            for worker in workers:
+                if worker.stdout is None or not worker.stdout.readline():
+                    sys.exit("a process with prometheus-client ended")
+
+        def change() -> None:
+            for worker in workers:
+                assert worker.stdin is not None
+                worker.stdin.write("changed\n")
+                worker.stdin.flush()
+            answers()
+
+        answers()
+        port = free_port()
+        server = start(sys.executable, "-m", "bench.multiprocess", "server", str(port), env=environment)
+        undo.callback(end, server)
+        wait_until(lambda: listens(f"http://127.0.0.1:{port}"), timeout_s=30)
+        yield server, f"127.0.0.1:{port}", change
+
+
+def curve(effort: Effort) -> Iterator[str]:
+    """Measure pages of many series."""
+    yield (
+        "| series | ranks | all changed, median | slowest | nothing changed | processor time, all changed | gzip | plain | "
+        "memory (RSS) | per series | budget |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for series in effort.curve:
+        progress(f"curve: {series:,} series")
+        yield _point(series, effort.pages)
+
+
+def _point(series: int, pages: int) -> str:
+    ranks, limits = series // SERIES, ("--series-limit-total", str(2 * series))
+    with flight_directory() as path, exporter(path, *limits) as program, Scraper(program.address) as scraper:
+        pid, formats = program.process.pid, ["openmetrics"]
+        scraper.burst(formats)
+        before = rss(pid)
+        with Fleet(path, ranks, SERIES, processes=2, step_s=3600.0) as fleet:
+            size = _settle(scraper)
+            changed, unchanged, cpu = list[float](), list[float](), list[float]()
+            for _ in range(pages):
+                fleet.change()
+                time.sleep(1.5)
+                used = cpu_s(pid)
+                changed += scraper.burst(formats).seconds
+                cpu.append(cpu_s(pid) - used)
+                time.sleep(1.5)
+                unchanged += scraper.burst(formats).seconds
+            resident, page = rss(pid), Client(program.address, TIMEOUT_S).get(Accept=ACCEPT["openmetrics"]).body
+    met = budget(statistics.median(changed) <= HUNDRED_THOUSAND_S) if series == 100_000 else ""
+    times = (statistics.median(changed), max(changed), statistics.median(unchanged), statistics.median(cpu))
+    lines = sum(not line.startswith(b"#") for line in page.splitlines())
+    sizes = f"{size / MIB:.1f} MiB | {len(page) / MIB:.1f} MiB | {resident / MIB:,.0f} MiB"
+    return (
+        f"| {lines:,} | {ranks} | {' | '.join(map(ms, times))} | {sizes} | {(resident - before) / lines:,.0f} bytes | {met} |"
+    )
+
+
+def _settle(scraper: Scraper) -> int:
+    """Scrape until the exporter has found every rank, which its page's size shows; return the size, in bytes as they came."""
+    last, now = 0, 1
+    while abs(now - last) > now / 100:
+        time.sleep(2.5)
+        last, now = now, scraper.burst(["openmetrics"]).sizes[0]
+    return now
+
+
+def budget(met: bool) -> str:  # noqa: FBT001  # the one thing it is about
+    """Return a word for a table."""
+    return "met" if met else "**not met**"
+
+
+def progress(text: str) -> None:
+    """Say what is being measured."""
+    print(text, file=sys.stderr, flush=True)
+
+
+PARTS: dict[str, Callable[[Effort], Iterator[str]]] = {"idle": idle, "scrape": scrape, "curve": curve}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="which ones (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a first look: fewer and shorter measurements, no 10^6 series")
+    options = parser.parse_args()
+    exit_on_sigterm()
+    for part in options.parts:
+        print(f"### {part}\n", flush=True)
+        for line in PARTS[part](QUICK if options.quick else EFFORT):
+            print(line, flush=True)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

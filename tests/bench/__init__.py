@@ -1,1 +1,0 @@
-"""Benchmarks: ``python -m tests.bench.<name>``. They print tables; tests never time anything."""
