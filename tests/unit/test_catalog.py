@@ -7,10 +7,11 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.semconv._incubating.metrics import hw_metrics, system_metrics
 
+from tests.for_each import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label, prometheus_name
 
-METRICS = pytest.mark.parametrize("metric", catalog.METRICS, ids=lambda metric: metric.name)
+each_metric = for_each({metric.name: (metric,) for metric in catalog.METRICS})
 
 # What Prometheus 3.11 made of these over OTLP; tests/integration/test_names_oracle.py asks a running one.
 TRANSLATIONS = [
@@ -102,7 +103,7 @@ def samples(metric: Metric) -> list[str]:
     return [name, name.removesuffix("_total")] if metric.kind is Kind.COUNTER else [name]
 
 
-@METRICS
+@each_metric
 def test_suffixes_mean_what_they_say(metric: Metric) -> None:
     """`_total` is a counter and `_ratio` a share of one; a gauge is never taken for a histogram's `_count` or `_sum`."""
     name = metric.prometheus
@@ -113,7 +114,7 @@ def test_suffixes_mean_what_they_say(metric: Metric) -> None:
     assert (metric.unit == "1") <= (metric.kind is Kind.GAUGE or metric.name.startswith("hw."))
 
 
-@METRICS
+@each_metric
 def test_units_are_base_units(metric: Metric) -> None:
     """SI's and bytes, a count of things in braces, or none; an integer is never a number of seconds."""
     assert metric.unit in {"", "1", "s", "By", "By/s", "J", "W", "Hz", "Cel"} or (
@@ -122,7 +123,7 @@ def test_units_are_base_units(metric: Metric) -> None:
     assert not (metric.integer and metric.unit == "s")
 
 
-@METRICS
+@each_metric
 def test_briefs_are_sentences(metric: Metric) -> None:
     """One line of help: a sentence with a full stop."""
     assert metric.brief[0].isalnum()
@@ -130,7 +131,7 @@ def test_briefs_are_sentences(metric: Metric) -> None:
     assert "\n" not in metric.brief
 
 
-@METRICS
+@each_metric
 def test_only_histograms_have_bounds_and_they_are_powers(metric: Metric) -> None:
     """Bounds that are powers of two convert to exponential and to native histograms without loss."""
     assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM)
@@ -145,7 +146,7 @@ def test_norm_bounds_are_powers_of_four() -> None:
     assert (min(catalog.NORM_BOUNDS), max(catalog.NORM_BOUNDS)) == (4.0**-6, 4.0**6)
 
 
-@METRICS
+@each_metric
 def test_labels_are_no_target_s(metric: Metric) -> None:
     """An attribute never hides what the scrape adds or what every series of a rank carries."""
     taken = {
@@ -173,7 +174,7 @@ OPEN = (
 )
 
 
-@METRICS
+@each_metric
 def test_counters_count_over_closed_sets(metric: Metric) -> None:
     """Every series of a counter can exist at 0 from the start, so that `increase()` sees its first event.
 
@@ -192,7 +193,7 @@ COLLECTOR_S = (catalog.SYSTEM_CPU_LOAD, catalog.SYSTEM_FILESYSTEM_INODES)
 STANDARD = [metric for metric in catalog.METRICS if metric.name.startswith(("hw.", "system.")) and metric not in COLLECTOR_S]
 
 
-@pytest.mark.parametrize("metric", STANDARD, ids=lambda metric: metric.name)
+@for_each({metric.name: (metric,) for metric in STANDARD})
 def test_hardware_and_system_are_named_as_opentelemetry_names_them(metric: Metric) -> None:
     """Name, kind and unit are those of the semantic conventions, which come with the SDK."""
     make = getattr(CONVENTIONS[metric.name.partition(".")[0]], f"create_{metric.name.replace('.', '_')}")

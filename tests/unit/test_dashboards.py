@@ -20,6 +20,7 @@ from dashboards.__main__ import main
 from dashboards.grafana.layout import WIDTH
 from tests import promql, simulated_run
 from tests.dashboards import panels, targets, variables
+from tests.for_each import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.detect.starvation import BEGINS
@@ -59,15 +60,9 @@ OWN_COUNTS = (catalog.STEPS, catalog.EPOCHS, catalog.RANK_RESTARTS)
 ONE_ROW_EACH = {"GPUs of the ranks", "What runs"}
 """Tables that are a list of the ranks: one row for each, to be searched by a person."""
 
-each_dashboard = pytest.mark.parametrize("uid", DASHBOARDS)
-each_panel = pytest.mark.parametrize(
-    ("uid", "panel"), PANELS, ids=[f"{uid.removeprefix('torchobs-')}: {panel['title']}" for uid, panel in PANELS]
-)
-each_query = pytest.mark.parametrize(
-    ("uid", "query"),
-    [(uid, query) for uid, _, query in QUERIES],
-    ids=[f"{uid.removeprefix('torchobs-')}: {title} {number}" for number, (uid, title, _) in enumerate(QUERIES)],
-)
+each_dashboard = for_each({uid: (uid,) for uid in DASHBOARDS})
+each_panel = for_each({f"{uid}: {panel['title']}": (uid, panel) for uid, panel in PANELS})
+each_query = for_each({f"{uid}: {title} {number}": (uid, query) for number, (uid, title, query) in enumerate(QUERIES)})
 
 
 def metric_of(selector: promql.Selector) -> Metric | None:

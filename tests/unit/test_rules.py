@@ -9,6 +9,7 @@ import yaml
 
 from tests import promql
 from tests.dashboards import panels, shipped
+from tests.for_each import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
 from torchobs.detect import spikes
@@ -38,8 +39,8 @@ FOREIGN = {alerts_links.INFINIBAND, alerts_links.UNAME, "node_infiniband_link_do
 BY_NODE = [["cluster", "instance"], ["cluster", "nodename"]]
 """Labels that tell machines apart where node_exporter is asked"""
 
-each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
-each_alert = pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+each_rule = for_each({f"{number}: {rule.get('alert') or rule['record']}": (rule,) for number, rule in enumerate(RULES)})
+each_alert = for_each({rule["alert"]: (rule,) for rule in ALERTS})
 
 
 @each_rule
@@ -79,7 +80,7 @@ def test_joins_and_sums_tell_runs_and_ranks_apart(rule: dict[str, Any]) -> None:
     assert "ignoring" not in rule["expr"]
 
 
-@pytest.mark.parametrize("rule", RECORDINGS, ids=lambda rule: rule["record"])
+@for_each({f"{number}: {rule['record']}": (rule,) for number, rule in enumerate(RECORDINGS)})
 def test_recorded_series_are_named_level_metric_operation(rule: dict[str, Any]) -> None:
     """Prometheus' convention; the metric is one of the catalog's."""
     level, name, operation = rule["record"].split(":")
