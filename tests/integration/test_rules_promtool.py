@@ -13,7 +13,6 @@ from tests.support import ROOT
 from torchobs.cli.dispatch import main
 from torchobs.rules.files import ALERTS as ALERT_FILE
 from torchobs.rules.files import rendered
-from torchobs.rules.promql import ONE_RANK, ONE_RUN
 from torchobs.rules.values import DEFAULT, Thresholds, Values
 
 ALERTS = sorted(path.stem for path in (ROOT / "tests" / "rules").glob("Torchobs*.yml"))
@@ -32,17 +31,13 @@ def check(program: str, *arguments: str | Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def written(
-    folder: Path, checkout: Path, alert: str, interval: str, *, only: str = "", change: tuple[str, str] = ("", "")
-) -> Path:
-    """Write the cases of an alert and its rules into a folder; `change`: a part of the rules, and what to put in its place."""
+def written(folder: Path, checkout: Path, alert: str, interval: str) -> Path:
+    """Write the cases of an alert and its rules into a folder."""
     rules = checkout / "deploy" / "prometheus" / "rules"
     files = [(rules / name).read_text() for name in ("torchobs-recordings.yml", "torchobs-alerts.yml")]
-    if change[0]:
-        files = [text.replace(*change) for text in files]
     groups = rule_cases.groups_of(files, alert)
     order = [group["name"] for group in groups["groups"]]
-    cases = rule_cases.document(checkout / "tests" / "rules" / f"{alert}.yml", interval, only=only)
+    cases = rule_cases.document(checkout / "tests" / "rules" / f"{alert}.yml", interval)
     (folder / "rules.yml").write_text(yaml.dump(groups, Dumper=DUMPER))
     (folder / "cases.yml").write_text(yaml.dump(cases | {"group_eval_order": order}, Dumper=DUMPER, width=4096))
     return folder / "cases.yml"
@@ -57,9 +52,7 @@ def test_every_rule_file_is_valid(name: str, program: Callable[[str], str], chec
         check(program(name), "check", "rules", "--lint-fatal", path)
 
 
-@pytest.mark.parametrize(
-    ("name", "interval"), [("promtool", "15s"), ("promtool", "30s"), ("promtool", "1m"), ("promtool3", "1m")]
-)
+@pytest.mark.parametrize(("name", "interval"), [("promtool", "15s"), ("promtool3", "1m")])
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_fires_and_stays_quiet(
     name: str, program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, interval: str
@@ -116,67 +109,3 @@ def test_percentiles_of_classic_histograms(name: str, program: Callable[[str], s
 def test_percentiles_of_native_histograms(program: Callable[[str], str], checkout: Path) -> None:
     """The same values under the same names."""
     check(program("promtool3"), "test", "rules", checkout / "tests" / "rules" / "percentiles-native.yml")
-
-
-# What is wrong, and the case that notices it.
-MUTATIONS = [
-    ("last_over_time(torchobs_anomalies_total[5m]) and", "torchobs_nothing and", "never scraped before"),
-    (
-        "time() - last_over_time(torchobs_rank_start_time_seconds[5m]) < 600",
-        "torchobs_rank_start_time_seconds",
-        "after an outage",
-    ),
-    ("increase(torchobs_anomalies_total[10m])", "torchobs_anomalies_total", "after an outage"),
-    (
-        "increase(torchobs_anomalies_total[10m])",
-        "increase(torchobs_anomalies_total[2m])",
-        "two scrapes, a minute apart, were missed",
-    ),
-    ("increase(torchobs_anomalies_total[10m])", "torchobs_nothing", "before the job crashed"),
-    (f"unless on ({ONE_RANK})", f"and on ({ONE_RANK})", "no loss scaler is at work"),
-    (f"unless on ({ONE_RANK})", "unless on (rank, instance)", "not for the one beside it"),
-    ("max_over_time(torchobs_amp_steps_skipped_total[10m])", "torchobs_amp_steps_skipped_total", "ends in order soon after"),
-    (">= 3", ">= 2", "two lone spikes of the norm"),
-    (">= 3", ">= 5", "explodes on every rank"),
-    (">= 5", ">= 4", "two lone spikes of the norm and four of the loss"),
-    (">= 5", ">= 7", "the loss leaps and stays up"),
-    ("> 20", "> 2000", "skips nearly every step"),
-    ("> 20", "> 10", "of a slow job calibrates"),
-    ("rank:torchobs_amp_steps_skipped:recent > 0.5", "rank:torchobs_steps:recent > 0.5", "for a fast job"),
-    ("last_over_time(torchobs_amp_steps_skipped_total[5m]) and", "torchobs_nothing and", "every step before the first scrape"),
-    (f"max by ({ONE_RUN}) (\n", f"max by ({ONE_RUN}, rank) (\n", "explodes on every rank"),
-    (f"max by ({ONE_RUN}) (\n", f"sum by ({ONE_RUN}) (\n", "explodes on every rank"),
-    (f"max by ({ONE_RUN}) (\n", "max by (job_name, run_id) (\n", "explodes on every rank"),
-    ("keep_firing_for: 10m", "keep_firing_for: 1m", "explodes on every rank"),
-    ("for: 0s", "for: 5m", "before the job crashed"),
-]
-
-
-LATE = [
-    ("last_over_time(torchobs_compile_recompiles_total[5m]) and", "torchobs_nothing and", "before the first scrape"),
-    ("unless torchobs_compile_failures_total", "and torchobs_compile_failures_total", "between two scrapes"),
-    ("torchobs_rank_start_time_seconds[5m]) < 600", "torchobs_rank_start_time_seconds[5m]) < 60000", "before the first scrape"),
-    (f"and on ({ONE_RANK}) torchobs_rank_start_time_seconds offset 10m", "", "scraped again after an outage"),
-]
-
-
-@pytest.mark.parametrize(
-    ("alert", "part", "instead", "case"),
-    [
-        *(("TorchobsGradientExplosion", *mutation) for mutation in MUTATIONS),
-        *(("TorchobsRecompileStorm", *mutation) for mutation in LATE),
-    ],
-)
-def test_every_part_of_the_alert_is_needed(
-    program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, part: str, instead: str, case: str
-) -> None:
-    """The cases are able to fail: each part of the rule, made wrong, is noticed by the case that stands for it.
-
-    With the rule as it is they pass: the test above.
-    """
-    cases = written(tmp_path, checkout, alert, "15s", only=case)
-    assert len(yaml.safe_load(cases.read_text())["tests"]) == 1
-    before = (tmp_path / "rules.yml").read_text()
-    written(tmp_path, checkout, alert, "15s", only=case, change=(part, instead))
-    assert (tmp_path / "rules.yml").read_text() != before, "the part is not there"
-    assert promtool(program("promtool"), "test", "rules", cases).returncode != 0
