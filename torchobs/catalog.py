@@ -207,7 +207,6 @@ ANOMALY_KINDS = (
     "nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike", "gradient_vanishing", "diverged",
 )  # fmt: skip
 SCHEDULER_MISUSES = ("before_optimizer", "never_stepped", "idle_optimizer")
-PROGRESS_CAUSES = ("weight_decay", "short_steps", "clipped", "small_rate")
 COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
@@ -224,7 +223,6 @@ STALL_PHASES = (*PHASES, "evaluation", "checkpoint", "compile", "idle")
 STALL_PHASE = Attribute("phase", "what the rank does while a rank of its run hangs", STALL_PHASES)
 GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
-PROGRESS_CAUSE = Attribute("cause", "what explains that the loss does not fall", PROGRESS_CAUSES)
 ORIGIN = Attribute(
     "origin",
     "where a value that is not finite was born",
@@ -446,9 +444,6 @@ ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", ANOMALY_KIND).described(
 )
 ANOMALY_ACTIVE = _gauge("torchobs.anomaly.active", "", ANOMALY_KIND, quiet=0.0).described(
     "1 while the last measured step was anomalous in this way; of kind `diverged` until the loss comes back."
-)
-PROGRESS_BLOCKED = _gauge("torchobs.progress.blocked", "", PROGRESS_CAUSE, quiet=0.0).described(
-    "1 while the loss has not fallen by 5 % since the first steps, in 100 or more, and the hyperparameters explain it."
 )
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
@@ -1320,19 +1315,6 @@ EVENT_UNMOVED_LAYERS = _warning(
         STUCK_CAUSES,
     ),
     Attribute("at", "the first with only zeros as input, else the layer nearest to the loss"),
-)
-EVENT_NO_PROGRESS = _warning(
-    "torchobs.progress.none",
-    "The loss has not fallen since the first steps, and the hyperparameters explain it.",
-    PROGRESS_CAUSE,
-    Attribute("first", "mean of the first ten losses"),
-    Attribute("last", "mean of about the last quarter of them"),
-    Attribute("steps", "number of steps"),
-    Attribute("amount", "share of the weights that weight decay takes in each step, or most that all steps take of the loss"),
-    Attribute("learning_rate", "its mean"),
-    Attribute("weight_decay", "of the first parameter group"),
-    Attribute("grad_norm", "its mean"),
-    Attribute("max_norm", "to which the gradient is clipped"),
 )
 EVENT_FADED_OPTIMIZER = _warning(
     "torchobs.grad.faded",

@@ -111,13 +111,6 @@ def whole() -> tuple[Panel, ...]:
             Query(f"max({increase(catalog.GRAD_NONFINITE_STEPS, *RANKS)})", "steps"),
             Query(f"max({increase(catalog.GRAD_NONFINITE_ELEMENTS, *RANKS)})", "elements"),
         ),
-        panels.lines(
-            "A loss that does not fall",
-            "Ranks whose loss has not fallen by 5 % since the first steps, by what explains it: weight decay, steps that are "
-            "too short, or are by clipping, a rate that moves no weight. Good: none. Empty: while there are none.",
-            "short",
-            Query(f"sum by (cause) ({select(catalog.PROGRESS_BLOCKED, *RANKS)})", "{{cause}}"),
-        ),
     )
 
 

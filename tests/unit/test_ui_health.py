@@ -378,17 +378,6 @@ def test_a_loss_that_has_diverged_is_told_while_it_runs_and_after() -> None:
     assert run(finished(values=values)).health.text.endswith("There have been 1 loss that diverged.")
 
 
-@pytest.mark.parametrize("cause", catalog.PROGRESS_CAUSES)
-def test_a_loss_that_does_not_fall_is_told_with_its_cause(cause: str) -> None:
-    """While it trains, and once it has ended."""
-    values: Values = {catalog.PROGRESS_BLOCKED.name: {(cause,): 1.0}}
-    health = run(row(0), row(1, values=values)).health
-    assert "The loss does not fall: " in health.text
-    assert health.level is Severity.WARNING
-    assert "The loss did not fall: " in run(finished(values=values)).health.text
-    assert "not fall" not in run(row(0, values={catalog.PROGRESS_BLOCKED.name: {(cause,): 0.0}})).health.text
-
-
 def test_the_page_reads_all_that_a_status_is_made_of() -> None:
     """A value that it did not read would be missing on the page alone, without a word."""
     asked: set[str] = set()

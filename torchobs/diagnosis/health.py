@@ -29,13 +29,6 @@ BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.
 _MOST_NAMED = 4
 _NOW_S = 1.5
 """Page and terminal are updated every second"""
-_NO_PROGRESS = {
-    "weight_decay": "weight decay takes too much of the weights",
-    "short_steps": "the steps are too short for it, by the learning rate",
-    "clipped": "the steps are too short for it, as the gradient is clipped",
-    "small_rate": "the learning rate is too small to move a weight",
-}
-"""What ``no_progress`` says with figures"""
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
@@ -172,7 +165,6 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from _past(ranks)
     yield from _skips(ranks)
     yield from _mistakes(ranks)
-    yield from _stuck_loss(ranks)
     yield from [zero_learning_rate(rank.zero_rate) for rank in ranks if rank.zero_rate is not None][:1]
     yield from _unmoved(ranks)
     yield from failed_saves(ranks)
@@ -391,14 +383,6 @@ def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.events.mistakes):
         if not (kind in UNTIL_A_STEP and stepped):
             yield Finding(WARNING, kind, MISTAKES[kind])
-
-
-def _stuck_loss(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield that the loss has not fallen since the start, and why; also of an ended run."""
-    cause = next((rank.no_progress for rank in ranks if rank.no_progress), "")
-    if cause:
-        verb = "does" if any(rank.up for rank in ranks) else "did"
-        yield Finding(WARNING, "no_progress", f"The loss {verb} not fall: {_NO_PROGRESS[cause]}.")
 
 
 def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from torchobs.diagnosis.activations import activations
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
 from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.loop_mistakes import loop_mistakes
-from torchobs.diagnosis.no_progress import no_progress
 from torchobs.diagnosis.nonfinite_origins import healthy_since, origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.diagnosis.status import past_in, stuck_layers_of
@@ -62,7 +61,6 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     elif not _all_fine(report):
         yield from _spikes(report, past)
     yield from learning_rate(report)
-    yield from no_progress(report)
     yield from origins(report, past)
     yield from _layers(report, past)
     yield from _vanished(report, past)

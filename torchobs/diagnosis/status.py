@@ -141,8 +141,6 @@ class RankStatus:
     lately: Mapping[str, int] = field(default_factory=dict)
     """anomalies of the last ten minutes by kind, and workers that died (:data:`WORKER_DIED`), as far as known from events"""
     events: EventSummary = NO_EVENTS
-    no_progress: str = ""
-    """of ``catalog.PROGRESS_CAUSES`` why the loss does not fall"""
     scaled: bool = False
     """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
@@ -275,7 +273,6 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         status,
         anomalies=tuple(kind for kind in catalog.ANOMALY_KINDS if get(catalog.ANOMALY_ACTIVE, kind)),
         counted={kind: int(get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS},
-        no_progress=next((cause for cause in catalog.PROGRESS_CAUSES if get(catalog.PROGRESS_BLOCKED, cause)), ""),
         scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
         unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
         saves_failed=int(get(catalog.CHECKPOINTS, "failed") or 0),

@@ -20,7 +20,7 @@ from torchobs.report.details import details
 
 SECTIONS = {
     "training": {
-        *ANOMALIES, *MISTAKES, "nonfinite_parameters", "nonfinite_origin", "past_anomalies", "no_progress",
+        *ANOMALIES, *MISTAKES, "nonfinite_parameters", "nonfinite_origin", "past_anomalies",
         "zero_learning_rate", "scheduler_misused",
         "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "no_gradient", "other_thread",
         "device_unread",

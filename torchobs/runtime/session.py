@@ -42,7 +42,6 @@ from torchobs.runtime.history import GaugeHistory
 from torchobs.runtime.notebook import NotebookStatus, in_notebook
 from torchobs.runtime.page_address import PageAddress
 from torchobs.runtime.probe_manager import ProbeManager
-from torchobs.runtime.progress_watch import ProgressWatch
 from torchobs.runtime.run_details import RunDetails
 from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
@@ -172,7 +171,7 @@ class Session:
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("children", partial(report_children, context))]
         self._history = GaugeHistory(context)
-        self._samples += [("history", self._history.sample), ("progress", ProgressWatch(context).sample)]
+        self._samples.append(("history", self._history.sample))
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),

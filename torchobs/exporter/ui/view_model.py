@@ -63,7 +63,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP,
     catalog.CHECKPOINT_SIZE, catalog.CHECKPOINT_FAILURE_STREAK,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, catalog.PROGRESS_BLOCKED, *collectives.METRICS,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *collectives.METRICS,
     catalog.DATA_WORKERS_DIED, catalog.HW_STATUS,
     *(metric for metric, _ in LAYERS.values()),
 )  # fmt: skip

@@ -47,7 +47,7 @@ class Word:
     LOSS_LEFT = 23
     """``detect.divergence``: which of them left the start, or one of its two other states"""
     NORMS = 31
-    """number of the present model's norms in ``NORMS_SUM`` and ``SQUARES_SUM``"""
+    """number of the present model's norms"""
     GOODPUT = 24
     ANOMALIES = 32
     LOSS_USUAL, NORM_USUAL = 38, 39
@@ -67,14 +67,11 @@ class Word:
     CREDITED = 58
     """seconds in each of ``goodput.STATES`` already added to the goodput for the unfinished step"""
     STEP_DURATION = 64
-    START_LOSS, LATE_LOSS = 90, 91
-    """of the present model (``loss_course``): mean of its first losses, and of about the last quarter"""
     RATE_SUM, RATES = 92, 93
-    """sum of its learning rates, and their number"""
-    NORMS_SUM, SQUARES_SUM = 94, 95
+    """of the present model (``loss_course``): sum of its learning rates, and their number"""
     NORM_DISTRIBUTION = 96
-    LATE_RATE, TOP_RATE, LATE_SQUARE = 113, 114, 115
-    """of the present model: mean of about the last quarter of its learning rates, the highest, and the mean of such squares"""
+    TOP_RATE, LATE_SQUARE = 114, 115
+    """of the present model: the highest learning rate, and the mean of about the last quarter of its squared norms"""
     LOSS_BURSTS, NORM_BURSTS = 116, 121
     """``detect.spikes.Bursts``; the norm's as logarithms"""
     RATE_JUMP = 126

@@ -33,14 +33,12 @@ _ROOM = 1024
 class Models:
     """Optimizers and parameters that have been stepped. In the training thread."""
 
-    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "resumed", "since")
+    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
 
     def __init__(self) -> None:
         self.changes = 0
         self.since = 0
         """The step after which the current model began"""
-        self.resumed = False
-        """Whether an optimizer of the current model had a state before its first step here: of a checkpoint, or older"""
         self._begun = 0
         """The step after which the last set of unseen parameters began, whether or not it counted as another model"""
         self._optimizers: dict[int, ref[Any]] = {}
@@ -64,8 +62,7 @@ class Models:
         if unseen and parameters:
             self._begun = step
         if another:
-            self.changes, self.since, self.resumed = self.changes + 1, step, False
-        self.resumed = self.resumed or bool(getattr(optimizer, "state", None))
+            self.changes, self.since = self.changes + 1, step
         self._optimizers[id(optimizer)] = ref(optimizer)
         self._parameters.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
         self._make_room()
