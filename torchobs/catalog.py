@@ -1056,12 +1056,6 @@ EVENT_DISTRIBUTED = _info(
     Attribute("parallelism", "what was recognised"),
     Attribute("mesh", "dimensions of the device mesh"),
 )
-EVENT_NO_COLLECTIVES = _info(
-    "torchobs.collectives.absent",
-    "This rank has called no collective for so many steps, or calls some again.",
-    Attribute("steps", "how many; 0: it calls some again"),
-    Attribute("world_size", "ranks of the default process group"),
-)
 EVENT_COLLECTIVES_UNKNOWN = _info(
     "torchobs.collectives.unknown",
     "torch's flight recorder tells nothing of this rank's collectives.",

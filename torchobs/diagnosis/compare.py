@@ -12,7 +12,6 @@ from torchobs import catalog
 from torchobs.detect.disagreement import drifted
 from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.diagnosis import collective_timeout, health, text_format
-from torchobs.diagnosis.exchange import no_exchange
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.diagnosis.stall import Stall, stall
@@ -35,10 +34,9 @@ _COLLECTIVE = (
 
 
 def compare(ranks: Sequence[RankReport]) -> list[Finding]:
-    """Return the findings on ranks together; of a single rank only that it exchanges nothing with those of other machines."""
-    apart = list(no_exchange(ranks))
+    """Return the findings on ranks together."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
-        return apart
+        return []
     together, timed_out = stalled_together(ranks), list(collective_timeout.finding(ranks))
     teams = labels.teams(together)
     waited_for = [one for one in health.waited_for(together) if not timed_out or one.kind != "waited_for"]
@@ -47,7 +45,6 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
         *waited_for,
         *chain.from_iterable(map(health.disagreeing, teams)),
         *chain.from_iterable(map(_drifted, labels.teams(ranks), teams)),
-        *apart,
         *chain.from_iterable(map(health.batches_alike, teams)),
         *_missing(ranks),
         *chain.from_iterable(map(_out_of_step, labels.teams(ranks))),

@@ -31,7 +31,7 @@ SECTIONS = {
     "compile": {"recompile_storm", "graph_breaks", "compile_failure"},
     "ranks": {
         "first_failed", "slowest_rank", "out_of_step", "ranks_missing", "ranks_disagree", "weights_differ", "same_batches",
-        "no_exchange", "collective_timeout", "collectives_differ", "waited_for",
+        "collective_timeout", "collectives_differ", "waited_for",
     },
     "events": {
         "alive", "finished", "ended", "end_unknown", "interrupted", "terminated", "exception", "exit_code", "crashed", "lost",

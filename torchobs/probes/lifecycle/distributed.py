@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.lifecycle.coordinates import AXES, groups
-from torchobs.probes.lifecycle.exchange import ExchangeWatch
 from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 from torchobs.probes.lifecycle.unused_parameters import UnusedParameters
 
@@ -58,7 +57,6 @@ class DistributedProbe:
         from torch.nn.parallel import DistributedDataParallel
 
         self._context, self._distributed = context, torch.distributed
-        self._exchange = ExchangeWatch(context)
         if not torch.distributed.is_available():
             return
         self._ddp = DistributedDataParallel
@@ -134,7 +132,6 @@ class DistributedProbe:
         except ValueError:  # the training thread has just destroyed the group
             return
         self._publish_group(backend, world_size)
-        self._exchange.look(known, world_size)
 
     def _publish_group(self, backend: str, world_size: int) -> None:
         spread = self._parallelism
