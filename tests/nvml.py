@@ -21,16 +21,6 @@ H100_UUID = "GPU-2f0a1111-0000-4000-8000-0000000000{index:02x}"
 
 
 @dataclass
-class Mig:
-    """A MIG instance."""
-
-    uuid: str
-    number: int
-    used: int = 1 << 30
-    total: int = 10 << 30
-
-
-@dataclass
 class Gpu:
     """A full data-centre GPU, until ``refuses`` names functions and ``fields`` lacks values."""
 
@@ -50,7 +40,8 @@ class Gpu:
     links: list[int] = field(default_factory=lambda: [1] * 18)
     rows: tuple[int, int, int, int] = (0, 0, 0, 0)
     fields: dict[int, int] = field(default_factory=lambda: {82: 71, 138: 1000, 139: 2000, 38: 1, 45: 0, 52: 0, 59: 0, 230: 0})
-    migs: list[Mig] | None = None
+    mig: bool = False
+    """whether MIG mode is on"""
     refuses: dict[str, int] = field(default_factory=dict)
     """return code by the function's name"""
     everything: int = SUCCESS
@@ -110,24 +101,18 @@ class FakeNvml:
             if not of_device and name != "nvmlDeviceRegisterEvents":
                 return int(function(*arguments) or SUCCESS)
             self.hangs.wait()
-            gpu, mig = self._at(arguments[0])
+            gpu = self._at(arguments[0])
             refused = gpu.everything or gpu.refuses.get(name, SUCCESS)
-            if mig is not None and name not in _OF_INSTANCES:
-                refused = refused or UNSUPPORTED
-            return int(refused or function(mig or gpu, *arguments[1:]) or SUCCESS)
+            return int(refused or function(gpu, *arguments[1:]) or SUCCESS)
 
         return call
 
-    def _at(self, handle: int) -> tuple[Gpu, Mig | None]:
-        index, instance = handle // 0x1000 - 1, handle % 0x1000
-        gpu = self.gpus[index]
-        return gpu, gpu.migs[instance - 1] if instance and gpu.migs else None
+    def _at(self, handle: int) -> Gpu:
+        return self.gpus[handle // 0x1000 - 1]
 
     def _handles(self) -> Iterator[tuple[str, int]]:
         for index, gpu in enumerate(self.gpus):
             yield gpu.uuid, (index + 1) * 0x1000
-            for number, mig in enumerate(gpu.migs or (), 1):
-                yield mig.uuid, (index + 1) * 0x1000 + number
 
     def _nvmlInitWithFlags(self, _: int) -> None:
         self.initialised += 1
@@ -147,38 +132,26 @@ class FakeNvml:
         if handle is None:
             return NOT_FOUND
         _put(out, c_void_p, handle)
-        return self._at(handle)[0].everything
+        return self._at(handle).everything
 
-    def _nvmlDeviceGetUUID(self, gpu: Gpu | Mig, out: int, length: int) -> None:
+    def _nvmlDeviceGetUUID(self, gpu: Gpu, out: int, length: int) -> None:
         _text(out, length, gpu.uuid)
 
     def _nvmlDeviceGetName(self, gpu: Gpu, out: int, length: int) -> None:
         _text(out, length, gpu.name)
 
     def _nvmlDeviceGetMigMode(self, gpu: Gpu, current: int, pending: int) -> None:
-        _put(current, c_uint, gpu.migs is not None)
-        _put(pending, c_uint, gpu.migs is not None)
-
-    def _nvmlDeviceGetMaxMigDeviceCount(self, _: Gpu, out: int) -> None:
-        _put(out, c_uint, 7)
-
-    def _nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: int, out: int) -> int:
-        if index >= len(gpu.migs or ()):
-            return NOT_FOUND
-        _put(out, c_void_p, (self.gpus.index(gpu) + 1) * 0x1000 + index + 1)
-        return SUCCESS
-
-    def _nvmlDeviceGetGpuInstanceId(self, mig: Mig, out: int) -> None:
-        _put(out, c_uint, mig.number)
+        _put(current, c_uint, gpu.mig)
+        _put(pending, c_uint, gpu.mig)
 
     def _nvmlDeviceGetUtilizationRates(self, gpu: Gpu, out: int) -> None:
         _put(out, pynvml.c_nvmlUtilization_t, pynvml.c_nvmlUtilization_t(*gpu.utilization))
 
-    def _nvmlDeviceGetMemoryInfo_v2(self, gpu: Gpu | Mig, out: int) -> None:
+    def _nvmlDeviceGetMemoryInfo_v2(self, gpu: Gpu, out: int) -> None:
         free = gpu.total - gpu.used - (1 << 29)
         _put(out, pynvml.c_nvmlMemory_v2_t, pynvml.c_nvmlMemory_v2_t(0x2000028, gpu.total, 1 << 29, free, gpu.used))
 
-    def _nvmlDeviceGetMemoryInfo(self, gpu: Gpu | Mig, out: int) -> None:
+    def _nvmlDeviceGetMemoryInfo(self, gpu: Gpu, out: int) -> None:
         _put(out, pynvml.c_nvmlMemory_t, pynvml.c_nvmlMemory_t(gpu.total, gpu.total - gpu.used, gpu.used))
 
     def _nvmlDeviceGetPowerUsage(self, gpu: Gpu, out: int) -> None:
@@ -262,9 +235,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvmlDeviceGetUUID": (_P, _P, _U),
     "nvmlDeviceGetName": (_P, _P, _U),
     "nvmlDeviceGetMigMode": (_P, _P, _P),
-    "nvmlDeviceGetMaxMigDeviceCount": (_P, _P),
-    "nvmlDeviceGetMigDeviceHandleByIndex": (_P, _U, _P),
-    "nvmlDeviceGetGpuInstanceId": (_P, _P),
     "nvmlDeviceGetUtilizationRates": (_P, _P),
     "nvmlDeviceGetMemoryInfo_v2": (_P, _P),
     "nvmlDeviceGetMemoryInfo": (_P, _P),
@@ -288,9 +258,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvmlErrorString": (c_int,),
 }
 _WITHOUT_DEVICE = frozenset({"nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"})
-_OF_INSTANCES = frozenset(
-    {"nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"}
-)
 
 
 def installed(gpus: list[Gpu], monkeypatch: Any) -> FakeNvml:

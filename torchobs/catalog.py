@@ -230,7 +230,7 @@ ORIGIN = Attribute(
 )
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
-GPU_ID = Attribute("hw.id", "UUID of the GPU, or of the MIG instance")
+GPU_ID = Attribute("hw.id", "UUID of the GPU")
 HW_TYPE = Attribute("hw.type", "kind of component", ("gpu",))
 HW_STATE = Attribute("hw.state", "one is 1, the others 0", ("ok", "degraded", "failed"))
 XID_ERRORS = ("xid_application", "xid_driver", "xid_hardware")
@@ -710,12 +710,11 @@ RANK_GPU_INFO = _gauge(
     "torchobs.rank.gpu.info",
     "",
     GPU_ID,
-    Attribute("UUID", "UUID of the physical GPU"),
-    Attribute("GPU_I_ID", "number of the MIG instance on it, if it is one"),
+    Attribute("UUID", "the same, as dcgm-exporter labels it"),
     DEVICE,
     Attribute("hw.model", "product name"),
     survives=True,
-).described("Constant 1 for each GPU on which the rank holds memory; the labels UUID and GPU_I_ID are dcgm-exporter's.")
+).described("Constant 1 for each GPU on which the rank holds memory; the label UUID is dcgm-exporter's.")
 
 # --- ranks, as the exporter sees them -----------------------------------------------------------------------------------------
 RANK_STATE_SET = _gauge("torchobs.rank.state", "", RANK_STATE, survives=True).described("1 for the state that the rank is in.")

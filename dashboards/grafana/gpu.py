@@ -234,16 +234,14 @@ def power(limits: Thresholds) -> tuple[Panel, ...]:
 
 
 def by_dcgm() -> tuple[Panel, ...]:
-    """Return metrics of dcgm-exporter, joined with the ranks: of the exporter's labels only UUID and GPU_I_ID matter."""
-    here = per_run("max", select(catalog.RANK_GPU_INFO, *RANKS), "rank", "UUID", "GPU_I_ID")
+    """Return metrics of dcgm-exporter, joined with the ranks: of the exporter's labels only UUID matters."""
+    here = per_run("max", select(catalog.RANK_GPU_INFO, *RANKS), "rank", "UUID")
     return tuple(
         panels.lines(
             title,
             f"{meaning}, of the {MOST} ranks with least. Good: {good}. Empty: where dcgm-exporter is not scraped.",
             "percentunit",
-            Query(
-                f"bottomk({MOST}, {here} * on (UUID, GPU_I_ID) group_left () max by (UUID, GPU_I_ID) ({name}))", "rank {{rank}}"
-            ),
+            Query(f"bottomk({MOST}, {here} * on (UUID) group_left () max by (UUID) ({name}))", "rank {{rank}}"),
         )
         for name, (title, meaning, good) in DCGM.items()
     )

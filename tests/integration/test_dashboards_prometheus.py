@@ -22,7 +22,7 @@ OPTIONAL = {"cluster", "namespace", "le", "job_name"}
 GIVEN = {"rate_interval": "5s", "range": "30s", "interval": "1s"}
 """What Grafana would put in place of its variables of time."""
 PROFILED = ("DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_DRAM_ACTIVE")
-DCGM = "".join(f'# TYPE {name} gauge\n{name}{{UUID="UUID0",GPU_I_ID="GPU_I_ID0",Hostname="node"}} 0.5\n' for name in PROFILED)
+DCGM = "".join(f'# TYPE {name} gauge\n{name}{{UUID="UUID0",Hostname="node"}} 0.5\n' for name in PROFILED)
 """As dcgm-exporter says it of the GPU that the page's ranks use."""
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 import threading
 import time
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from torchobs.probes.gpu import monitor as fleets
 from torchobs.probes.gpu import probe as probes
 from torchobs.probes.gpu import torch_devices
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
-from torchobs.probes.gpu.ownership import GpuOwnership
 from torchobs.probes.gpu.torch_devices import Used, used
 
 if TYPE_CHECKING:
@@ -68,14 +65,14 @@ def run(flight_dir: Path) -> Iterator[Recording]:
 
 
 @pytest.fixture
-def bench(run: Recording, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(run: Recording, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """A bench with one H100, or what the test's parameter makes."""
     made = request.param() if hasattr(request, "param") else {}
     library = nvml.installed(made.pop("gpus", [nvml.h100()]), monkeypatch)
     place = GpuAssignment(made.pop("local_rank", 0), made.pop("visible", None))
     devices = made.pop("used", None)
     assert run.session.writer is not None
-    fleet = GpuMonitor(run.session.writer, GpuOwnership(str(flight_dir), "run"), place, lambda: devices)
+    fleet = GpuMonitor(run.session.writer, place, lambda: devices)
     yield Bench(run, library, fleet)
     fleet.close()
     assert library.initialised == 0, "what was initialised is given back"
@@ -253,20 +250,15 @@ def test_what_is_not_permitted_is_absent(bench: Bench) -> None:
     assert bench.of("hw.temperature") != {}
 
 
-MIG = "MIG-6c1b0000-0000-4000-8000-000000000000"
-
-
-@made(gpus=[nvml.h100(0, migs=[nvml.Mig(MIG, 7)])], used=[Used("cuda:0", MIG[4:], in_use=True)])
-def test_a_mig_instance_has_its_memory_and_its_gpu_the_rest(bench: Bench) -> None:
-    """Joined by the physical GPU's UUID and the instance's number, which is how dcgm-exporter labels them."""
-    bench.look()
-    assert bench.of("hw.gpu.memory.limit", MIG) == {(): 10 << 30}
-    assert bench.of("hw.gpu.utilization", MIG) == bench.of("hw.status", MIG) == {}
-    assert bench.of("hw.power", G0) == {(): 612.345}
-    (info,) = (point.series for point in bench.run.view().points if point.series.name == "torchobs.rank.gpu.info")
-    assert dict(info.attributes) == {
-        "hw.id": MIG, "UUID": G0, "GPU_I_ID": "7", "device": "cuda:0", "hw.model": "NVIDIA H100 80GB HBM3",
-    }  # fmt: skip
+@made(gpus=[nvml.h100(0, mig=True), nvml.h100(1)])
+def test_a_gpu_in_mig_mode_has_no_series(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says so, and who has them; a GPU beside it is sampled."""
+    with caplog.at_level(logging.INFO, "torchobs"):
+        for _ in range(2):
+            bench.look()
+    assert {dict(point.series.attributes).get("hw.id") for point in bench.run.view().points} - {None} == {G1}
+    assert bench.of("hw.power", G1) == {(): 612.345}
+    assert ["dcgm-exporter" in record.getMessage() for record in caplog.records] == [True]
 
 
 EIGHT = [nvml.h100(index) for index in range(8)]
@@ -294,74 +286,19 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
     assert bench.of("torchobs.gpu.nvlink.links", G1) == bench.of("hw.errors", G1) == {}
 
 
-def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(
-    run: Recording, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second stage of the training may take another GPU."""
     nvml.installed([nvml.h100(0), nvml.h100(1)], monkeypatch)
     monkeypatch.setattr(fleets, "IDLE_GPUS_AFTER_S", 0.0)
     devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
     assert run.session.writer is not None
-    fleet = GpuMonitor(run.session.writer, GpuOwnership(str(flight_dir), "run"), GpuAssignment(0, None), lambda: devices)
+    fleet = GpuMonitor(run.session.writer, GpuAssignment(0, None), lambda: devices)
     bench = Bench(run, nvml.FakeNvml([]), fleet)
     bench.look()
     devices[1] = devices[1]._replace(in_use=True)
     bench.look()
     assert bench.of("torchobs.gpu.nvlink.links", G1) == {(): 18.0}
     fleet.close()
-
-
-def _claim(directory: str, run_id: str, uuid: str, taken: Any, leave: Any) -> None:
-    claims = GpuOwnership(directory, run_id)
-    taken.put([claims.take(uuid), claims.take(uuid)])
-    leave.wait()
-
-
-def test_one_rank_samples_a_gpu_and_another_follows_when_it_dies(flight_dir: Path) -> None:
-    """The kernel drops what a dead rank had; runs that share a node do not take from each other."""
-    context = multiprocessing.get_context("spawn")
-    taken, leave = context.Queue(), context.Event()
-    pairs = ("run", "GPU-a"), ("another", "GPU-b")
-    holders = [context.Process(target=_claim, args=(str(flight_dir), *pair, taken, leave)) for pair in pairs]
-    for holder in holders:
-        holder.start()
-    assert [taken.get(timeout=60) for _ in holders] == [[True, True]] * 2
-    claims = GpuOwnership(str(flight_dir), "run")
-    assert not claims.take("GPU-a")
-    assert claims.take("GPU-b")
-    for holder in holders:
-        holder.kill()
-        holder.join()
-    assert claims.take("GPU-a")
-    claims.close()
-
-
-def test_a_script_that_closes_the_locks_takes_no_gpu_from_its_rank(flight_dir: Path) -> None:
-    """They are locked again, but for those that another rank has locked meanwhile: that one samples them now."""
-    context = multiprocessing.get_context("spawn")
-    taken, leave = context.Queue(), context.Event()
-    claims = GpuOwnership(str(flight_dir), "run")
-    assert claims.take("GPU-a")
-    assert claims.take("GPU-b")
-    assert claims._file is not None
-    assert claims.restore() == set()
-    os.close(claims._file.number())
-    holder = context.Process(target=_claim, args=(str(flight_dir), "run", "GPU-a", taken, leave))
-    holder.start()
-    assert taken.get(timeout=60) == [True, True]
-    assert claims.restore() == {"GPU-a"}
-    later = context.Process(target=_claim, args=(str(flight_dir), "run", "GPU-b", taken, leave))
-    later.start()
-    assert taken.get(timeout=60) == [False, False]
-    for one in (holder, later):
-        one.kill()
-        one.join()
-    claims.close()
-
-
-def test_where_claims_cannot_be_made_everything_is_sampled(tmp_path: Path) -> None:
-    """Twice is better than not at all."""
-    assert GpuOwnership(str(tmp_path / "nowhere"), "run").take("GPU-a")
 
 
 def test_torch_without_cuda_tells_nothing() -> None:
@@ -502,6 +439,5 @@ def test_without_a_driver_there_is_nothing_and_it_is_said_once(
         support.wait_until(lambda: any("no GPU metrics" in record.getMessage() for record in caplog.records))
         support.wait_until(lambda: not gpu_threads())
         assert not [series for series in run.values() if series[0].startswith(("hw.", "torchobs.gpu", "torchobs.rank.gpu"))]
-        assert list(flight_dir.glob("gpus-*")) == []
     assert sum("no GPU metrics" in record.getMessage() for record in caplog.records) == 1
     assert {record.levelname for record in caplog.records if "GPU" in record.getMessage()} == {"INFO"}

@@ -48,7 +48,7 @@ RECORDED = {
 }
 FOREIGN = {"ALERTS", "ALERTS_FOR_STATE", *grafana.gpu.DCGM}
 """Series that Prometheus itself or dcgm-exporter makes."""
-FOREIGN_LABELS = {"alertname", "alertstate", "severity", "UUID", "GPU_I_ID"}
+FOREIGN_LABELS = {"alertname", "alertstate", "severity", "UUID"}
 RANK_LABELS = {*RUN, "rank", "instance"}
 INFO_LABELS = {"host", "script", "launcher", "torch_version", "python_version"}
 """Labels of `torchobs_rank_info`, which the catalog does not name."""
@@ -146,7 +146,7 @@ def test_ranges_suit_the_graph(uid: str, query: str) -> None:
 def test_joins_name_the_labels_that_identify(uid: str, query: str) -> None:
     """A rank is unique only within a target and a run only within a cluster: whatever is joined is so by all of them."""
     run = ", ".join(RUN)
-    allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID, GPU_I_ID", "", ", ".join(grafana.alerts.OF)}
+    allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID", "", ", ".join(grafana.alerts.OF)}
     allowed |= {f"{run}, backend, group", f"{run}, rank, instance, backend, group"}  # a process group, and a rank in it
     assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
     assert "ignoring" not in query

@@ -1,1 +1,1 @@
-"""GPU hardware metrics through NVML: utilization, memory, power, temperature, clocks, throttling, errors, MIG."""
+"""GPU hardware metrics through NVML: utilization, memory, power, temperature, clocks, throttling, errors."""

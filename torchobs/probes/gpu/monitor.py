@@ -1,8 +1,8 @@
 """Selects the GPUs that this rank samples, and handles a lost GPU or driver.
 
-A rank samples the GPUs on which its torch holds memory, or the only one it sees. After a minute local rank 0 also samples a
-few values of unused GPUs, because idle GPUs are worth knowing of. Every GPU is sampled by one rank of a node
-(:mod:`.ownership`), so each of eight ranks has its own GPU's series, whether ranks see all GPUs or one each.
+A rank samples the GPUs on which its torch holds memory, or the only one it sees, so that each of eight ranks has the series of
+its GPU, whether ranks see all GPUs or one each. After a minute local rank 0 also samples a few values of the others that it
+sees, because idle GPUs are worth knowing of. Some of them may be in use by other ranks: queries take the maximum by ``hw.id``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.gpu.ownership import GpuOwnership
 
 IDLE_GPUS_AFTER_S = 60.0
 logger = logging.getLogger("torchobs")
@@ -54,11 +53,10 @@ class GpuMonitor:
     def __init__(
         self,
         writer: FlightWriter,
-        ownership: GpuOwnership,
         assignment: GpuAssignment,
         find_used: Callable[[], list[Used] | None] = used,
     ) -> None:
-        self._writer, self._ownership, self._assignment, self._find_used = writer, ownership, assignment, find_used
+        self._writer, self._assignment, self._find_used = writer, assignment, find_used
         self._library: Library | None = None
         self._xids: Xids | None = None
         self._members: dict[str, _Member] = {}
@@ -69,9 +67,6 @@ class GpuMonitor:
 
     def round(self) -> None:
         """Sample every GPU once."""
-        for uuid in self._ownership.restore():
-            if (member := self._members.pop(uuid, None)) is not None:
-                member.series.show([])
         library = self._library or self._open()
         if library is None:
             return
@@ -91,13 +86,12 @@ class GpuMonitor:
         self._warn_limited("silent", f"{why}; GPU metrics are absent until it does")
 
     def close(self) -> None:
-        """Release the library and the ownership locks."""
+        """Release the library."""
         library, self._library = self._library, None
         if self._xids is not None:
             self._xids.close()
         if library is not None:
             library.close()
-        self._ownership.close()
 
     def _open(self) -> Library | None:
         try:
@@ -110,6 +104,8 @@ class GpuMonitor:
             self._warn_limited("absent", f"no GPU metrics: NVML says {error}")
         else:
             self._xids = Xids(self._library)
+            if self._library.has_mig:
+                self._warn_limited("mig", "no GPU metrics of GPUs in MIG mode: dcgm-exporter has those of their instances")
             for member in self._members.values():
                 member.fresh = True  # its handle belongs to the old library
         return self._library
@@ -125,21 +121,19 @@ class GpuMonitor:
     def _update_members(self, library: Library) -> None:
         for gpu, idle in self._selected(library):
             member = self._members.get(gpu.uuid)
-            if member is None and self._ownership.take(gpu.uuid):
+            if member is None:
                 series = GpuSeries(self._writer.table, gpu.uuid)
                 self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), series, idle)
-            elif member is not None and member.idle and not idle:
+            elif member.idle and not idle:
                 member.idle, member.fresh = False, True
 
     def _selected(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
-        """Yield the GPUs to sample, and True for an idle one; for a MIG instance its physical GPU as well."""
+        """Yield the GPUs to sample, and True for an idle one."""
         devices = self._devices(library)
         include_idle = self._assignment.local_rank == 0 and time.monotonic() - self._began >= IDLE_GPUS_AFTER_S
         for gpu, in_use in devices:
             if in_use or len(devices) == 1:
                 yield gpu, False
-                if gpu.physical != gpu.uuid:
-                    yield library.gpus[gpu.physical], False
             elif include_idle:
                 yield gpu, True
 
@@ -151,7 +145,7 @@ class GpuMonitor:
             return [(library.gpus[uuid], False) for uuid in uuids if uuid in library.gpus]
         found = []
         for one in known:
-            gpu = library.gpus.get(f"GPU-{one.uuid}") or library.gpus.get(f"MIG-{one.uuid}")
+            gpu = library.gpus.get(f"GPU-{one.uuid}")
             if gpu is not None:
                 found.append((gpu, one.in_use))
                 self._describe(gpu, one)
@@ -160,9 +154,7 @@ class GpuMonitor:
     def _describe(self, gpu: Gpu, one: Used) -> None:
         if not one.in_use:
             return
-        attributes = {"hw.id": gpu.uuid, "UUID": gpu.physical, "device": one.device, "hw.model": gpu.model}
-        if gpu.instance is not None:
-            attributes["GPU_I_ID"] = str(gpu.instance)
+        attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
         cell = self._writer.table.cell(catalog.RANK_GPU_INFO, attributes)
         if cell is not None:
             cell.set(1.0)

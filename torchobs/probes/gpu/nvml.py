@@ -9,7 +9,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-from torchobs.probes.gpu.visible_devices import Board
 from torchobs.support.after_fork import importing
 
 
@@ -24,7 +23,7 @@ class NvmlFault(Enum):
 
 
 _FAULTS = {
-    2: NvmlFault.UNSUPPORTED,  # invalid argument: for a MIG instance, or a missing link
+    2: NvmlFault.UNSUPPORTED,  # invalid argument: a missing link
     3: NvmlFault.UNSUPPORTED,
     4: NvmlFault.UNSUPPORTED,  # no permission
     13: NvmlFault.UNSUPPORTED,  # the driver is older than the function
@@ -49,15 +48,11 @@ def fault_of(error: Any) -> NvmlFault:
 
 
 class Gpu(NamedTuple):
-    """A device: a physical GPU, or a MIG instance of one."""
+    """A device."""
 
     uuid: str
     handle: Any
-    physical: str
-    """UUID of the physical GPU; its own, if it is one"""
     model: str
-    instance: int | None = None
-    """number of the MIG instance"""
 
 
 class NvmlUnavailableError(Exception):
@@ -80,6 +75,8 @@ class Library:
 
         self.api: Any = pynvml
         self.error: type[Exception] = pynvml.NVMLError
+        self.has_mig = False
+        """Whether a GPU is in MIG mode: none of its instances is sampled"""
         try:
             pynvml.nvmlInit()
         except self.error as error:
@@ -101,43 +98,32 @@ class Library:
         """Return the device with a new handle."""
         return gpu._replace(handle=self.api.nvmlDeviceGetHandleByUUID(gpu.uuid))
 
-    def _list_devices(self) -> tuple[list[Board], dict[str, Gpu]]:
-        boards: list[Board] = []
+    def _list_devices(self) -> tuple[list[str], dict[str, Gpu]]:
+        """Return the UUIDs of all GPUs by their index, and those that can be sampled: not lost, and not in MIG mode."""
+        boards: list[str] = []
         gpus: dict[str, Gpu] = {}
         for index in range(self.api.nvmlDeviceGetCount()):
             try:
-                gpu = self._physical(index)
-                instances = self._instances(gpu)
+                handle = self.api.nvmlDeviceGetHandleByIndex(index)
+                gpu = Gpu(self.api.nvmlDeviceGetUUID(handle), handle, self.api.nvmlDeviceGetName(handle))
+                in_mig_mode = self._is_in_mig_mode(handle)
             except self.error as error:
                 if fault_of(error) is NvmlFault.CLOSED:
                     raise
-                boards.append(Board(f"lost-{index}"))  # it keeps its index, so that those of the others stay
+                boards.append(f"lost-{index}")  # it keeps its index, so that those of the others stay
                 continue
-            boards.append(Board(gpu.uuid, tuple(one.uuid for one in instances or ()), mig=instances is not None))
-            gpus |= {one.uuid: one for one in (gpu, *(instances or ()))}
+            boards.append(gpu.uuid)
+            if in_mig_mode:
+                self.has_mig = True
+            else:
+                gpus[gpu.uuid] = gpu
         return boards, gpus
 
-    def _physical(self, index: int) -> Gpu:
-        handle = self.api.nvmlDeviceGetHandleByIndex(index)
-        uuid = self.api.nvmlDeviceGetUUID(handle)
-        return Gpu(uuid, handle, uuid, self.api.nvmlDeviceGetName(handle))
-
-    def _instances(self, gpu: Gpu) -> list[Gpu] | None:
-        """Return the GPU's MIG instances; ``None`` where MIG is off or unknown."""
+    def _is_in_mig_mode(self, handle: Any) -> bool:
         try:
-            mode, _ = self.api.nvmlDeviceGetMigMode(gpu.handle)
-            count = self.api.nvmlDeviceGetMaxMigDeviceCount(gpu.handle) if mode else 0
+            mode, _ = self.api.nvmlDeviceGetMigMode(handle)
         except self.error as error:
             if fault_of(error) is NvmlFault.UNSUPPORTED:
-                return None
+                return False
             raise
-        found = [self._instance(gpu, index) for index in range(count)]
-        return [one for one in found if one is not None] if mode else None
-
-    def _instance(self, gpu: Gpu, index: int) -> Gpu | None:
-        try:
-            handle = self.api.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, index)
-            uuid, number = self.api.nvmlDeviceGetUUID(handle), self.api.nvmlDeviceGetGpuInstanceId(handle)
-        except self.error:
-            return None  # an empty slot
-        return Gpu(uuid, handle, gpu.uuid, gpu.model, number)
+        return bool(mode)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.config import settings
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
-from torchobs.probes.gpu.ownership import GpuOwnership
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 
@@ -38,12 +36,9 @@ class GpuProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context = context
-        described = context.writer.header.resource
-        local_rank = described.get("local_rank", 0)
+        local_rank = context.writer.header.resource.get("local_rank", 0)
         assignment = GpuAssignment(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
-        self._monitor = GpuMonitor(
-            context.writer, GpuOwnership(str(Path(context.writer.path).parent), str(described.get("run_id"))), assignment
-        )
+        self._monitor = GpuMonitor(context.writer, assignment)
         self._breaker = context.breaker(self.name)
 
     def remove(self) -> None:

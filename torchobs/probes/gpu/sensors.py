@@ -169,7 +169,7 @@ _UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def _gpu_sensors() -> list[list[Sensor]]:
-    """Return the sensors of a physical GPU; of each list the first supported one is used."""
+    """Return the sensors of a GPU; of each list the first supported one is used."""
     return [
         [_utilization], [_memory, _memory_before_510], [_power], [_POWER_LIMIT], [_ENERGY], [_TEMPERATURE],
         [_memory_temperature], [_CLOCK], [_CLOCK_LIMIT], [_throttled, _Throttling()], [_ecc], [_pcie_replays], [_nvlink],
@@ -181,19 +181,13 @@ def _idle_gpu_sensors() -> list[list[Sensor]]:
     return [[_utilization], [_memory, _memory_before_510], [_power]]
 
 
-def _instance_sensors() -> list[list[Sensor]]:
-    """Return the sensors of a MIG instance; power, clocks and the like belong to the physical GPU."""
-    return [[_memory, _memory_before_510]]
-
-
 class Sensors:
     """Supported sensors of one device."""
 
     def __init__(self, gpu: Gpu, *, idle: bool) -> None:
         self.gpu = gpu
-        physical = gpu.uuid == gpu.physical
-        self._supported = (_idle_gpu_sensors() if idle else _gpu_sensors()) if physical else _instance_sensors()
-        self.has_state = physical and not idle
+        self._supported = _idle_gpu_sensors() if idle else _gpu_sensors()
+        self.has_state = not idle
 
     def read(self, library: Library) -> list[Reading]:
         """Read all sensors. Raises ``NVMLError`` when the device is lost or the library closed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -11,16 +11,8 @@ if TYPE_CHECKING:
 _ORDINAL = re.compile(r"\s*([+-]?\d+)")
 
 
-class Board(NamedTuple):
-    """UUIDs of a physical GPU and of its MIG instances. In MIG mode only an instance is usable."""
-
-    uuid: str
-    instances: tuple[str, ...] = ()
-    mig: bool = False
-
-
-def visible(variable: str | None, boards: Sequence[Board]) -> list[str]:
-    """Return the UUIDs of the devices that CUDA would list, in its order.
+def visible(variable: str | None, boards: Sequence[str]) -> list[str]:
+    """Return the UUIDs of the GPUs that CUDA would list, in its order, out of those of all GPUs in NVML's order.
 
     Ordinals are NVML's, which equal CUDA's if all GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID. The list ends at the first
     invalid name, and a duplicate makes it empty, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
@@ -33,9 +25,9 @@ def visible(variable: str | None, boards: Sequence[Board]) -> list[str]:
     return found
 
 
-def _named(variable: str | None, boards: Sequence[Board]) -> Iterator[str]:
+def _named(variable: str | None, boards: Sequence[str]) -> Iterator[str]:
     if variable is None:
-        yield from (uuid for board in boards if (uuid := _usable(board)) is not None)
+        yield from boards
         return
     for name in variable.split(","):
         uuid = _by_uuid(name.strip(), boards) if "-" in name[1:] else _by_ordinal(name, boards)
@@ -44,21 +36,13 @@ def _named(variable: str | None, boards: Sequence[Board]) -> Iterator[str]:
         yield uuid
 
 
-def _usable(board: Board) -> str | None:
-    if not board.mig:
-        return board.uuid
-    return board.instances[0] if board.instances else None
-
-
-def _by_ordinal(name: str, boards: Sequence[Board]) -> str | None:
+def _by_ordinal(name: str, boards: Sequence[str]) -> str | None:
     number = _ORDINAL.match(name)  # `2GB` is 2, as for strtol
     index = int(number[1]) if number else -1
-    return _usable(boards[index]) if 0 <= index < len(boards) else None
+    return boards[index] if 0 <= index < len(boards) else None
 
 
-def _by_uuid(name: str, boards: Sequence[Board]) -> str | None:
-    """Return the only device with this UUID prefix; an instance's old name is ``MIG-<GPU's UUID>/<GI>/<CI>``."""
-    known = {uuid: uuid for board in boards for uuid in board.instances}
-    known |= {board.uuid: usable for board in boards if (usable := _usable(board)) is not None}
-    matches = {device for uuid, device in known.items() if uuid.startswith(name)}
-    return matches.pop() if len(matches) == 1 else None
+def _by_uuid(name: str, boards: Sequence[str]) -> str | None:
+    """Return the only GPU with this UUID prefix."""
+    matches = [uuid for uuid in boards if uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None

@@ -58,7 +58,7 @@ class Xid(NamedTuple):
 
 
 class Xids:
-    """Listens to physical GPUs; yields nothing where that is unsupported or not permitted."""
+    """Listens to GPUs; yields nothing where that is unsupported or not permitted."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
