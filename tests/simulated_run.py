@@ -360,7 +360,6 @@ _SHOWN: dict[Metric, Shape] = {
     catalog.HOST_FILESYSTEM_READONLY: lambda _, __: 0.0,
     catalog.EXPORTER_FILES: lambda life, of: float(life.run.per_node) * (of["status"] == "served"),
     catalog.EXPORTER_SCAN_DURATION: lambda life, _: life.wobble(0.004, 0.2),
-    catalog.EXPORTER_HOST_STUCK: lambda _, __: 0.0,
     catalog.EXPORTER_HOST_DURATION: lambda life, _: life.wobble(0.006, 0.2),
     catalog.OTLP_QUEUED: lambda life, _: np.round(np.abs(life.wobble(40, 1.0))),
 }

@@ -974,9 +974,6 @@ EXPORTER_HOST_DURATION = _gauge("torchobs.exporter.host.duration", "s").describe
 EXPORTER_HOST_ERRORS = _counter("torchobs.exporter.host.errors", "{error}", HOST_COLLECTOR).described(
     "Times that a collector of the machine's metrics failed."
 )
-EXPORTER_HOST_STUCK = _gauge("torchobs.exporter.host.stuck", "", HOST_COLLECTOR, MOUNTPOINT).described(
-    "1 while a collector has not returned for seconds, 0 otherwise: a network file system with a dead server."
-)
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points, spans or log records", ("metrics", "traces", "logs"))
 OTLP_RECORDED = _counter("torchobs.exporter.otlp.recorded", "{item}", _SIGNAL).described(
     "Data points, spans or log records to be pushed: the sum of sent, dropped and queued."

@@ -169,7 +169,6 @@ def push() -> tuple[Panel, ...]:
 
 def host() -> tuple[Panel, ...]:
     """Return the collectors of the machine's metrics."""
-    stuck = select(catalog.EXPORTER_HOST_STUCK, *EXPORTERS)
     return (
         panels.lines(
             "Duration of the collection",
@@ -183,15 +182,5 @@ def host() -> tuple[Panel, ...]:
             "Times that a collector failed. Good: 0. Empty: where collectors are off.",
             "short",
             Query(f"sum by (collector) ({increase(catalog.EXPORTER_HOST_ERRORS, *EXPORTERS)})", "{{collector}}"),
-        ),
-        panels.lines(
-            "Stuck collectors",
-            "Collectors that have not returned for seconds, as of a network file system with a dead server. Good: 0. "
-            "Empty: where collectors are off.",
-            "short",
-            Query(
-                worst(f"max by (instance, collector, system_filesystem_mountpoint) ({stuck})"),
-                "{{collector}} {{system_filesystem_mountpoint}} {{instance}}",
-            ),
         ),
     )

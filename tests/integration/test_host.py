@@ -1,9 +1,12 @@
-"""The machine's own numbers: beside psutil's, on changed copies of this machine's files, and on files that are none."""
+"""The machine's metrics: on changed copies of this machine's files, beside a file server that is dead, and over OTLP."""
 
 import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +17,24 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
+from tests.otlp import Receiver, Request, Seen, points, to
+from tests.rank_files import Clock, File
+from tests.scanners import scanner_of
+from tests.support import wait_until
 from torchobs import catalog
-from torchobs.catalog import HOST_COLLECTORS, Metric
+from torchobs.catalog import HOST_COLLECTORS, Kind, Metric
 from torchobs.cli.exporter import parser
 from torchobs.exporter import daemon
 from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig, parse
-from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.host import HostMetrics
+from torchobs.exporter.otlp.batches import Metrics
+from torchobs.exporter.otlp.options import PushConfig
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import END, Style, pieces
-from torchobs.ranks.snapshot import EMPTY
+from torchobs.flight.format.series import Scope
+from torchobs.ranks.snapshot import EMPTY, Snapshot
 
 KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
 FILES = ("stat", "meminfo", "vmstat", "diskstats", "net/dev")
@@ -182,37 +192,6 @@ def test_a_machine_of_a_thousand_devices_fills_no_page(tree: Path, caplog: pytes
     assert "1000 network interfaces, of which the first 64" in caplog.text
 
 
-GARBAGE = (
-    b"",
-    b"\0" * 70_000,
-    b"\xff\xfe\n" * 9,
-    b"9" * 400,
-    b"nan inf -1 1e9 : \n",
-    b'x"\n} 1\n' * 50,
-    b"cpu  1\nMemTotal: 1 kB\n",
-    b"cpu  -1 -1 -1 -1\nMemTotal: -1 kB\nMemFree: 99999999999999999999 kB\nDirty: x kB\noom_kill -1\n",
-)
-
-
-@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_no_file_can_break_the_page_or_another_collector(tree: Path, garbage: bytes) -> None:
-    """Each file in turn is garbage: the page parses, and what does not depend on the file is as it was."""
-    whole = of_tree(tree)
-    of = {"stat": "cpu", "meminfo": "memory", "vmstat": "memory", "diskstats": "disk", "net/dev": "network"}
-    kept = {"cpu": catalog.SYSTEM_CPU_TIME, "memory": catalog.SYSTEM_MEMORY_USAGE, "disk": catalog.SYSTEM_DISK_IO,
-            "network": catalog.SYSTEM_NETWORK_IO}  # fmt: skip
-    for name in FILES:
-        before = (tree / "proc" / name).read_bytes()
-        (tree / "proc" / name).write_bytes(garbage)
-        found = of_tree(tree)
-        (tree / "proc" / name).write_bytes(before)
-        found.page()
-        assert set(found.failed) <= {of[name]}
-        assert all(0 <= one.value < 1 << 63 for one in found.facts.said)
-        for collector, metric in kept.items():
-            assert found.values(metric) == whole.values(metric) or collector == of[name]
-
-
 def test_a_failure_is_counted_each_time_and_told_once(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And told again when it comes back."""
     meminfo, text = tree / "proc/meminfo", (tree / "proc/meminfo").read_text()
@@ -242,59 +221,17 @@ def test_hostile_names_forge_no_series(tree: Path) -> None:
     assert found.page().count("# TYPE system_network_io") == 1
 
 
-def bracket(before: float, ours: float, after: float, slack: float = 0.0) -> bool:
-    """Whether ours is of a moment between the two."""
-    return min(before, after) - slack <= ours <= max(before, after) + slack
-
-
-def test_this_machine_s_counters_are_those_of_psutil() -> None:
-    """Processor times, disks and networks: what we say lies between what psutil says before and after."""
-
-    def asked() -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
-        disks = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
-        return psutil.cpu_times(), disks, psutil.net_io_counters(pernic=True, nowrap=False)
-
-    cpu, disks, nets = asked()
-    ours = Machine(collect=("cpu", "disk", "network"))
-    cpu_after, disks_after, nets_after = asked()
-    for mode in ("user", "nice", "system", "steal"):
-        assert bracket(getattr(cpu, mode), ours.value(catalog.SYSTEM_CPU_TIME, mode), getattr(cpu_after, mode), 1e-6)
-    for (name, direction), value in ours.values(catalog.SYSTEM_DISK_IO).items():
-        assert bracket(getattr(disks[name], f"{direction}_bytes"), value, getattr(disks_after[name], f"{direction}_bytes"))
-    columns = {"receive": ("bytes_recv", "errin", "dropin"), "transmit": ("bytes_sent", "errout", "dropout")}
-    for metric, column in (
-        (catalog.SYSTEM_NETWORK_IO, 0),
-        (catalog.SYSTEM_NETWORK_ERRORS, 1),
-        (catalog.SYSTEM_NETWORK_DROPPED, 2),
-    ):
-        for (name, direction), value in ours.values(metric).items():
-            field = columns[direction][column]
-            assert bracket(getattr(nets[name], field), value, getattr(nets_after[name], field))
-    assert ours.value(catalog.HOST_CPUS) == psutil.cpu_count()
-    assert ours.facts.booted_ns == psutil.boot_time() * 10**9
-    assert ours.failed == {}
-
-
-def test_this_machine_s_amounts_are_those_of_psutil(tmp_path: Path) -> None:
-    """Memory, swap and a file system, within what other programs take and give back meanwhile."""
-    memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(tmp_path))
-    ours = Machine(collect=("memory", "filesystem"), paths=(str(tmp_path),))
-    memory_after, disk_after = psutil.virtual_memory(), psutil.disk_usage(str(tmp_path))
-    slack = memory.total * 0.02
-    assert ours.value(catalog.SYSTEM_MEMORY_LIMIT) == memory.total
-    assert bracket(memory.available, ours.value(catalog.SYSTEM_MEMORY_AVAILABLE), memory_after.available, slack)
-    for state in ("free", "buffers", "cached"):
-        value = ours.value(catalog.SYSTEM_MEMORY_USAGE, state)
-        assert bracket(getattr(memory, state), value, getattr(memory_after, state), slack)
-    assert sum(ours.values(catalog.SYSTEM_PAGING_USAGE).values()) == psutil.swap_memory().total
-    (mount,) = ours.values(catalog.SYSTEM_FILESYSTEM_LIMIT)
+def test_a_file_system_s_numbers_are_those_of_statvfs(tmp_path: Path) -> None:
+    """By its mount point: its size in bytes, and whether it can be written."""
+    found = Machine(collect=("filesystem",), paths=(str(tmp_path),))
+    (mount,) = found.values(catalog.SYSTEM_FILESYSTEM_LIMIT)
     assert tmp_path.is_relative_to(mount[0])
-    assert ours.value(catalog.SYSTEM_FILESYSTEM_LIMIT, *mount) == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    used, free = (ours.value(catalog.SYSTEM_FILESYSTEM_USAGE, *mount, state) for state in ("used", "free"))
-    assert bracket(disk.used, used, disk_after.used, disk.total * 0.02)
-    assert bracket(disk.free, free, disk_after.free, disk.total * 0.02)
-    assert ours.value(catalog.HOST_FILESYSTEM_READONLY, *mount) == 0
-    assert ours.failed == {}
+    size = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    assert found.value(catalog.SYSTEM_FILESYSTEM_LIMIT, *mount) == size
+    usage = found.values(catalog.SYSTEM_FILESYSTEM_USAGE)
+    assert sum(usage.values()) == size
+    assert {state for *_, state in usage} == {"used", "free", "reserved"}
+    assert found.value(catalog.HOST_FILESYSTEM_READONLY, *mount) == 0
 
 
 def test_a_directory_that_is_not_there_is_a_failure_of_its_own(tmp_path: Path) -> None:
@@ -365,3 +302,184 @@ def test_a_collector_that_does_not_exist_is_a_problem_that_lists_them() -> None:
     assert found.collect_host == ()
     allowed = f"all, none, or a comma-separated list of {', '.join(HOST_COLLECTORS)}"
     assert found.problems == (f"--collect.host 'cpu,discs': expected {allowed}",)
+
+
+class Server:
+    """A file server: questions hang while it is down."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.up = threading.Event()
+        self.up.set()
+
+    def collect(self, path: str) -> Iterator[Sample]:
+        """As `host.filesystem` does."""
+        self.asked += 1
+        assert path == "/lustre/checkpoints"
+        self.up.wait()
+        yield LUSTRE
+
+
+LUSTRE = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
+
+
+def test_a_dead_file_server_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last numbers stand for a minute, then end; it is not asked again until it has answered."""
+    server, clock = Server(), [100.0]
+    monkeypatch.setattr(host_module, "filesystem", server.collect)
+    monkeypatch.setattr(host_module, "find_existing", lambda *_: None)
+    config = ExporterConfig(collect_host=("filesystem", "cpu"), host_paths=("/lustre/checkpoints",))
+    host = HostMetrics(config, lambda: clock[0])
+
+    def shown() -> set[str]:
+        host.take()
+        assert host.latest is not None
+        return {one.metric.name for one in host.latest.said}
+
+    size, processors = catalog.SYSTEM_FILESYSTEM_LIMIT.name, catalog.HOST_CPUS.name
+    assert shown() >= {size, processors}
+    server.up.clear()
+    monkeypatch.setattr(host_module, "DEADLINE_S", 0.0)
+    for _ in range(3):
+        assert shown() >= {size, processors}
+    wait_until(lambda: server.asked == 2)
+    clock[0] += host_module.KEEP_S + 1.0
+    wait_until(lambda: processors in shown())  # nobody has waited for a new look at the processors
+    assert size not in shown()
+    assert server.asked == 2
+    server.up.set()
+    monkeypatch.setattr(host_module, "DEADLINE_S", 20.0)
+    assert size in shown()
+
+
+HANGING = """
+import threading
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter import host as module
+module.filesystem = lambda path: threading.Event().wait()
+host = module.HostMetrics(ExporterConfig(collect_host=("filesystem", "cpu"), host_paths=("/lustre",)))
+host.take()
+print(sorted({said.metric.name.partition(".")[2].partition(".")[0] for said in host.latest.said}))
+"""
+
+
+def test_a_dead_file_server_does_not_hold_up_the_exporter_s_end() -> None:
+    """The thread that asks it is left behind, for ever if need be."""
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['cpu', 'host']\n"
+
+
+BOOTED_NS, BORN_NS, NOW_NS = (seconds * 10**9 for seconds in (1_000_000_000, 1_100_000_000, 1_100_000_060))
+APPLICATION = Scope("opentelemetry.instrumentation.system_metrics", "0.50b0")
+
+
+def facts(cpu_s: float, *more: Sample) -> ScrapeInput:
+    """What an exporter knows that looks at the processors."""
+    said = Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: "user"}, cpu_s)
+    own = Sample(catalog.EXPORTER_HOST_DURATION, {}, 0.001)
+    return ScrapeInput(EMPTY, host=HostFacts((said, *more), (own,), BOOTED_NS))
+
+
+def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[Seen]:
+    """The points of one push."""
+    return list(points([Request("/v1/metrics", {}, body, 0.0) for body, _ in metrics.collect((), (), at_ns, told)]))
+
+
+def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None:
+    """Named as the host; no rank, no exporter. A counter's zero was when the machine was booted, not when we looked first."""
+    seen = pushed(Metrics(delta=False, series_limit=100, born_ns=BORN_NS), facts(12.5))
+    (cpu,) = [one for one in seen if one.metric.name == "system.cpu.time"]
+    assert cpu.resource["host.name"] == cpu.resource["service.instance.id"] == socket.gethostname()
+    assert cpu.resource["service.name"] == "torchobs-host"
+    assert (cpu.attributes, cpu.metric.unit, cpu.metric.sum.is_monotonic) == ({"cpu.mode": "user"}, "s", True)
+    assert (cpu.point.start_time_unix_nano, cpu.point.as_double) == (BOOTED_NS, 12.5)
+    (took,) = [one for one in seen if one.metric.name == "torchobs.exporter.host.duration"]
+    assert took.resource["service.name"] == "torchobs-exporter"
+
+
+def test_delta_counts_from_the_first_look_on() -> None:
+    """What an exporter before this one may have sent is not sent again."""
+    metrics = Metrics(delta=True, series_limit=100, born_ns=BORN_NS)
+    told = [pushed(metrics, facts(cpu_s), NOW_NS + number) for number, cpu_s in enumerate((1000.0, 1007.5))]
+    deltas = [[one.point.as_double for one in seen if one.metric.name == "system.cpu.time"] for seen in told]
+    assert deltas == [[], [7.5]]
+
+
+def test_what_does_not_answer_any_more_ends() -> None:
+    """A file system whose server is gone gets the flag that Prometheus takes for an end."""
+    metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
+    size = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1e15)
+    flags = [
+        [one.point.flags for one in pushed(metrics, told) if one.metric.name == size.metric.name]
+        for told in (facts(1.0, size), facts(2.0))
+    ]
+    assert flags == [[0], [1]]
+
+
+def test_the_exporter_looks_anew_for_each_push(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody scrapes it: what changed since the last push is in the next one."""
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
+    stat = "cpu  100 20 30 4000 50 6 7 8 90 10\nbtime 1795200000\nprocs_running {}\nprocs_blocked 1\n"
+    (tmp_path / "stat").write_text(stat.format(3))
+    with Receiver() as receiver:
+
+        def running() -> list[float]:
+            seen = points(receiver.of("/v1/metrics"))
+            return [one.point.as_int or one.point.as_double for one in seen if one.metric.name == catalog.HOST_THREADS.name]
+
+        push = PushConfig(metrics=to(receiver), interval_s=0.1)
+        config = ExporterConfig(flight_dir=str(flight_dir), push=push, mode="node", collect_host=("cpu",), procfs=str(tmp_path))
+        with Service(config):
+            wait_until(lambda: 3 in running())
+            (tmp_path / "stat").write_text(stat.format(7))
+            wait_until(lambda: 7 in running())
+
+
+@pytest.fixture
+def snapshot(flight_dir: Path) -> Snapshot:
+    """Of a rank whose application measures its machine, too, by OpenTelemetry's own instrumentation, and of forged series."""
+    file = File(flight_dir)
+    file.set(catalog.SYSTEM_CPU_TIME, 3.0, APPLICATION, **{"cpu.mode": "user"})
+    file.set(Metric("system.memory.usage", Kind.GAUGE, "By", "Memory."), 4.0, APPLICATION)
+    file.set(Metric("system.network.io", Kind.GAUGE, "By", "No counter."), 5.0, APPLICATION)
+    file.set(catalog.HOST_OOM_KILLS, 6.0, APPLICATION)
+    file.set(catalog.HOST_OOM_KILLS, 7.0)
+    file.set(catalog.SYSTEM_MEMORY_LIMIT, 8.0)
+    file.save()
+    scanner = scanner_of(flight_dir, Clock())
+    found = scanner.scan()
+    scanner.close()
+    return found
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapshot, host: bool) -> None:  # noqa: FBT001  # as parametrize gives it
+    """Its series have a rank, the machine's have none; with one family of another type only the machine's is there."""
+    machine = Sample(catalog.SYSTEM_NETWORK_IO, {catalog.NETWORK_INTERFACE.name: "eth0"}, 9.0)
+    told = facts(12.5, machine)._replace(snapshot=snapshot) if host else ScrapeInput(snapshot)
+    lines = "".join(Exposition(host=host).families(told, Style(openmetrics=False))).splitlines()
+    of = {name: [line for line in lines if line.startswith(name)] for name in ("system_", "torchobs_host_")}
+    rank = 'job_name="gpt",rank="0",run_id="run-1"'
+    expected = [
+        f'system_cpu_time_seconds_total{{cpu_mode="user",{rank}}} 3.0',
+        f"system_memory_usage_bytes{{{rank}}} 4.0",
+        *(['system_cpu_time_seconds_total{cpu_mode="user"} 12.5'] if host else []),
+        'system_network_io_bytes_total{network_interface_name="eth0"} 9.0'
+        if host
+        else f"system_network_io_bytes{{{rank}}} 5.0",
+    ]
+    assert sorted(of["system_"]) == sorted(expected)
+    assert of["torchobs_host_"] == []
+    assert len([line for line in lines if line == "# TYPE system_cpu_time_seconds_total counter"]) == 1
+
+
+def test_over_otlp_an_application_keeps_its_names_as_well(snapshot: Snapshot) -> None:
+    """Each is of its own resource; what is forged is not sent."""
+    metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
+    requests = metrics.collect(snapshot.ranks, (), NOW_NS)
+    sent: Mapping[str, Any] = {
+        one.metric.name: one.scope for one in points([Request("", {}, body, 0.0) for body, _ in requests])
+    }
+    assert {name: scope for name, scope in sent.items() if name.startswith(("system.", "torchobs.host."))} == {
+        "system.cpu.time": APPLICATION.name, "system.memory.usage": APPLICATION.name, "system.network.io": APPLICATION.name,
+    }  # fmt: skip

@@ -13,11 +13,10 @@ import math
 import os
 import threading
 import time
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -33,18 +32,12 @@ if TYPE_CHECKING:
 
 FRESH_S = 0.1
 """Age up to which results serve another scrape as well; as the snapshot's (``snapshot_cache``)."""
-FILE_SYSTEM_FRESH_S = 1.0
-"""The same for file systems, so that several scrapers do not load a file server more."""
 DEADLINE_S = 0.2
 """How long a scrape waits for all collectors together: a hundred times what they take, well below any scrape timeout."""
 KEEP_S = 60.0
 """Greatest age of a result that is shown for lack of a newer one: one to four scrape intervals."""
-MOST_PATHS = 32
 MOST_DEVICES = 64
 """Most disks, and most interfaces, with series: a machine may have 1,000 virtual functions."""
-
-STUCK_AFTER_S = 5.0
-"""Seconds after which a collector is reported as stuck: no working one takes so long."""
 
 FAILS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError, Warning)
 """Exceptions of reading files of an unknown kernel, also by psutil, which warns if it finds less than it expects."""
@@ -52,9 +45,7 @@ FAILS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, Assertion
 OWN_PROCFS = "/proc"
 _CPU_FIELDS = {mode: (mode,) for mode in catalog.CPU_MODES} | {"interrupt": ("irq", "softirq")}
 """psutil's fields by OpenTelemetry's modes. The time of guests is included in user and nice."""
-_BEYOND = float(1 << 63)
 _PROCFS = threading.Lock()
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -165,66 +156,41 @@ def mount_of(path: str) -> tuple[str, str]:
     return (best.mountpoint, best.fstype) if best else ("", "")
 
 
-class Answer(NamedTuple):
-    """Result of a call, and when it came, on the caller's clock in seconds."""
+class Collector:
+    """Repeats a call in a daemon thread, never twice at a time, and keeps its newest result. To be used by one thread."""
 
-    samples: tuple[Sample, ...]
-    failure: BaseException | None
-    at_s: float
-
-
-class DetachedCall:
-    """Repeats a call in a background thread, never twice at a time. To be used by one thread at a time."""
-
-    def __init__(
-        self, call: Callable[[], Iterable[Sample]], clock: Callable[[], float] = time.monotonic, fresh_s: float = 0.0
-    ) -> None:
-        """``fresh_s``: age of a result, in seconds, from which on the call is repeated."""
-        self._call, self._clock, self._fresh_s = call, clock, fresh_s
+    def __init__(self, name: str, about: str, call: Callable[[], Iterable[Sample]], clock: Callable[[], float]) -> None:
+        """``about``: what it collects, in the log."""
+        self.name, self._about, self._call, self._clock = name, about, call, clock
         self._thread: threading.Thread | None = None
-        self._began_s = 0.0
-        self._answer: Answer | None = None
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if the call has not returned for :data:`STUCK_AFTER_S`."""
-        return self._is_running() and self._clock() - self._began_s >= STUCK_AFTER_S
+        self._result: tuple[tuple[Sample, ...], float] = (), -math.inf
+        self._problem = ""
+        """what was logged last"""
+        self.errors = 0
 
     def begin(self) -> None:
-        """Start the call, unless the last one is still running or its result is fresh."""
-        now_s, answer = self._clock(), self._answer
-        if not self._is_running() and (answer is None or now_s - answer.at_s >= self._fresh_s):
-            self._began_s = now_s
-            self._thread = threading.Thread(target=self._run, name="detached-call", daemon=True)
+        """Start the call, unless the last one has not returned."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=f"host-{self.name}", daemon=True)
             self._thread.start()
 
-    def wait(self, timeout_s: float) -> Answer | None:
-        """Wait for the call begun last, at most ``timeout_s``, and return the newest result, if any."""
+    def wait(self, timeout_s: float) -> tuple[Sample, ...]:
+        """Wait for the call begun last, at most ``timeout_s``, and return the newest samples, unless they are too old."""
         if self._thread is not None:
             self._thread.join(max(0.0, timeout_s))
-        return self._answer
-
-    def _is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        samples, at_s = self._result
+        return samples if self._clock() - at_s <= KEEP_S else ()
 
     def _run(self) -> None:
+        samples, problem = tuple[Sample, ...](), ""
         try:
-            self._answer = Answer(tuple(self._call()), None, self._clock())
+            samples = tuple(self._call())
         except FAILS as failure:
-            self._answer = Answer((), failure, self._clock())
-
-
-@dataclass(slots=True)
-class _Source:
-    """A collector, or one file system. ``about``: its name in the log, ``mountpoint``: a file system's on the page."""
-
-    collector: str
-    about: str
-    call: DetachedCall
-    mountpoint: str = ""
-    logged: str = ""
-    """the problem that was logged last"""
-    answered_s: float = -math.inf
+            problem = repr(failure)
+            self.errors += 1
+        if problem and problem != self._problem:
+            _log.warning("host: %s: %s", self._about, problem)
+        self._result, self._problem = (samples, self._clock()), problem
 
 
 class HostMetrics:
@@ -232,8 +198,8 @@ class HostMetrics:
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._roots, self._clock = Roots(config.procfs, config.sysfs), clock
-        self._sources = [*_sources(config, self._roots, clock)]
-        self._errors = dict.fromkeys(config.collect_host, 0)
+        self._collectors = [*_collectors(config, self._roots, clock)]
+        self._names = config.collect_host
         self._running: asyncio.Future[None] | None = None
         self._looked_s = -FRESH_S
         self._booted_ns = 0
@@ -256,38 +222,19 @@ class HostMetrics:
         """Collect now, for at most :data:`DEADLINE_S`."""
         began_s = self._clock()
         samples: list[Sample] = []
-        for source in self._sources:
-            source.call.begin()
-        for source in self._sources:
-            answer = source.call.wait(began_s + DEADLINE_S - self._clock())
-            if answer is not None and answer.at_s > source.answered_s:
-                source.answered_s = answer.at_s
-                self._errors[source.collector] += answer.failure is not None
-                self._log_once(source, repr(answer.failure) if answer.failure is not None else "")
-                points = (one.attributes.get(catalog.MOUNTPOINT.name, "") for one in answer.samples)
-                source.mountpoint = next(points, "") or source.mountpoint
-            if source.call.is_stuck:
-                self._log_once(source, "no answer for seconds, and it is not asked again until there is one")
-            if answer is not None and self._clock() - answer.at_s <= KEEP_S:
-                samples += answer.samples
+        for collector in self._collectors:
+            collector.begin()
+        for collector in self._collectors:
+            samples += collector.wait(began_s + DEADLINE_S - self._clock())
         self._looked_s = self._clock()
         self.latest = HostFacts(tuple(_once(samples)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
 
-    def _log_once(self, source: _Source, problem: str) -> None:
-        if problem and problem != source.logged:
-            _log.warning("host: %s: %s", source.about, problem)
-        source.logged = problem
-
     def _own(self, took_s: float) -> Iterator[Sample]:
+        errors = dict.fromkeys(self._names, 0)
+        for collector in self._collectors:
+            errors[collector.name] += collector.errors
         yield Sample(catalog.EXPORTER_HOST_DURATION, {}, took_s)
-        yield from by_attribute(catalog.EXPORTER_HOST_ERRORS, self._errors)
-        stuck: dict[str, bool] = {}
-        for source in self._sources:
-            if source.collector == "filesystem":
-                stuck[source.mountpoint] = stuck.get(source.mountpoint, False) or source.call.is_stuck
-        for point, is_stuck in stuck.items():
-            own = {catalog.HOST_COLLECTOR.name: "filesystem", catalog.MOUNTPOINT.name: labels.text(point)}
-            yield Sample(catalog.EXPORTER_HOST_STUCK, own, float(is_stuck))
+        yield from by_attribute(catalog.EXPORTER_HOST_ERRORS, errors)
 
     def _boot_time_ns(self) -> int:
         if not self._booted_ns:
@@ -299,21 +246,14 @@ class HostMetrics:
         return self._booted_ns
 
 
-def _sources(config: ExporterConfig, roots: Roots, clock: Callable[[], float]) -> Iterator[_Source]:
+def _collectors(config: ExporterConfig, roots: Roots, clock: Callable[[], float]) -> Iterator[Collector]:
     for collect in (cpu, memory, disk, network):
         if collect.__name__ in config.collect_host:
-            yield _Source(collect.__name__, collect.__name__, DetachedCall(partial(collect, roots), clock))
+            yield Collector(collect.__name__, collect.__name__, partial(collect, roots), clock)
     if "filesystem" in config.collect_host:
-        flight = DetachedCall(partial(_of_flight_files, config), clock, FILE_SYSTEM_FRESH_S)
-        yield _Source("filesystem", "file system of the flight files", flight)
-        if len(config.host_paths) > MOST_PATHS:
-            _log.error("host: %d directories, of which the first %d are told of", len(config.host_paths), MOST_PATHS)
-        for path in dict.fromkeys(config.host_paths[:MOST_PATHS]):
-            call = DetachedCall(partial(filesystem, path), clock, FILE_SYSTEM_FRESH_S)
-            point = ""
-            with suppress(*FAILS):
-                point, _ = mount_of(os.path.abspath(path))  # noqa: PTH100  # resolve() accesses the file system, which may hang
-            yield _Source("filesystem", f"file system of {path}", call, point)
+        yield Collector("filesystem", "file system of the flight files", partial(_of_flight_files, config), clock)
+        for path in dict.fromkeys(config.host_paths):
+            yield Collector("filesystem", f"file system of {path}", partial(filesystem, path), clock)
 
 
 def _of_flight_files(config: ExporterConfig) -> Iterable[Sample]:
@@ -346,18 +286,18 @@ def _is_physical(link: str) -> bool:
     return "/virtual/" not in target or "/virtual/nvme-fabrics/" in target
 
 
-def _bounded(names: Sequence[T], what: str) -> Sequence[T]:
+def _bounded(names: Sequence[str], what: str) -> Sequence[str]:
     if len(names) > MOST_DEVICES:
         _log.warning("host: %d %s, of which the first %d are shown", len(names), what, MOST_DEVICES)
     return names[:MOST_DEVICES]
 
 
 def _once(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Yield the valid samples, each series once: two directories may be on one file system."""
+    """Yield the samples, each series once: two directories may be on one file system."""
     seen = set()
-    for one in samples:
-        attributes = {name: value if value.isascii() else labels.text(value) for name, value in one.attributes.items()}
-        key = one.metric.name, *attributes.values()
-        if key not in seen and math.isfinite(one.value) and 0 <= one.value < _BEYOND:
+    for sample in samples:
+        attributes = {name: value if value.isascii() else labels.text(value) for name, value in sample.attributes.items()}
+        key = sample.metric.name, *attributes.values()
+        if key not in seen:
             seen.add(key)
-            yield Sample(one.metric, attributes, one.value)
+            yield Sample(sample.metric, attributes, sample.value)
