@@ -224,12 +224,12 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
 def caught() -> int:
     """The signals for which this process has a handler, as a mask.
 
-    But for SIGTERM and other ends, which are test_termination's subject, and those below SIGRTMIN, which glibc takes for its
+    But for SIGTERM and other ends, which are test_endings' subject, and those below SIGRTMIN, which glibc takes for its
     threads.
     """
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
-    for number in (signal.SIGTERM, *exit_signals.TOLD, *exit_signals.UNHANDLED, *range(32, signal.SIGRTMIN)):
+    for number in (signal.SIGTERM, *exit_signals.SIGNALS, *range(32, signal.SIGRTMIN)):
         mask &= ~(1 << (number - 1))
     return mask
 

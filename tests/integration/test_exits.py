@@ -1,4 +1,4 @@
-"""How ranks end, each in a real process: by an exception, a status, Ctrl-C, as somebody's child, or not at all."""
+"""How ranks end, each in a real process: by an exception, a status, a signal, Ctrl-C, as somebody's child, or not at all."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 import torchobs
 from tests import fork_server, support
 from tests.training import loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.load import load_reports
 from torchobs.flight.format.layout import Exit
+from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exceptions import describe, root_cause
 from torchobs.probes.lifecycle.exits import Ending
+from torchobs.runtime.stall_watch import live_phase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tests.training import Recording
+    from torchobs.diagnosis.rank_report import RankReport
 
 
 class Ended(NamedTuple):
@@ -150,13 +160,6 @@ def test_an_exception_that_is_handled_by_leaving_is_the_reason(tmp_path: Path, f
     ended = run(tmp_path, flight_dir, CHAIN + "try:\n    load()\nexcept Exception:\n    sys.exit(4)\n")
     assert (ended.status, ended.reason, ended.code) == (4, Exit.EXCEPTION, 4)
     assert [told["cause.type"] for told in ended.exceptions] == ["builtins.KeyError"]
-
-
-def test_leaving_once_more_with_the_same_status_changes_no_reason(tmp_path: Path, flight_dir: Path) -> None:
-    """As a spawned child does: its main function ends with the status that the program asked for."""
-    end = "try:\n load()\nexcept Exception:\n try:\n  sys.exit(4)\n except SystemExit:\n  pass\nsys.exit(4)\n"
-    ended = run(tmp_path, flight_dir, CHAIN + end)
-    assert (ended.status, ended.reason, ended.code) == (4, Exit.EXCEPTION, 4)
 
 
 def test_a_thread_s_exception_ends_no_rank(tmp_path: Path, flight_dir: Path) -> None:
@@ -418,3 +421,242 @@ def test_the_root_is_found_in_any_chain() -> None:
     group, leaf = getattr(builtins, "ExceptionGroup", None), KeyError()
     if group is not None:  # since Python 3.11
         assert root_cause(group("group", [leaf, ValueError()])) is leaf
+
+
+class Lines(Dataset[torch.Tensor]):
+    """A few samples, after which one cannot be read."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            raise self.error
+        return torch.ones(2)
+
+
+class Refused(torch.autograd.Function):
+    """A function without a backward pass."""
+
+    @staticmethod
+    def forward(_context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: torch.Tensor) -> torch.Tensor:
+        raise LookupError
+
+
+MODEL = torch.nn.Linear(2, 1)
+
+
+def one_step(optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    """One step of training."""
+    optimizer.zero_grad()
+    MODEL(batch).sum().backward()
+    optimizer.step()
+
+
+def fetching(error: BaseException) -> Callable[[torch.optim.Optimizer], None]:
+    """Return a training in which a fetch raises."""
+
+    def train(optimizer: torch.optim.Optimizer) -> None:
+        for batch in DataLoader(Lines(error)):
+            one_step(optimizer, batch)
+
+    return train
+
+
+def in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """A training in which a backward pass raises."""
+    one_step(optimizer, torch.ones(1, 2))
+    Refused.apply(MODEL(torch.ones(1, 2)).sum()).backward()  # type: ignore[no-untyped-call]
+
+
+def elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """A training that raises between two steps."""
+    one_step(optimizer, torch.ones(1, 2))
+    raise LookupError
+
+
+def end_by(train: Callable[[torch.optim.Optimizer], None], kind: type[BaseException]) -> None:
+    """Let it end as an uncaught exception ends a program."""
+    with pytest.raises(kind) as caught:
+        train(torch.optim.SGD(MODEL.parameters(), lr=0.1))
+    sys.excepthook(kind, caught.value, caught.value.__traceback__)
+
+
+def live_phase_of(run: Recording) -> str:
+    """What the sampler writes down as the phase."""
+    context = run.session.context
+    assert context is not None
+    return LIVE_PHASES[live_phase(context)[0]]
+
+
+@pytest.mark.parametrize(
+    ("train", "kind", "name"),
+    [
+        (fetching(LookupError()), LookupError, "data"),
+        (fetching(KeyboardInterrupt()), KeyboardInterrupt, "data"),
+        (in_backward, LookupError, "backward"),
+        (elsewhere, LookupError, "other"),
+    ],
+)
+def test_a_rank_ends_in_the_phase_that_raised(
+    run: Recording, train: Callable[[torch.optim.Optimizer], None], kind: type[BaseException], name: str
+) -> None:
+    """Promise: a wait for a batch that ends by an exception or Ctrl-C was in `data`, not outside of all phases."""
+    end_by(train, kind)
+    assert live_phase_of(run) == name
+
+
+def test_who_goes_on_is_in_a_phase_of_its_own(run: Recording) -> None:
+    """Promise: an exception that somebody has caught is past with the next batch."""
+    end_by(fetching(LookupError()), LookupError)
+    next(iter(DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 2)))))
+    assert live_phase_of(run) == "forward"
+
+
+HANDLING = """
+import functools, os, signal, sys, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Preempted(Exception):
+    pass
+def train(steps):
+    for _ in range(steps):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+def send(number):
+    train(20)
+    signal.setitimer(signal.ITIMER_REAL, 0.2) if number == signal.SIGALRM else os.kill(os.getpid(), number)
+    train(1_000_000)
+class Handler:
+    def __call__(self, number, frame):
+        raise Preempted("secret")
+def leave(status, number, frame):
+    sys.exit(status)
+def fail(*given):
+    raise Preempted("secret")
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+"""
+TOLD_TO_END = "was told to end (SIGTERM: by the scheduler, the launcher or a person) after step"
+ENDS = {
+    # body: status, reason, what is said
+    "signal.signal(signal.SIGTERM, functools.partial(leave, 0)); send(signal.SIGTERM)": (
+        0, "finished", "; SIGTERM had told it to end",
+    ),
+    "signal.signal(signal.SIGTERM, functools.partial(leave, 1)); send(signal.SIGTERM)": (
+        1, "terminated", "; it left with exit status 1",
+    ),
+    "signal.signal(signal.SIGTERM, Handler()); send(signal.SIGTERM)": (
+        1, "terminated", "; on that it raised __main__.Preempted",
+    ),
+    "signal.signal(signal.SIGTERM, interrupt); send(signal.SIGTERM)": (-2, "terminated", TOLD_TO_END),
+    "signal.signal(signal.SIGUSR1, fail); signal.signal(signal.SIGALRM, fail); send(signal.SIGALRM)": (
+        1, "exception", "in fail, raised by the handler of SIGALRM, after step",
+    ),
+    "signal.signal(signal.SIGUSR1, functools.partial(leave, 3)); send(signal.SIGUSR1)": (
+        3, "exit_code", "left with exit status 3 on SIGUSR1, which it handled, after step",
+    ),
+    "signal.signal(signal.SIGINT, fail); send(signal.SIGINT)": (
+        1, "interrupted", "; on that it raised __main__.Preempted",
+    ),
+    "send(signal.SIGINT)": (-2, "interrupted", "was interrupted (Ctrl-C, SIGINT) after step 20."),
+    "try:\n send(signal.SIGINT)\nexcept KeyboardInterrupt:\n sys.exit(0)": (0, "finished", "; SIGINT had told it to end"),
+    "signal.signal(signal.SIGTERM, fail)\ntry:\n send(signal.SIGTERM)\nexcept Preempted:\n train(30)": (
+        0, "finished", "in order",
+    ),
+    "train(20)\nfail()": (1, "exception", "in fail, called"),
+}  # fmt: skip
+
+
+def run_handling(tmp_path: Path, flight_dir: Path, body: str) -> tuple[int, str, RankReport]:
+    """Run the script under `torchobs run`; return its status, what it wrote to standard error, and the report."""
+    (tmp_path / "train.py").write_text(f"{HANDLING}{body}\n")
+    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
+    argv = (sys.executable, "-m", "torchobs", "run", "--no-exporter", "train.py")
+    child = fork_server.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    reports, _ = load_reports(list(flight_dir.glob("*.flight")))
+    return child.returncode, child.stderr, reports[0]
+
+
+@pytest.mark.parametrize("body", ENDS)
+def test_the_signal_is_named(tmp_path: Path, flight_dir: Path, body: str) -> None:
+    """Whose handler it was that left, raised, or was left by an exception; not of what training went on after."""
+    status, reason, said = ENDS[body]
+    found, error, report = run_handling(tmp_path, flight_dir, body)
+    text = diagnose(report)[0].text
+    assert (found, report.reason) == (status, reason), error
+    assert said in text or said == "in fail, called"
+    assert not (said in {"in order", "in fail, called"} and "SIG" in text)
+    assert f"{support.ROOT / 'torchobs'}{os.sep}" not in error, "no frame of ours"
+    raised = report.events_named(catalog.EVENT_EXCEPTION)
+    assert all(fact.attributes.get("exception.message", "secret") == "secret" for fact in raised)
+
+
+CLOSING = """
+import atexit
+from torchobs.flight.writer.writer import FlightWriter
+from torchobs.probes.step.steps import StepProbe
+before = {FlightWriter.exit: "exit", StepProbe.remove: "remove"}
+left = []
+for function, name in before.items():
+    def interrupted(*given, function=function, name=name):
+        if name not in left:
+            left.append(name)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        return function(*given)
+    setattr({"exit": FlightWriter, "remove": StepProbe}[name], name, interrupted)
+backward = torch.autograd.backward
+train(20)
+"""
+
+
+def test_ctrl_c_at_the_very_end_is_late(tmp_path: Path, flight_dir: Path) -> None:
+    """While our own hooks go and the file is closed: what it interrupts is done all the same, and no traceback is shown."""
+    status, error, report = run_handling(tmp_path, flight_dir, CLOSING)
+    assert (status, report.reason, error) == (0, "finished", "")
+
+
+def test_ctrl_c_in_shutdown_is_the_script_s(tmp_path: Path, flight_dir: Path) -> None:
+    """It comes out when everything is removed, and the script may handle it."""
+    body = "import torchobs\ntry:\n torchobs.shutdown()\nexcept KeyboardInterrupt:\n print('interrupted', file=sys.stderr)\n"
+    restored = "assert 'torchobs' not in torch.optim.Optimizer.zero_grad.__module__\nassert not torchobs.Session().active\n"
+    status, error, report = run_handling(tmp_path, flight_dir, f"{CLOSING}{body}{restored}train(3)\n")
+    assert (status, error.strip(), report.reason) == (0, "interrupted", "finished")
+    assert report.last_step == 20
+
+
+def test_an_exception_is_told_though_a_handler_interrupts_its_recording(tmp_path: Path, flight_dir: Path) -> None:
+    """As torch's for SIGCHLD does, where a worker dies while its end is told to the main process by a closed connection."""
+    script = f"""
+{HANDLING}
+import torchobs
+from torchobs.probes.lifecycle import exits
+describe = exits.describe
+def interrupted(error, **given):
+    exits.describe = describe
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return describe(error, **given)
+exits.describe = interrupted
+signal.signal(signal.SIGUSR1, fail)
+torchobs.init()
+train(3)
+raise ConnectionResetError("by a worker")
+"""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
+    done = fork_server.run(
+        (sys.executable, "train.py"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (text, *_) = [finding.text for finding in diagnose(report)]
+    assert 'ended by ConnectionResetError "by a worker" at' in text

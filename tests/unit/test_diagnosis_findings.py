@@ -149,6 +149,21 @@ def test_an_exception_is_told_with_its_message_and_the_parameters_that_it_means(
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (143, "was told to end (SIGTERM: by the scheduler, the launcher or a person) after step 50"),
+        (129, "was terminated by SIGHUP after step 50"),
+        (152, "was terminated by SIGXCPU after step 50"),
+    ],
+)
+def test_a_signal_that_ended_a_rank_is_named(code: int, said: str) -> None:
+    """Who sent it, and what for, is not asserted but for SIGTERM."""
+    (only,) = diagnose(facts(steps(50), state="failed", reason="terminated", exit_code=code))
+    assert only.text.startswith(f"Rank 0 {said}, in the phase")
+    assert only.severity == "warning"
+
+
 @pytest.mark.parametrize("reason", ["exception", "lost", "exit_code", "out_of_memory"])
 def test_a_thread_that_ended_by_an_exception_is_told_beside_the_end(reason: str) -> None:
     """A prefetch thread fails, and a minute later the main thread, which waits for it, or somebody who kills it."""

@@ -21,18 +21,8 @@ _FATAL: dict[int, tuple[str, str]] = {
     signal.SIGILL: ("SIGILL", "an instruction that this processor lacks"),
     signal.SIGABRT: ("SIGABRT", "abort() or an error of C++ that nobody caught; the standard error has its message"),
 }
-_NOBODYS = "by a scheduler, as `sbatch --signal` asks for, or a person; the program has no handler for it"
-_UNHANDLED: dict[int, tuple[str, str]] = {
-    signal.SIGXCPU: ("SIGXCPU", "its limit of processor time, as of `ulimit -t`"),
-    signal.SIGALRM: ("SIGALRM", "a timer of its own, which it has no handler for"),
-    signal.SIGUSR1: ("SIGUSR1", _NOBODYS),
-    signal.SIGUSR2: ("SIGUSR2", _NOBODYS),
-}
-_TOLD: dict[int, tuple[str, str]] = {
-    signal.SIGTERM: ("SIGTERM", "by the scheduler, the launcher or a person"),
-    signal.SIGHUP: ("SIGHUP", "its terminal was closed, or the connection to it; under nohup or tmux it goes on"),
-    signal.SIGQUIT: ("SIGQUIT", "Ctrl-\\, or a person"),
-}
+_BY_DEFAULT = {signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU}
+"""Signals without a handler, of which the compiled part stores the number (``flight.writer.exit_signals``)"""
 _SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
 
@@ -149,8 +139,11 @@ def _interrupted(report: RankReport) -> Finding:
 
 
 def _terminated(report: RankReport) -> Finding:
-    name, by = _TOLD.get(report.exit_code - 128, _TOLD[signal.SIGTERM])
-    text = f"Rank {report.rank} was told to end ({name}: {by}) {_where(report)}"
+    number = report.exit_code - 128
+    if number in _BY_DEFAULT:
+        text = f"Rank {report.rank} was terminated by {signal.Signals(number).name} {_where(report)}"
+    else:
+        text = f"Rank {report.rank} was told to end (SIGTERM: by the scheduler, the launcher or a person) {_where(report)}"
     return Finding(WARNING, "terminated", f"{text}{_phase(report)}{_left_by(report)}.")
 
 
@@ -176,9 +169,6 @@ def _left_by(report: RankReport) -> str:
 
 
 def _crashed(report: RankReport) -> Finding:
-    if found := _UNHANDLED.get(report.exit_code - 128):
-        text = f"Rank {report.rank} was ended by {found[0]} ({found[1]}), {_where(report)}{_phase(report)}."
-        return Finding(ERROR, "crashed", text)
     name, meaning = _FATAL.get(report.exit_code - 128, (f"signal {report.exit_code - 128}", "a fatal one"))
     own = stack_text.without_launcher(report.crash)
     at = f"at {stack_text.place(own)}" if own else "in a thread that ran no Python code"

@@ -17,19 +17,15 @@ from torchobs.flight.format.layout import EXIT_SET, Exit
 if TYPE_CHECKING:
     from types import ModuleType
 
-TOLD = (signal.SIGHUP, signal.SIGQUIT)
-"""Sent by a person, or a terminal that was closed: told to end"""
-UNHANDLED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
-"""Of a scheduler that wanted something else, a timer or a limit: a failure. Not SIGPROF: profilers in C leave a process alone
-that has an action for it already"""
+SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
+"""Not SIGPROF: profilers in C leave a process alone that has an action for it already"""
 
 
 def mark(native: ModuleType | None, memory_map: object, offset: int) -> None:
     """Have these signals store their exit word at the map's offset, in bytes; again, it replaces the first."""
     if native is None or memory_map is None or os.getpid() == 1:
         return
-    reasons = dict.fromkeys(TOLD, Exit.TERMINATED) | dict.fromkeys(UNHANDLED, Exit.CRASHED)
-    words = {int(number): EXIT_SET | reason << 32 | 128 + number for number, reason in reasons.items()}
+    words = {int(number): EXIT_SET | Exit.TERMINATED << 32 | 128 + number for number in SIGNALS}
     native.mark_signals(memory_map, offset, words)
 
 

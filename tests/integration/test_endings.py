@@ -1,26 +1,34 @@
-"""A SIGTERM that somebody sent: the process ends by it as it always would, and the exporter knows why."""
+"""A rank that a signal ends: it ends as it would without torchobs, and the signal is named, and of a crash the place."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGABRT, SIGFPE, SIGKILL, SIGSEGV
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support import NEEDS_COMPILER, ROOT, clean_environment, wait_until
+from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.load import load_reports
 from torchobs.exporter.config import ExporterConfig
+from torchobs.flight.writer import exit_signals
 from torchobs.flight.writer.native import compiled
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchobs.ranks.snapshot import Rank
 
-COMPILED = pytest.mark.skipif(compiled() is None, reason=NEEDS_COMPILER)
+
+native = compiled()
+COMPILED = pytest.mark.skipif(native is None, reason=NEEDS_COMPILER)
 FROM_A_TERMINAL = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 """Where the tests themselves run under nohup"""
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
@@ -61,20 +69,6 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script:
     [
         (WAITS, signal.SIGTERM, -signal.SIGTERM, "failed", "terminated"),
         (WAITS, signal.SIGKILL, -signal.SIGKILL, "lost", "lost"),
-        (
-            f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n{WAITS}",
-            signal.SIGTERM,
-            143,
-            "failed",
-            "terminated",
-        ),
-        (
-            f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{WAITS}",
-            signal.SIGTERM,
-            3,
-            "failed",
-            "terminated",
-        ),
         # children are ended by the same signal, as multiprocessing ends its own, however young they are
         (
             f"{ENDS_CHILDREN}{WAITS}",
@@ -96,18 +90,10 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script:
             signal.SIGUSR1,
             -signal.SIGUSR1,
             "failed",
-            "crashed",
+            "terminated",
             marks=COMPILED,
         ),
-        pytest.param(WAITS, signal.SIGXCPU, -signal.SIGXCPU, "failed", "crashed", marks=COMPILED),
         (f"{ENDS_CHILDREN.replace('SIGTERM', 'SIGUSR2')}{WAITS}", signal.SIGKILL, -signal.SIGKILL, "lost", "lost"),
-        (
-            f"import signal, sys\nsignal.signal(signal.SIGHUP, lambda *_: sys.exit(0))\n{WAITS}",
-            signal.SIGHUP,
-            0,
-            "finished",
-            "finished",
-        ),
         (
             f"torchobs.shutdown()\n{WAITS}",
             signal.SIGUSR1,
@@ -117,9 +103,8 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script:
         ),
     ],
     ids=[
-        *("by default", "SIGKILL", "own handler", "own handler, own status", "only a child's", "the GIL is held"),
-        *("a closed terminal", "SIGUSR1 while the GIL is held", "out of processor time", "only a child's SIGUSR2"),
-        *("own handler of SIGHUP", "after the end"),
+        *("by default", "SIGKILL", "only a child's", "the GIL is held"),
+        *("a closed terminal", "SIGUSR1 while the GIL is held", "only a child's SIGUSR2", "after the end"),
     ],
 )
 def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of the table
@@ -239,3 +224,155 @@ for thread in threads: thread.join()
 print(len(blocked), sum(blocked))
 """
     assert run(flight_dir, script) == "200 0\n"
+
+
+def mark_signals() -> None:
+    """Mark the signals that end a process by their default."""
+    memory = ctypes.create_string_buffer(64)
+    assert native is not None
+    exit_signals.mark(native, native.Map(memory, ctypes.addressof(memory), 64), 8)
+
+
+def caught() -> int:
+    """Return the signals that have a handler, of Python's or not."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("SigCgt")).split()[1], 16)
+
+
+@COMPILED
+def test_handlers_come_and_go_without_python_s_knowledge() -> None:
+    """What others ask Python for is as it was, and a handler that somebody installed later stays."""
+    before, bit = caught(), 1 << signal.SIGUSR2 - 1
+    mark_signals()
+    try:
+        assert caught() & ~before & bit
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        exit_signals.unmark(native)
+        assert caught() == before | 1 << signal.SIGUSR1 - 1
+    finally:
+        exit_signals.unmark(native)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+@COMPILED
+def test_a_signal_with_a_handler_is_left_alone() -> None:
+    """Somebody handles or ignores it: it will not end the process."""
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        mark_signals()
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        exit_signals.unmark(native)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+@COMPILED
+def test_a_child_of_fork_has_the_defaults() -> None:
+    """What ends it is nobody's exit but its own."""
+    before = caught()
+    mark_signals()
+    try:
+        child = os.fork()
+        if not child:
+            os._exit(int(caught() != before))
+        assert os.waitpid(child, 0)[1] == 0
+        assert caught() != before
+    finally:
+        exit_signals.unmark(native)
+
+
+SCRIPT = """
+import ctypes, faulthandler, os, signal, sys, threading, time
+import torchobs
+class Crash:
+    def read(self):
+        ctypes.string_at(0)
+crash = Crash().read
+def native():
+    # a thread of its own that knows nothing of Python
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+    signal.pause()
+"""
+READ = "in read (SIGSEGV, a segmentation fault), before its first step was complete."
+
+
+def crash_in(flight_dir: Path, body: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the script: a process of its own, for the fork server's have handlers of their own."""
+    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), **(more or {})}
+    return subprocess.run(
+        [sys.executable, "-c", f"{SCRIPT}\n{body}\n"], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def said(flight_dir: Path) -> list[str]:
+    """What is said of the one rank."""
+    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    return [finding.text for finding in diagnose(report)]
+
+
+@pytest.mark.parametrize(
+    ("body", "number", "told"),
+    [
+        ("torchobs.init(); crash()", SIGSEGV, READ),
+        ("torchobs.init(); thread = threading.Thread(target=crash); thread.start(); thread.join()", SIGSEGV, READ),
+        ("torchobs.init(); os.kill(os.getpid(), signal.SIGFPE)", SIGFPE, "(SIGFPE, an arithmetic error"),
+        ("torchobs.init(); native()", SIGABRT, "crashed in a thread that ran no Python code (SIGABRT, "),
+        ("torchobs.init(); torchobs.shutdown(); torchobs.init(); crash()", SIGSEGV, READ),
+    ],
+    ids=["main thread", "another thread", "sent", "native thread", "second session"],
+)
+def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: int, told: str) -> None:
+    """By `inspect` and by the exporter; the script's own output and its status stay as they are."""
+    plain, done = (
+        crash_in(flight_dir, body.replace("torchobs.init()", "0").replace("torchobs.shutdown()", "0")),
+        crash_in(flight_dir, body),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-number, plain.stdout, plain.stderr)
+    for path in sorted(flight_dir.glob("*.flight"), key=lambda one: one.stat().st_mtime_ns)[:-1]:
+        path.unlink()  # the first session
+    assert told in said(flight_dir)[0]
+    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)))
+    try:
+        (rank,) = wait_until(lambda: [rank for rank in scanner.scan().ranks if not rank.up])
+        assert (rank.state, rank.reason) == ("failed", "crashed")
+    finally:
+        scanner.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("torchobs.init(); os.kill(os.getpid(), signal.SIGKILL)", SIGKILL),
+        ("faulthandler.enable(); torchobs.init(); crash()", SIGSEGV),
+        ("torchobs.init(); faulthandler.enable(); crash()", SIGSEGV),
+        ("torchobs.init(); faulthandler.disable(); crash()", SIGSEGV),
+    ],
+    ids=["no mark of SIGKILL", "the user's before", "the user's later", "switched off"],
+)
+def test_faulthandler_is_the_user_s(flight_dir: Path, body: str, number: int) -> None:
+    """What it writes goes where it would go, and the rank is gone without a word."""
+    done = crash_in(flight_dir, body)
+    assert done.returncode == -number
+    assert ("Segmentation fault" in done.stderr) is ("enable()" in body)
+    assert "vanished without a word" in said(flight_dir)[0]
+
+
+def test_handlers_of_others_are_left_alone(flight_dir: Path) -> None:
+    """A virtual machine in the process lives on SIGSEGV; with one signal taken none is."""
+    look = "print(faulthandler.is_enabled())"
+    done = crash_in(flight_dir, f"signal.signal(signal.SIGBUS, print); torchobs.init(); {look}")
+    assert (done.stdout, done.returncode) == ("False\n", 0)
+    done = crash_in(flight_dir, f"torchobs.init(); {look}; torchobs.shutdown(); {look}")
+    assert (done.stdout.split(), done.returncode) == (["True", "False"], 0)
+
+
+def test_children_and_what_comes_after_the_session_leave_no_mark(flight_dir: Path) -> None:
+    """A worker that crashes, and an interpreter that crashes at its very end, are not the rank."""
+    body = "torchobs.init()\nif not os.fork(): crash()\nassert os.wait()[1] == signal.SIGSEGV\ntorchobs.shutdown()\ncrash()"
+    assert crash_in(flight_dir, body).returncode == -SIGSEGV
+    assert "finished in order" in said(flight_dir)[0]
+    assert [path.stat().st_size for path in flight_dir.glob("*.lock")] == [0]
