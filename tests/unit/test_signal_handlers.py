@@ -1,18 +1,20 @@
-"""Frames of signal handlers, and what is retried if one raises."""
+"""Frames of signal handlers, and what a handler raises that breaks into our code: it is the user's."""
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchobs.support import signal_handlers
+from torchobs.support import error_guard, signal_handlers
 from torchobs.support.error_guard import CircuitBreaker, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -81,3 +83,85 @@ def test_what_is_interrupted_is_done_again_and_the_interrupt_comes_out(kind: typ
     with pytest.raises(kind):
         settle(CircuitBreaker("shutdown"), work)
     assert len(calls) == 3
+
+
+class TimeIsUpError(Exception):
+    """What the user's time limit raises."""
+
+
+def limit(signum: int, frame: object) -> None:
+    """The user's handler."""
+    raise TimeIsUpError(signum, frame is not None)
+
+
+class Limits:
+    """Other things that may be a handler."""
+
+    def method(self, signum: int, frame: object) -> None:
+        """A bound method."""
+        limit(signum, frame)
+
+    def __call__(self, signum: int, frame: object) -> None:
+        """An object."""
+        limit(signum, frame)
+
+
+HANDLERS = (limit, Limits().method, Limits(), functools.partial(limit))
+
+
+@pytest.fixture(params=HANDLERS, ids=["function", "method", "object", "partial"])
+def handled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """SIGUSR1 is handled so."""
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupted() -> None:
+    """Code of ours into which the signal breaks."""
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def wrong() -> None:
+    """Code of ours with a mistake."""
+    raise TimeIsUpError
+
+
+@pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize(
+    "use", [lambda breaker: breaker.guard(interrupted)(), lambda breaker: error_guard.call(breaker, interrupted)]
+)
+def test_what_a_handler_raises_in_our_code_passes(use: Callable[[error_guard.CircuitBreaker], None]) -> None:
+    """The user's time limit works wherever it strikes, and no probe is switched off for it."""
+    breaker = error_guard.CircuitBreaker("probe")
+    with pytest.raises(TimeIsUpError):
+        use(breaker)
+    assert (breaker.is_open, breaker.failures) == (False, [])
+
+
+@pytest.mark.usefixtures("handled")
+def test_the_same_exception_of_our_own_goes_no_further() -> None:
+    """It is not the class that decides."""
+    breaker = error_guard.CircuitBreaker("probe")
+    error_guard.call(breaker, wrong)
+    assert breaker.is_open
+    assert [failure.exception for failure in breaker.failures] == ["TimeIsUpError"]
+
+
+def test_the_end_is_written_though_workers_die_meanwhile() -> None:
+    """Each one's signal breaks in; the work is begun anew until it is done."""
+    left = [3]
+    done = []
+
+    def work() -> None:
+        if left[0]:
+            left[0] -= 1
+            signal.raise_signal(signal.SIGUSR1)
+        done.append(True)
+
+    before = signal.signal(signal.SIGUSR1, limit)
+    try:
+        error_guard.settle(error_guard.CircuitBreaker("exits"), work)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done == [True]
