@@ -6,47 +6,24 @@ import contextlib
 import errno
 import os
 import shutil
-import struct
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.exporters import Client, Service, start_program
+from tests.exporters import Client, Service
 from tests.rank_files import Clock, File, live_rank, train
 from tests.scanners import scanner_of, states
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.catalog import Kind
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files import lock
-from torchobs.flight.files.create import file_name
-from torchobs.flight.format.layout import (
-    BLOCK_WORDS,
-    HEADER_SIZE,
-    MAX_READ_SIZE,
-    RECORD_SIZE,
-    SLOT_HEADER,
-    SLOT_SIZE,
-    Extent,
-    Region,
-    encode_header,
-    words_crc,
-)
-from torchobs.flight.format.series import Scope, Series, ValueType, encode
 from torchobs.flight.reader import reader
-from torchobs.identity.process import boot_id
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot
 
 NOBODY = 65534
-ROOM = 8 << 20
-"""Bytes that an exporter with little memory has left: half of what the file is."""
 
 
 @pytest.fixture
@@ -220,67 +197,3 @@ def test_a_directory_that_is_shut_for_a_while(flight_dir: Path, file: File, cloc
         assert (sorted(states(again)), len(again.problems)) == (["0", "1"], 0)
         scanner.close()
     os.close(writing)
-
-
-def forged(flight_dir: Path, series: int) -> Path:
-    """A file of 16 MiB, sound to the last CRC, with that many gauges."""
-    blocks, records = -(-series // BLOCK_WORDS) + 1, 1024
-    sizes = {
-        Region.LIVE: 256,
-        Region.BLOCKS: blocks * 2 * SLOT_SIZE,
-        Region.STEPS: records * RECORD_SIZE,
-        Region.EVENTS: 1 << 16,
-    }
-    sizes[Region.SERIES] = MAX_READ_SIZE - HEADER_SIZE - sum(sizes.values())
-    items = {Region.LIVE: 8, Region.SERIES: 1, Region.BLOCKS: 2 * SLOT_SIZE, Region.STEPS: RECORD_SIZE, Region.EVENTS: 64}
-    regions, offset = {}, HEADER_SIZE
-    for region, length in sizes.items():
-        regions[region] = Extent(offset, length, items[region])
-        offset += length
-    born = replace(File(flight_dir, rank=1, seed=9).header, monotonic_ns=time.monotonic_ns(), wall_ns=time.time_ns())
-    header = replace(born, boot_id=boot_id(), file_size=MAX_READ_SIZE, regions=regions)
-    raw = bytearray(MAX_READ_SIZE)
-    raw[:HEADER_SIZE] = encode_header(header)
-    entries = (
-        Series(f"g{n}", Kind.GAUGE, "", "", (), (), ValueType.FLOAT, 1 + n // BLOCK_WORDS, n % BLOCK_WORDS, Scope("x"))
-        for n in range(series)
-    )
-    table = b"".join(encode(one, header.seed) for one in entries)
-    raw[regions[Region.SERIES].offset : regions[Region.SERIES].offset + len(table)] = table
-    words = struct.pack("<512d", *[1.0] * BLOCK_WORDS)
-    slot = SLOT_HEADER.pack(2, len(words), words_crc(2, words, header.seed)) + words
-    for block in range(1, blocks):
-        at = regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
-        raw[at : at + len(slot)] = slot
-    path = flight_dir / file_name(header)
-    path.write_bytes(raw)
-    return path
-
-
-def test_a_file_that_asks_for_more_memory_than_there_is(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
-) -> None:
-    """It is bad; every scrape is answered, and the sound rank is on each page."""
-    writer = live_rank(flight_dir)
-    train(writer, [1, 2, 3])
-    program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
-    assert program.value("torchobs_steps_total", rank="0") == 3
-    process = psutil.Process(program.process.pid)
-    data = int(
-        next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "VmData" in line).split()[1]
-    )
-    process.rlimit(psutil.RLIMIT_DATA, ((data << 10) + ROOM, -1))
-    hostile = forged(flight_dir, 20_000)
-    seen = [0.0]
-    for step in range(4, 10):
-        train(writer, [step])
-        seen.append(program.value("torchobs_steps_total", rank="0") or 0)
-        time.sleep(0.3)
-    assert seen == sorted(seen)
-    assert program.value("torchobs_exporter_files", status="bad") == 1
-    wait_until(lambda: program.value("torchobs_steps_total", rank="0") == 9)
-    hostile.unlink()
-    train(writer, [10])
-    wait_until(lambda: program.value("torchobs_steps_total", rank="0") == 10)
-    assert "Traceback" not in program.log
-    writer.close()

@@ -13,7 +13,6 @@ from tests.api import Caller
 from tests.cgroups import inside, memory_cgroup
 from tests.exporters import EXPORTER, Program
 from tests.faults.hostile_clients import HEAD, crowd
-from tests.faults.test_exporter_directory import forged
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, wait_until
 from torchobs.catalog import Kind, Metric
@@ -25,7 +24,7 @@ from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
 from torchobs.ranks import memory_budget
 from torchobs.ranks import scanner as rank_scanner
-from torchobs.ranks.memory_budget import MOST, PUSH, PUSHED_SERIES, RANK, RESERVED, derived
+from torchobs.ranks.memory_budget import MOST, PUSH, PUSHED_SERIES, RESERVED, derived
 
 if TYPE_CHECKING:
     import subprocess
@@ -66,9 +65,8 @@ def cgroup() -> Iterator[Path]:
 def test_a_small_container_is_enough_for_any_ranks(
     cgroup: Path, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    """19,000 series with long labels, a forged file of 16 MiB, 4,000 that are none, a crowd, and bodies without end."""
+    """19,000 series with long labels, 4,000 files that are none, a crowd, and bodies without end."""
     writers = [rank_with_many_series(flight_dir, rank) for rank in range(RANKS)]
-    forged(flight_dir, 20_000)
     for number in range(4_000):
         os.close(os.open(flight_dir / f"r9-{number:032x}.flight", os.O_CREAT | os.O_WRONLY))
     port, log = free_port(), tmp_path / "log"
@@ -89,7 +87,6 @@ def test_a_small_container_is_enough_for_any_ranks(
                 wait_until(partial(shows, program, accept, newest), timeout_s=60)
     assert sum(program.value("torchobs_rank_up", rank=str(rank)) or 0 for rank in range(RANKS)) == RANKS
     assert (program.value("torchobs_exporter_series_dropped_total", reason="total_limit") or 0) > 0
-    assert (program.value("torchobs_exporter_read_errors_total", reason="memory") or 0) > 0
     assert process.poll() is None
     for writer in writers:
         writer.close()
@@ -97,32 +94,24 @@ def test_a_small_container_is_enough_for_any_ranks(
 
 @pytest.fixture
 def files(flight_dir: Path) -> list[File]:
-    """Three ranks, of which the second has many series."""
-    made = [File(flight_dir, seed=1 + rank, rank=rank) for rank in range(3)]
-    metric = Metric("requests", Kind.GAUGE, "", "Requests by path.")
-    for number in range(500):
-        made[1].set(metric, number, Scope("application"), path=str(number))
-    return [file.save() for file in made]
+    """Three ranks."""
+    return [File(flight_dir, seed=1 + rank, rank=rank).save() for rank in range(3)]
 
 
-def test_the_file_with_the_most_series_is_left_out(flight_dir: Path, files: list[File]) -> None:
-    """Whenever it comes; it is served as soon as there is memory for it."""
-    opened = [reader.open_path(str(file.path)) for file in files]
-    for one in opened:
-        one.read()
-        one.close()
-    assert opened[1].size == opened[0].size + 500
-    clock, most = Clock(0.1), sum(RANK + one.size for one in opened) - 1
-    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, most)
+def test_beyond_the_limit_no_further_file_is_read(flight_dir: Path, files: list[File]) -> None:
+    """It is counted as bad for want of memory, and served once there is room."""
+    clock, one = Clock(0.1), reader.open_path(str(files[0].path))
+    one.read()
+    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, series_limit=one.size)
+    one.close()
     snapshot = scanner.scan()
-    assert ([rank.rank for rank in snapshot.ranks], snapshot.errors["memory"]) == (["0", "2"], 1)
+    (served,) = (rank.rank for rank in snapshot.ranks)
+    assert (snapshot.errors["memory"], snapshot.files["bad"]) == (2, 2)
+    assert [rank.rank for rank in scanner.scan().ranks] == [served]
+    files[int(served)].path.unlink()
     clock.seconds = 6.0
-    assert scanner.scan().errors["memory"] == 1, "it is not read again for nothing"
-    files[0].path.unlink()
-    clock.seconds = 12.0
-    scanner.scan()
-    clock.seconds = 18.0
-    assert [rank.rank for rank in scanner.scan().ranks] == ["1", "2"]
+    (now,) = (rank.rank for rank in scanner.scan().ranks)
+    assert now != served
     scanner.close()
 
 

@@ -1,5 +1,6 @@
 """A reader that is stopped between its reads, and files that shrink under it."""
 
+import contextlib
 import mmap
 import os
 import random
@@ -173,3 +174,37 @@ def test_a_file_that_grew_is_not_the_one_its_header_describes(image: flights.Ima
     os.ftruncate(image.fd, image.header.file_size + 4096)
     with pytest.raises(BadFlightFileError, match="size"):
         image.open()
+
+
+def damage(chance: random.Random, whole: bytes) -> bytes:
+    """The file with up to four places changed: bytes by chance, zeros, or what lies elsewhere in it."""
+    raw = bytearray(whole)
+    for _ in range(chance.randint(1, 4)):
+        length = chance.choice([1, 8, 64, 512, 4096])
+        at, other = chance.randrange(len(raw) - length), chance.randrange(len(raw) - length)
+        raw[at : at + length] = chance.choice([chance.randbytes(length), bytes(length), whole[other : other + length]])
+    return bytes(raw)
+
+
+@pytest.mark.long
+def test_a_thousand_damaged_files_are_bad_or_served(image: flights.Image, share_of: Callable[[int], int]) -> None:
+    """Torn by a crash or a disk: no other exception, no counter beyond what was written, none back for who follows."""
+    chance = random.Random(5)
+    Training(image).run(40)
+    whole = image.read(0, image.header.file_size)
+    follower = image.open()
+    follower.read()
+    opened = 0
+    for _ in range(share_of(1000)):
+        image.store(0, damage(chance, whole))
+        assert flights.value(follower.read(), catalog.STEPS) == 40
+        with contextlib.suppress(BadFlightFileError):
+            file = image.open()
+            opened += 1
+            _read_or_bad(file)
+            assert len(file.steps(5)) <= 5
+            for _, fields in file.events():
+                str(fields).encode()
+            file.close()
+    assert opened
+    follower.close()

@@ -471,13 +471,6 @@ def copy(path: Path) -> None:
     path.write_bytes(File(path.parent).buffer)
 
 
-def link(path: Path) -> None:
-    """A sound file that has two names."""
-    file = File(path.parent).save()
-    os.link(file.path, path)
-    file.path.rename(path.with_suffix(".hidden"))
-
-
 def symlink(path: Path) -> None:
     """A way out of the directory."""
     path.symlink_to("/etc/hostname")
@@ -507,8 +500,7 @@ def too_big(path: Path) -> None:
         (Path.mkdir, "kind"),
         (symlink, "kind"),
         (fifo, "kind"),
-        (link, "kind"),
-        (too_big, "kind"),
+        (too_big, "header"),
     ],
 )
 def test_what_is_no_flight_file_is_counted_and_hurts_nobody(

@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.detect.spikes import CALM
 from torchobs.detect.vanishing import LASTING
 from torchobs.flight.format.layout import RECORD_SIZE
-from torchobs.flight.format.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold
 from torchobs.flight.metrics.totals import WORDS, Anomaly, Totals, Word, core_series
 
@@ -152,15 +152,6 @@ def test_a_plain_step_s_times_are_those_between_its_boundaries(*, loader: bool) 
     forward = 0.05 if loader else 0.1
     assert made.phase_s == pytest.approx((0.05 * loader, forward, 0.05, 0.05, 0.05, 0, 0, 0))
     assert sum(made.phase_s) == pytest.approx(made.duration_s)
-
-
-def test_a_plain_step_whose_boundaries_are_not_in_order_is_no_record() -> None:
-    """Nobody's clock runs backwards; times that are negative would make a counter step back."""
-    writer, memory = flights.recorded()
-    stamps = [at << 4 | code for at, code in zip((900, 800, 950), PLAIN_CODES[2:], strict=True)]
-    assert writer.append_plain(stamps, 1, 1000, 100, 0, 0, 0.0, 0.0, 0.0, 0, 0, 1.0)
-    raw = next(raw for _, raw in reversed(memory.stores) if len(raw) == RECORD_SIZE)
-    assert unpack(raw, writer.header.seed) is None
 
 
 def test_a_value_that_no_field_holds_is_refused() -> None:

@@ -28,7 +28,7 @@ from torchobs.flight.files import artifacts, crash
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.files.location import in_memory, opened
-from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
+from torchobs.flight.format.layout import HEADER_SIZE, Header, Region, decode_header
 from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
@@ -143,7 +143,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     """Read one flight file alone.
 
     A copy, a truncated file or one behind a link is read as far as possible, and ``problems`` lists what is missing.
-    Raises ``OSError`` or :class:`BadFlightFileError` when nothing is readable.
+    Raises ``OSError`` or ``layout.BadFlightFileError`` when nothing is readable.
     """
     now = system_clock()
     with opened(path.parent, link=True) as fd:
@@ -169,16 +169,15 @@ def reason(problem: BaseException) -> str:
 def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
     """Read a private copy, padded with zeros to the size in its header."""
     with path.open("rb") as given:
-        raw = given.read(MAX_READ_SIZE + 1)
-    if len(raw) > MAX_READ_SIZE:
-        raise BadFlightFileError("larger than any flight file")
-    header = decode_header(raw[:HEADER_SIZE], min(int.from_bytes(raw[_SIZE_AT], "little"), MAX_READ_SIZE))
+        raw, there = given.read(HEADER_SIZE), os.fstat(given.fileno()).st_size
+        header = decode_header(raw, int.from_bytes(raw[_SIZE_AT], "little"))
+        raw += given.read(header.file_size - HEADER_SIZE)
     problems = []
-    if cut := len(raw) != header.file_size:
-        problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
+    if cut := there != header.file_size:
+        problems.append(f"{there:,} of {header.file_size:,} bytes are there")
     if path.is_symlink() or path.name != file_name(header) or not path.with_name(lock_name(path.name)).exists():
         problems.append("a copy: whether its process still runs cannot be seen from it")
-    with closing(FlightFile(_copy(raw[: header.file_size].ljust(header.file_size, b"\0")), header)) as file:
+    with closing(FlightFile(_copy(raw.ljust(header.file_size, b"\0")), header)) as file:
         tracked = RankFile(file, path.name, now, None)
         # a copy has no lock: it counts as dead, however recent its heartbeat
         tracked.same_boot = False

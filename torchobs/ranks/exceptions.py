@@ -17,7 +17,7 @@ _BARE = re.compile(r"\A(?:builtins|__main__)\.")
 """Modules that Python's own tracebacks leave out"""
 _MAX_MESSAGE = 100
 _MAX_TEXT = 256
-"""Characters of a class' name, and of a place: a flight file may be forged, and a label of any length be refused"""
+"""Characters of a class' name, and of a place"""
 
 
 def newest(payloads: Sequence[bytes]) -> Mapping[str, str]:

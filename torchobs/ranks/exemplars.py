@@ -7,11 +7,10 @@ those of the other ranks are, too. Like its bucket, an exemplar stays after the 
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import OrderedDict
-from sys import float_info
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format import span_ids
@@ -27,11 +26,9 @@ _HISTOGRAMS = {"duration_s": catalog.STEP_DURATION, "grad_norm": catalog.GRAD_NO
 """Histogram by the span attribute that holds the step's observation."""
 _BY_NAME = {metric.name: metric for metric in _HISTOGRAMS.values()}
 _MARKS = (f'"{catalog.SPAN_STEP.name}"'.encode(), b'"late"')
-_TRACE_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
 _SAMPLED = 1
 _RECENT = 128
 """Most step spans kept for a late value (``runtime.step_spans`` keeps as many)."""
-_MOST = 1 << 63
 
 
 class Exemplar(NamedTuple):
@@ -69,7 +66,6 @@ class Exemplars:
     def __init__(self, header: Header) -> None:
         self.shown = NONE
         self._ids = span_ids.SpanIds(header)
-        self._valid = _TRACE_ID.fullmatch(self._ids.run.trace) is not None
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def add(self, payloads: Sequence[bytes]) -> None:
@@ -87,20 +83,20 @@ class Exemplars:
         kind = fields.get("k")
         values = self._step(fields) if kind == "span" else fields if kind == "late" else {}
         step = values.get("step")
-        if not _is_whole(step) or step not in self._ends:
+        if step is None or step not in self._ends:
             return []
         amounts = ((metric, values.get(key)) for key, metric in _HISTOGRAMS.items())
-        return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in amounts if _is_amount(value)]
+        numbers = ((metric, value) for metric, value in amounts if isinstance(value, (int, float)) and isfinite(value))
+        return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in numbers]
 
     def _step(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the attributes of a step's span, and record its end; none for another span or a forged one."""
-        values, end_ns, flags = fields.get("attrs"), fields.get("t1"), fields.get("flags")
-        if not isinstance(values, dict) or not _is_whole(end_ns) or not isinstance(flags, int) or not flags & _SAMPLED:
-            return {}
+        """Return the attributes of a step's span, and record its end; none for another span, or one that is not sampled."""
+        values: Mapping[str, Any] = fields.get("attrs") or {}
         step = values.get("step")
-        if not self._valid or not _is_whole(step) or (fields.get("trace_id"), fields.get("span_id")) != self._ids.step(step):
+        is_sampled = bool(fields.get("flags", 0) & _SAMPLED)
+        if step is None or not is_sampled or (fields.get("trace_id"), fields.get("span_id")) != self._ids.step(step):
             return {}
-        self._ends[step] = end_ns
+        self._ends[step] = fields["t1"]
         if len(self._ends) > _RECENT:
             self._ends.popitem(last=False)
         return values
@@ -117,11 +113,3 @@ def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
     metric = _BY_NAME.get(series.name)
     ours = metric is not None and series.block == 0 and series.scope is None and series.bounds == metric.bounds
     return shown.get(series.name, {}) if ours else {}
-
-
-def _is_amount(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= float_info.max
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
 
 RESERVED = 48 << 20
-"""Bytes for everything else: 37 MiB idle, reading a file of 16 MiB, API, live page, many connections."""
+"""Bytes for everything else: 37 MiB idle, API, live page, many connections."""
 
 PUSH = 16 << 20
 """Additional bytes for OTLP push: its queue and libraries."""
@@ -35,13 +35,6 @@ PUSHED_SERIES = 3_650
 
 FILES = 1.5
 """Series allowed in the files per series on the page: the page drops single series, the files only whole ranks."""
-
-RANK = 50
-"""Number of series that a rank without any counts for: 27 KiB for its file, 92 KiB for the exporter's metrics on it."""
-
-TABLE, LEAST_TABLE = 180, 512 << 10
-"""Largest series table of one file, which is read at once: bytes per series allowed in all files, and the least limit.
-torchobs writes at most 450 KiB."""
 
 MOST = 1_000_000
 

@@ -23,7 +23,6 @@ from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import exceptions, exemplars, labels, state
 from torchobs.ranks.incarnations import NOW_NS, RankCandidate
-from torchobs.ranks.memory_budget import RANK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ READ_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
     struct.error,
 )
-"""Exceptions that reading untrusted bytes can raise; the file is then bad, and the exporter continues."""
+"""Exceptions that reading a file can raise; the file is then bad, and the exporter continues with the others."""
 
 _PASSING = frozenset(
     {
@@ -127,11 +126,6 @@ class RankFile:
     def exemplars(self) -> exemplars.Shown:
         """Exemplars of its histograms."""
         return self._exemplars.shown
-
-    @property
-    def size(self) -> int:
-        """Number of series that it counts for in the memory budget (``memory_budget``)."""
-        return RANK + self.file.size
 
     @property
     def up(self) -> bool:
@@ -324,16 +318,10 @@ def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> Look:
     return Look(candidate, is_held, age_s)
 
 
-def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
-    """Open and read a flight file. Raises one of :data:`READ_ERRORS`; then nothing is left open.
-
-    ``most``: limit on the series table in bytes, which is read at once.
-    """
+def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> RankFile:
+    """Open and read a flight file. Raises one of :data:`READ_ERRORS`; then nothing is left open."""
     file = reader.open_file(directory_fd, name, owner)
     try:
-        if (size := file.header.regions[Region.SERIES].length) > most:
-            msg = f"no memory to read its {size >> 10} KiB of names"
-            raise MemoryError(msg)
         _check_name(file, name)
         return RankFile(file, name, now, owner)
     except READ_ERRORS:

@@ -1,7 +1,7 @@
 """Scanner: reads every flight file in the directory into one snapshot.
 
-Files that appear, grow, vanish, are replaced, of another version, half-written, hostile or garbage are served or counted as
-bad; a scan never fails. Not thread-safe: one thread scans (``exporter.snapshot_cache``); any thread may use a snapshot.
+Files that appear, grow, vanish, are replaced, of another version, half-written or garbage are served or counted as bad; a scan
+never fails. Not thread-safe: one thread scans (``exporter.snapshot_cache``); any thread may use a snapshot.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries
-from torchobs.flight.format.layout import MAX_READ_SIZE
 from torchobs.flight.reader.reader import MAX_FILES
 from torchobs.identity.process import boot_id
-from torchobs.ranks import memory_budget, rank_file
+from torchobs.ranks import rank_file
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 OPENING_S = 1.0
 """Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""
 _RETRY_NS = 5_000_000_000
-_RETRIES_PER_SCAN = 64
 _CLAIMS_NS = 60_000_000_000
 _log = logging.getLogger(__name__)
 
@@ -56,17 +54,13 @@ class Scanner:
     """Follows one flight directory."""
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, series_limit: float = inf) -> None:
-        """``series_limit``: limit on the series of all open files together; a rank itself counts ``memory_budget.RANK``."""
+        """``series_limit``: once the open files have so many series together, no further one is opened."""
         self._config, self._clock, self._series_limit = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
         self._past: dict[str, RankCandidate] = {}
         """files that are served no more, of dead ranks: they stay candidates, so that no older incarnation is served instead"""
         self._bad: dict[str, int] = {}
-        self._too_large: dict[str, int] = {}
-        """bad files with too many series, and their numbers of series"""
-        self._size = 0
-        """number of series in the open files"""
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = self._left_out = 0
@@ -84,7 +78,6 @@ class Scanner:
             self._open_new(names, now)
         for tracked in self._tracked.values():
             self._observe(tracked, now)
-        self._leave_out(now)
         ranks, left, files = self._select(now)
         standings, runs = self._comparator.of(ranks, now.monotonic_ns)
         return Snapshot(
@@ -133,7 +126,6 @@ class Scanner:
             del self._past[name]
         for name in self._bad.keys() - set(names):
             del self._bad[name]
-            self._too_large.pop(name, None)
 
     def _open_new(self, names: list[str], now: Now) -> None:
         for name, tracked in list(self._tracked.items()):
@@ -144,7 +136,8 @@ class Scanner:
                     self._tracked.pop(name).release()  # reopened below and then served or counted as bad
         until_s = time.thread_time() + OPENING_S
         new = (name for name in names if not (name in self._tracked or name in self._past or name in self._bad))
-        for name in chain(self._living_first(new, now, until_s), self._due(now)[:_RETRIES_PER_SCAN]):
+        due = [name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns]
+        for name in chain(self._living_first(new, now, until_s), due):
             self._open(name, now)
             if time.thread_time() > until_s:
                 break
@@ -177,24 +170,16 @@ class Scanner:
             )
         self._left_out = left_out
 
-    def _due(self, now: Now) -> list[str]:
-        """Return the bad files to retry; of those that were too large the ones that fit into memory now."""
-        left = self._series_limit - self._size
-        due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
-        return [name for name in due if self._too_large.get(name, 0) <= left]
-
     def _open(self, name: str, now: Now) -> None:
         directory = self._directory
         try:
-            most_bytes = max(self._series_limit * memory_budget.TABLE, memory_budget.LEAST_TABLE)
-            tracked = open_tracked(directory.fd, name, directory.owner, now, most_bytes)
+            if (series := sum(tracked.file.size for tracked in self._tracked.values())) >= self._series_limit:
+                msg = f"no memory for more than the {series} series of the files that are open"
+                raise MemoryError(msg)
+            tracked = open_tracked(directory.fd, name, directory.owner, now)
             self._opened += 1
             self._tracked[name], tracked.opened = tracked, self._opened
             self._bad.pop(name, None)
-            self._too_large.pop(name, None)
-            self._size += tracked.size
-            if self._size > self._series_limit:
-                self._leave_out(now)
         except READ_ERRORS as problem:
             self._refuse(name, problem, now)
 
@@ -206,19 +191,6 @@ class Scanner:
         self._bad[name] = now.monotonic_ns + _RETRY_NS
         self._errors[_reason(problem, self._directory.fd, name, self._directory.owner)] += 1
         _log.warning("flight file not served: %s: %s", name, _text(problem))
-
-    def _leave_out(self, now: Now) -> None:
-        """Close the files with the most series, the newest first, until the rest fits."""
-        sizes = {name: (tracked.size, tracked.opened) for name, tracked in self._tracked.items()}
-        self._size = sum(size for size, _ in sizes.values())
-        while self._size > self._series_limit:
-            name = max(sizes, key=sizes.__getitem__)
-            size, _ = sizes.pop(name)
-            self._size -= size
-            self._tracked.pop(name).release()
-            self._bad[name], self._too_large[name] = now.monotonic_ns + _RETRY_NS, size
-            self._errors["memory"] += 1
-            _log.warning("flight file not served: %s: no memory for its %d series", name, size)
 
     def _observe(self, tracked: RankFile, now: Now) -> None:
         try:
@@ -306,7 +278,7 @@ def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | N
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
         return "io"
-    if not entries.is_plain(status, owner) or status.st_size > MAX_READ_SIZE:
+    if not entries.is_plain(status, owner):
         return "kind"
     return _kind(problem)
 

@@ -1,8 +1,7 @@
-"""Create, take over and remove listening Unix sockets; their file appears with the right mode from the start.
+"""Create and remove listening Unix sockets; their file appears with the right mode from the start.
 
-A starting exporter takes over a path only if nobody listens there any more, and a stopping one removes only its own file,
-before it stops listening. So an exporter and its successor (the next one of a node, a restarted sidecar) never remove each
-other's file, in whatever order they run. The later of two that start together retries, and succeeds then.
+A socket's file that nobody listens behind, as a killed exporter leaves it, is replaced. A stopping exporter removes only its
+own file, before it stops listening, so that it never removes that of its successor.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ class UnixSocket(socket.socket):
             os.chmod(temporary, MODE, dir_fd=directory_fd)
             self.listen(_BACKLOG)
             self._path, self._inode = path, _identity(os.stat(temporary, dir_fd=directory_fd, follow_symlinks=False))
-            _take(temporary, path, directory_fd)
+            _require_free(path)
+            os.rename(temporary, path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory_fd)
@@ -107,48 +107,19 @@ def connect(path: Path) -> socket.socket:
     return connected
 
 
-def _take(temporary: str, path: Path, directory_fd: int) -> None:
-    """Give a listening socket its path. By a hard link: a rename would replace a file created there meanwhile."""
-    with contextlib.suppress(FileExistsError):
-        _link(temporary, path.name, directory_fd)
-        return
-    stale = _require_stale(path, directory_fd)
-    with contextlib.suppress(FileNotFoundError):
-        if _identity(os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False)) == stale:
-            os.unlink(path.name, dir_fd=directory_fd)
+def _require_free(path: Path) -> None:
+    """Raise ``OSError`` if something listens at ``path``, or if there is something that is no socket."""
     try:
-        _link(temporary, path.name, directory_fd)
-    except FileExistsError:
-        raise _in_use() from None  # another exporter was faster
-
-
-def _link(temporary: str, name: str, directory_fd: int) -> None:
-    os.link(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
-
-
-def _require_stale(path: Path, directory_fd: int) -> tuple[int, int]:
-    """Return the identity of the stale socket at ``path``. Raises ``OSError`` if it has a listener, or is no socket."""
-    try:
-        status = os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return 0, 0  # gone since
-    if not stat.S_ISSOCK(status.st_mode):
-        raise FileExistsError(errno.EEXIST, "there is something that is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)  # noqa: FBT003  # a stopped process with a full backlog gives EAGAIN instead of blocking
-        try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "there is something that is no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.setblocking(False)  # noqa: FBT003  # a stopped process with a full backlog gives EAGAIN instead of blocking
             _connect(asking, path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return _identity(status)  # nobody listens: left by a killed exporter
-        except PermissionError:
-            raise
-        except OSError as problem:
-            raise _in_use() from problem
-    raise _in_use()
-
-
-def _in_use() -> OSError:
-    return OSError(errno.EADDRINUSE, "another process listens there")
+    except BlockingIOError:
+        pass
+    except (ConnectionRefusedError, FileNotFoundError):
+        return  # nobody listens: left by a killed exporter
+    raise OSError(errno.EADDRINUSE, "another process listens there")
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from torchobs.support.descriptors import Descriptor
@@ -16,19 +15,17 @@ from torchobs.support.descriptors import Descriptor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_NAMES = 200_000
-"""Most names of a directory that are read."""
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags for reading a file that another process wrote."""
 
 
 def names(directory_fd: int) -> Iterator[str]:
-    """Yield the names in the directory, at most 200,000. Raises ``OSError``."""
+    """Yield the names in the directory. Raises ``OSError``."""
     # a descriptor of its own: concurrent scrapes would share the read position of one
     directory = Descriptor("", ".", os.O_RDONLY | os.O_DIRECTORY, directory=directory_fd)
     try:
         with os.scandir(directory.number()) as found:
-            for entry in islice(found, MAX_NAMES):
+            for entry in found:
                 yield entry.name
     finally:
         directory.close()

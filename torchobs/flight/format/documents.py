@@ -17,7 +17,6 @@ from math import isfinite, nan
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight.format.event_ring import fields_of
 from torchobs.flight.format.layout import SLOT_HEADER, Extent, words_crc
 from torchobs.support.after_fork import renew_in_child
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.storage import Storage
 
 _HEAD = struct.Struct("<I")
-_MOST_NAMES = 256
-_FAR_S = 1e11
 
 
 class Document:
@@ -66,7 +63,7 @@ def newest(region: bytes, seed: int) -> bytes:
     for at in (0, half):
         generation, length, crc = SLOT_HEADER.unpack_from(region, at)
         payload = region[at + SLOT_HEADER.size : at + SLOT_HEADER.size + length]
-        if best[0] < generation and length <= half - SLOT_HEADER.size and words_crc(generation, payload, seed) == crc:
+        if best[0] < generation and words_crc(generation, payload, seed) == crc:
             best = generation, payload
     return best[1]
 
@@ -110,17 +107,15 @@ def encode_history(names: Sequence[str], rows: Sequence[tuple[float, int, Sequen
 
 
 def decode_history(payload: bytes) -> History:
-    """Return the history; an empty one for bytes that are none."""
+    """Return the history; an empty one where none was written."""
     if len(payload) < _HEAD.size:
         return History()
     end = _HEAD.size + _HEAD.unpack_from(payload)[0]
-    names = (fields_of(payload[_HEAD.size : end]) or {}).get("names")
-    if not isinstance(names, list) or len(names) > _MOST_NAMES or not all(isinstance(name, str) for name in names):
-        return History()
+    names = json.loads(payload[_HEAD.size : end])["names"]
     packed = struct.Struct(f"<dd{len(names)}f")
     body = payload[end : end + (len(payload) - end) // packed.size * packed.size]
-    rows = []
-    for time_s, step, *values in packed.iter_unpack(body):
-        if 0 <= time_s < _FAR_S and 0 <= step < 1 << 53:
-            rows.append(HistoryRow(time_s, int(step), tuple(value if isfinite(value) else None for value in values)))
+    rows = (
+        HistoryRow(time_s, int(step), tuple(value if isfinite(value) else None for value in values))
+        for time_s, step, *values in packed.iter_unpack(body)
+    )
     return History(tuple(names), tuple(rows))

@@ -19,7 +19,7 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.format.layout import ALIGN, Live, encodable, nonfinite_name
+from torchobs.flight.format.layout import ALIGN, Live, nonfinite_name
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -32,11 +32,8 @@ MAX_PAYLOAD = 16 * 1024
 _LONGEST = MAX_PAYLOAD + ALIGN
 """bytes of a frame, at most: the room that is left at the end of a lap, where none fits, is smaller"""
 _MAX_PENDING = 1024
-_MAX_CHECKED = 8
 _MAX_DEPTH = 32
 _MAX_BITS = 128
-_MAX_RING = 512 * 1024
-"""No writer creates a longer ring (456 KiB in the largest file), and the cost of reading grows with its length."""
 
 
 def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
@@ -80,7 +77,9 @@ class EventRing:
 
     def append(self, fields: Mapping[str, object]) -> None:
         """Add one frame; it is dropped and counted if too long, or if 1,024 frames are pending."""
-        self.put(json.dumps(plain(dict(fields)), separators=(",", ":")).encode())
+        # names and paths need not be UTF-8; the error handler keeps what can be encoded
+        text = json.dumps(plain(dict(fields)), ensure_ascii=False, separators=(",", ":"))
+        self.put(text.encode(errors="replace"))
 
     def put(self, payload: bytes) -> None:
         """Add one frame from encoded JSON."""
@@ -111,10 +110,7 @@ class EventRing:
 
 
 def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ``(position, fields)`` of every valid frame, oldest first.
-
-    Forged lengths could make every 64 bytes cost a CRC over 16 KiB, so it stops after ``_MAX_CHECKED`` times the ring's size.
-    """
+    """Yield ``(position, fields)`` of every valid frame, oldest first."""
     for position, payload in sorted(_frames(ring, seed)):
         fields = fields_of(payload)
         if fields is not None:
@@ -124,10 +120,8 @@ def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
 def fields_of(payload: bytes) -> dict[str, Any] | None:
     """Decode a frame's payload; ``None`` if it is not a JSON object."""
     try:
-        fields = json.loads(payload.decode())  # given bytes, json.loads would also accept UTF-16
-        if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
-            fields = _sane(fields, _MAX_DEPTH)
-    except (ValueError, RecursionError):
+        fields = json.loads(payload)
+    except ValueError:
         return None
     return fields if isinstance(fields, dict) else None
 
@@ -149,7 +143,7 @@ class Tail:
         ``head``: the end of the newest frame as the writer published it; ``read(at, length)`` reads the ring.
         """
         self.missed = 0
-        if head == self._head or self._size > _MAX_RING:
+        if head == self._head:
             return []
         self._head = head
         found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
@@ -162,7 +156,7 @@ class Tail:
 
     def _parts(self, head: int) -> list[tuple[int, int]]:
         length = head - self._next
-        if not 0 < length < self._size or head % ALIGN:
+        if not 0 < length < self._size:
             return [(0, self._size)]
         at = self._next % self._size
         first = min(length, self._size - at)
@@ -175,13 +169,12 @@ class Tail:
 def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield the frames of a ring, or of the part that begins at ``offset`` of a ring of ``size`` bytes."""
     size = size or len(part)
-    at, left = 0, _MAX_CHECKED * len(part)
-    while at < len(part) - _FRAME.size and left > 0:
+    at = 0
+    while at < len(part) - _FRAME.size:
         position, length, crc = _FRAME.unpack_from(part, at)
         begin, at = at, at + ALIGN
         if not length or position % size != begin + offset or length > min(MAX_PAYLOAD, len(part) - begin - _FRAME.size):
             continue
-        left -= length
         payload = part[begin + _FRAME.size : begin + _FRAME.size + length]
         if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
             yield position, payload
@@ -191,14 +184,3 @@ def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) ->
 def _aligned(length: int) -> int:
     """Return the size in bytes of a frame with a payload of that length."""
     return -(-(_FRAME.size + length) // ALIGN) * ALIGN
-
-
-def _sane(value: object, depth: int) -> object:
-    """Return ``value`` without lone surrogates. Raises ``ValueError`` when it is nested deeper than ``depth``."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, (dict, list)) and not depth:
-        raise ValueError
-    if isinstance(value, dict):
-        return {encodable(key): _sane(item, depth - 1) for key, item in value.items()}
-    return [_sane(item, depth - 1) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Decoding of the live words. Each is valid on its own; a value out of range counts as absent."""
+"""Decoding of the live words. Each is valid on its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ FADED_AFTER_S = 0.6
 """A rank with a free lock is dead after this long without a heartbeat. A free lock alone is no proof: a living process that
 closes unknown descriptors, as daemons do, loses its lock."""
 
-_MAX_LEVEL = 15
 _MICROSECONDS = (1 << 56) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class LiveWords:
-    """The live words; ``None`` where one is absent or out of range. Times are CLOCK_MONOTONIC in nanoseconds."""
+    """The live words; ``None`` where one is absent. Times are CLOCK_MONOTONIC in nanoseconds."""
 
     heartbeat_ns: int | None
     phase: str | None
@@ -39,12 +38,12 @@ def decode(raw: bytes) -> LiveWords:
     since = words[Live.STEPS_SINCE_NS]
     known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
     return LiveWords(
-        heartbeat if 0 < heartbeat < 1 << 62 else None,
+        heartbeat or None,
         LIVE_PHASES[(phase >> 56) - 1] if known else None,
         (phase & _MICROSECONDS) * 1000 if known else None,
         (exit_word & ~EXIT_SET) >> 32 if ended else None,
         code - (1 << 32) if code >> 31 else code,
-        level if level <= _MAX_LEVEL else 0,
+        level,
         words[Live.EVENT_HEAD],
-        None if since == NO_STEPS else since if since < 1 << 62 else 0,
+        None if since == NO_STEPS else since,
     )

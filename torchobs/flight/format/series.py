@@ -12,15 +12,13 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
-from itertools import pairwise
-from math import isfinite
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
-from torchobs.flight.format.layout import BLOCK_WORDS, encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 _HEAD = struct.Struct("<IIHHHBB")
 _MAX_ENTRY = 16 * 1024
@@ -82,7 +80,7 @@ def encode(series: Series, seed: int) -> bytes:
     fields: list[object] = [series.name, series.unit, series.brief, dict(series.attributes), list(series.bounds)]
     if series.scope is not None:
         fields.append([*series.scope[:3], dict(series.scope.attributes)])
-    payload = json.dumps(fields, separators=(",", ":"), default=str).encode()
+    payload = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=str).encode(errors="replace")
     payload = payload.ljust(-(-len(payload) // 8) * 8)
     length = _HEAD.size + len(payload)
     if length > _MAX_ENTRY:
@@ -93,67 +91,31 @@ def encode(series: Series, seed: int) -> bytes:
     return _HEAD.pack(length, crc, *tail) + payload
 
 
-def decode(table: bytes, seed: int, blocks: int) -> Iterator[tuple[Series, int]]:
-    """Yield each valid entry with the offset after it; entries with words outside their block are skipped."""
+def decode(table: bytes, seed: int) -> Iterator[tuple[Series, int]]:
+    """Yield each valid entry with the offset after it."""
     at = 0
     while at + _HEAD.size <= len(table):
         length, crc, *tail = _HEAD.unpack_from(table, at)
-        if not _HEAD.size < length <= min(_MAX_ENTRY, len(table) - at) or length % 8:
+        if not _HEAD.size < length <= len(table) - at:
             return
         payload = table[at + _HEAD.size : at + length]
         if crc != zlib.crc32(payload, zlib.crc32(_HEAD.pack(length, 0, *tail), seed)):
             return
         at += length
-        series = _parse(payload, *tail)
-        if series is not None and series.block < blocks and series.word + series.width <= BLOCK_WORDS:
-            yield series, at
+        yield _parse(payload, *tail), at
 
 
-def _parse(payload: bytes, block: int, word: int, width: int, kind: int, value_type: int) -> Series | None:
-    try:
-        name, unit, brief, attributes, bounds, *scope = json.loads(payload.decode())
-        texts = _text(name), Kind(kind), _text(unit), _text(brief)
-        edges = tuple(float(bound) for bound in bounds)
-        series = Series(*texts, _pairs(attributes), edges, value_type, block, word, _scope(*scope))
-        width_fits = series.width == width
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-        return None
-    ordered = all(low < high for low, high in pairwise(edges)) and all(map(isfinite, edges))
-    is_histogram = value_type == ValueType.HISTOGRAM
-    alike = is_histogram == (series.kind is Kind.HISTOGRAM) and (is_histogram or not edges)
-    return series if width_fits and ordered and alike else None
+def _parse(payload: bytes, block: int, word: int, _: int, kind: int, value_type: int) -> Series:
+    name, unit, brief, attributes, bounds, *scope = json.loads(payload)
+    edges = tuple(map(float, bounds))
+    library = _scope(*scope[0]) if scope else None
+    return Series(name, Kind(kind), unit, brief, _pairs(attributes), edges, value_type, block, word, library)
 
 
-def _scope(fields: Sequence[Any] | None = None) -> Scope | None:
-    if fields is None:
-        return None
-    *texts, attributes = fields
-    name, version, schema_url = map(_text, texts)
+def _scope(name: str, version: str, schema_url: str, attributes: Mapping[str, Any]) -> Scope:
     return Scope(name, version, schema_url, _pairs(attributes))
 
 
-def _pairs(attributes: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((_text(key), _attribute(value)) for key, value in attributes.items()))
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return encodable(value)
-
-
-def _attribute(value: object) -> object:
-    """Return a value as a hashable that equals itself. Raises ``TypeError`` for types that OpenTelemetry does not have."""
-    if isinstance(value, list):
-        return tuple(_scalar(item) for item in value)
-    return _scalar(value)
-
-
-def _scalar(value: object) -> object:
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    if value is not None and not isinstance(value, (bool, int, float)):
-        raise TypeError
-    return value
+def _pairs(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    values = ((name, tuple(value) if isinstance(value, list) else value) for name, value in attributes.items())
+    return tuple(sorted(values, key=itemgetter(0)))

@@ -127,14 +127,12 @@ def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
     )
 
 
-def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
-    """Compute the durations of a plain step; ``None`` if its time stamps are not in order, which only a forged record has."""
+def _unpack_plain(raw: bytes | memoryview) -> StepRecord:
+    """Compute the durations of a plain step."""
     seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
     fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
     fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (begun_ns, begun_ns)
     backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
-    if not begun_ns <= fetch <= fetched <= backward <= backward_ends <= optimizer <= end_ns:
-        return None
     other = fetch - begun_ns + optimizer - backward_ends
     phases = (fetched - fetch, backward - fetched, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
     seconds = tuple([length / 1e9 for length in phases])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.detect.excursions import SETTLED, Candidate, Excursions
+from torchobs.detect.excursions import Candidate, Excursions
 from torchobs.detect.spikes import LEAST_LOSS_EXCESS, LEAST_NORM_EXCESS, START, WARM_UP, Bursts, judge, leaves_start
 from torchobs.flight.metrics.totals import BURST_WORDS, GRADIENT_EXPLOSION, LOSS_SPIKE, Word, add_anomaly
 
@@ -81,8 +81,6 @@ class UsualValues:
         """Whether the last value was above the baseline, far or as a candidate; whether it has become a new one with it"""
         bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
         at = words.excursion
-        if not 0 <= ints[at + 3] < SETTLED:
-            raise ValueError("more values wait than ever do")  # as in a forged file
         places = range(at + 4, at + 4 + 3 * ints[at + 3], 3)
         waiting = [Candidate(floats[place], ints[place + 1], ints[place + 2]) for place in places]
         self.excursions = Excursions(bursts, waiting, (floats[at], floats[at + 1], floats[at + 2]), logs=words.logs)

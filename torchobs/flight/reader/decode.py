@@ -122,7 +122,7 @@ def _distribution(ints: list[int], floats: list[float], word: int, series: Serie
     total = word + len(series.bounds) + 1
     least, greatest = floats[total + 1], floats[total + 2]
     counts = tuple(ints[word:total])
-    if not isfinite(floats[total]) or max(counts) >> 62:
+    if not isfinite(floats[total]):
         return None
     return Distribution(counts, floats[total], least if isfinite(least) else None, greatest if isfinite(greatest) else None)
 
