@@ -35,7 +35,7 @@ _ADVANCED = 2
 
 
 class MemoryProbe:
-    """Reads ``/proc`` and the memory cgroup, or psutil."""
+    """Reads the process, the machine and the memory cgroup."""
 
     name = "memory"
 
