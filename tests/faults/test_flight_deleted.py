@@ -13,7 +13,7 @@ from tests import flights
 from torchobs import catalog
 from torchobs.flight.files import lock
 from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import open_directory, open_place
+from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
@@ -75,13 +75,6 @@ def put_another_file_there(directory: Path, name: str) -> None:
 
 
 DELETIONS = [delete_file, delete_lock, delete_directory, make_directory_anew, put_another_file_there]
-
-
-def test_nothing_is_done_while_everything_is_there(writer: FlightWriter, directory: Path) -> None:
-    """The check costs two stats."""
-    before = (directory / writer.name).stat()
-    assert writer.check_name() is False
-    assert os.path.samestat((directory / writer.name).stat(), before)
 
 
 @pytest.mark.parametrize("delete", DELETIONS)
@@ -154,18 +147,6 @@ def test_a_reader_does_not_follow_a_name_to_another_rank_s_file(writer: FlightWr
     os.close(fd)
 
 
-def test_making_it_anew_leaves_no_descriptor_open(writer: FlightWriter, directory: Path) -> None:
-    """Thirty times, in every way."""
-    name = writer.name
-    delete_file(directory, name)
-    writer.check_name()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for index in range(30):
-        DELETIONS[index % len(DELETIONS)](directory, name)
-        assert writer.check_name() is True
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's exporter may close its own meanwhile
-
-
 def test_where_it_cannot_be_made_anew_the_rank_goes_on_and_tries_again(writer: FlightWriter, directory: Path) -> None:
     """The error says why; nothing is lost meanwhile."""
     name = writer.name
@@ -229,19 +210,3 @@ def test_threads_that_write_while_it_is_made_anew_lose_nothing(writer: FlightWri
     assert [shown[f"test.{index}", ()] for index in range(counts["series"])] == list(range(counts["series"]))
     assert shown[catalog.FLIGHT_DROPPED.name, (("what", "record"),)] == 0
     file.close()
-
-
-def test_a_directory_that_another_user_made_instead_is_not_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours is private; whoever makes one in its place, open to all, does not get our file."""
-    monkeypatch.setattr("tempfile.tempdir", str(flight_dir))
-    monkeypatch.setattr("torchobs.flight.files.location._roomy", lambda _: False)
-    writer = open_writer(open_place(None, None), {"rank": 0}, MIN_SIZE)
-    directory = Path(writer.path).parent
-    assert directory.parent == flight_dir
-    shutil.rmtree(directory)
-    directory.mkdir()
-    directory.chmod(0o777)
-    with pytest.raises(OSError, match="user"):
-        writer.check_name()
-    assert list(directory.iterdir()) == []
-    writer.close()

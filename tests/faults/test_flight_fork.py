@@ -97,18 +97,6 @@ def test_nothing_that_a_child_calls_reaches_the_parent_s_file(writer: FlightWrit
     file.close()
 
 
-def test_a_child_s_child_stores_nowhere_either(writer: FlightWriter, flight_dir: Path) -> None:
-    """Workers fork, too."""
-    before = state(flight_dir)
-
-    def fork_again() -> None:
-        if in_a_child(lambda: write_everything(writer)):
-            raise RuntimeError
-
-    assert in_a_child(fork_again) == 0
-    assert state(flight_dir) == before
-
-
 def test_a_fork_from_a_thread_while_others_write_ends_and_stores_nothing(writer: FlightWriter, flight_dir: Path) -> None:
     """Whatever locks the parent's threads held at that moment are nobody's in the child: it does not wait for them."""
     done = threading.Event()
@@ -162,12 +150,3 @@ def test_a_child_may_have_a_file_of_its_own(writer: FlightWriter, flight_dir: Pa
     file = reader.open_path(str(flight_dir / name))
     assert flights.value(file.read(final=True), catalog.STEPS) == 1
     file.close()
-
-
-def test_a_writer_that_is_gone_is_nobody_s_at_the_next_fork(flight_dir: Path) -> None:
-    """Closed and forgotten writers are not kept alive, and a fork after them works."""
-    for _ in range(3):
-        made = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-        made.close()
-        del made
-    assert in_a_child(lambda: None) == 0

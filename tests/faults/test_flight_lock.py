@@ -17,7 +17,6 @@ from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE
 from torchobs.flight.writer.writer import open_writer
-from torchobs.support.descriptors import Descriptor
 
 Play = Callable[[str], "Holder"]
 
@@ -98,39 +97,6 @@ def test_the_lock_is_free_only_when_the_kernel_has_let_the_process_go(play: Play
     dumped = [core.stat().st_size for core in tmp_path.glob("core*")]
     holder.process.wait()
     assert dumped == [core.stat().st_size for core in tmp_path.glob("core*")]
-
-
-def test_a_lock_that_was_let_go_is_free(flight_dir: Path) -> None:
-    """Closing the writer in order leaves the file, and a lock that nobody holds."""
-    writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    name, directory_fd = writer.name, open_directory(str(flight_dir))
-    assert lock.held_here(directory_fd, lock_name(name))
-    assert lock.is_held(directory_fd, lock_name(name))
-    writer.close()
-    assert not lock.held_here(directory_fd, lock_name(name))
-    assert not lock.is_held(directory_fd, lock_name(name))
-    os.close(directory_fd)
-
-
-def test_a_lock_that_somebody_has_is_not_taken_twice(play: Play, flight_dir: Path) -> None:
-    """The second taker is told so."""
-    holder = play("nothing")
-    file = Descriptor("lock", str(flight_dir / lock_name(holder.name)), os.O_RDWR)
-    with pytest.raises((BlockingIOError, PermissionError)):
-        lock.take(file)
-    file.close()
-    assert holder.holds()
-
-
-def test_a_lock_that_is_gone_cannot_be_asked_for(flight_dir: Path) -> None:
-    """No lock file: OSError, which is for the caller to judge."""
-    directory_fd = open_directory(str(flight_dir))
-    with pytest.raises(FileNotFoundError):
-        lock.is_held(directory_fd, "r0.lock")
-    (flight_dir / "link.lock").symlink_to("elsewhere")
-    with pytest.raises(OSError, match="symbolic"):
-        lock.is_held(directory_fd, "link.lock")
-    os.close(directory_fd)
 
 
 def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(

@@ -115,17 +115,6 @@ def test_a_reader_stopped_between_its_reads_shows_one_moment_and_never_an_older_
     assert training.steps > ROUNDS
 
 
-def test_a_reader_that_looks_while_nothing_changes_shows_the_last_step(image: flights.Image) -> None:
-    """Exact up to the last acknowledged record, folded or not."""
-    training, file = Training(image), image.open()
-    for _ in range(60):
-        training.run(1)
-        assert flights.value(file.read(), catalog.STEPS) == training.steps
-        since_birth_ns = (file.read().last_step_ns or 0) - image.header.monotonic_ns
-        assert since_birth_ns == pytest.approx(training.steps * 250_000_000, abs=1000)  # a folded date is a float
-    assert file.rejected == 0
-
-
 def test_a_slot_of_a_lower_generation_is_never_served_again(image: flights.Image) -> None:
     """The newer slot damaged: what was served stays; a reader that has served nothing takes the older one."""
     training, file = Training(image), image.open()

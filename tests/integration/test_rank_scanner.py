@@ -382,42 +382,6 @@ def test_ranks_that_are_missing_are_missing_in_their_group(scanner: Scanner, ran
     assert (run.here, run.missing) == (3, 1)
 
 
-def test_an_exporter_that_starts_again_serves_the_same(
-    scanner: Scanner, flight_dir: Path, rank: Callable[..., File], clock: Clock
-) -> None:
-    """It keeps nothing that the files do not hold."""
-    rank(seed=1).step(1, 0.5)
-    dead = rank(seed=2, rank=1)
-    dead.step(4, 0.5)
-    dead.save().release()
-    clock.seconds = 2.0
-    before = scanner.scan()
-    again = scanner_of(flight_dir, clock)
-    after = again.scan()
-    assert (states(after), steps(after)) == (states(before), steps(before))
-    again.close()
-
-
-@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
-def test_a_jump_of_the_wall_clock_changes_nothing(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock, jump_s: float
-) -> None:
-    """No negative age, nobody dead, nobody forgotten."""
-    file = rank()
-    file.step(1, 0.5)
-    file.save()
-    dead = rank(seed=2, rank=1)
-    dead.release()
-    clock.seconds = 1.0
-    before = scanner.scan()
-    clock.wall_jump_s = jump_s
-    after = scanner.scan()
-    assert [(one.rank, one.state, one.progress_age_s) for one in after.ranks] == [
-        (one.rank, one.state, one.progress_age_s) for one in before.ranks
-    ]
-    assert states(after) == {"0": "alive", "1": "lost"}
-
-
 def test_a_file_of_an_earlier_boot_is_dead_and_expires_by_the_wall_clock(
     flight_dir: Path, rank: Callable[..., File], clock: Clock
 ) -> None:
