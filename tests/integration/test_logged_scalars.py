@@ -20,7 +20,6 @@ from torchobs import catalog
 from torchobs.cli import inspect, top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
-from torchobs.diagnosis import scalars
 from torchobs.exporter.config import ExporterConfig
 from torchobs.probes.core.user_scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks.scanner import Scanner
@@ -54,15 +53,6 @@ def test_what_is_left_is_kept_at_the_end(kept: Scalars) -> None:
     kept.set("acc", 2, 0.2)
     assert kept.points(EVERY_S / 2) is None
     assert kept.points(EVERY_S / 2, last=True) == {"names": ["acc"], "steps": [2], "values": [0.2]}
-
-
-def test_a_forged_event_has_no_points() -> None:
-    """Lists of other lengths, other types, numbers without end: what is none is passed over."""
-    odd = {"names": ["a", 1, "b", "c", "d"], "steps": [1, 1, -1, 2, 3], "values": [1.0, 1.0, 1.0, "NaN", 1 << 70]}
-    frames = [{"k": "event", "name": "torchobs.scalars", "attrs": attributes} for attributes in (odd, None, {"names": 7})]
-    found = scalars.curves(frames)
-    assert list(found) == ["a", "c"]
-    assert math.isnan(found["c"][0].value)
 
 
 def test_what_a_script_logs_is_a_curve_everywhere(

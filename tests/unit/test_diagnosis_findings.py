@@ -221,20 +221,6 @@ def test_every_exit_reason_has_its_sentence() -> None:
     assert kinds == {reason: reason for reason in catalog.EXIT_REASONS}
 
 
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, 0.0, -1.0, 1e308, 5e-324])
-def test_no_number_is_too_odd(value: float | None) -> None:
-    """A forged record can hold anything; whatever is said of it, it is said."""
-    odd = [step(n, value, value, learning_rate=value, duration_s=value) for n in range(1, 60)]
-    assert diagnose(facts([*odd, *steps(3)]))
-    assert diagnose(facts([*steps(30), *odd]))
-
-
-@pytest.mark.parametrize(("left_out", "counted"), [(7, 7), (math.nan, 0), (-1, 0), (1 << 80, 0), ("7", 0), (None, 0)])
-def test_what_a_damaged_file_says_was_left_out_is_a_count_or_nothing(left_out: object, counted: int) -> None:
-    """JSON admits NaN, and numbers of any length."""
-    assert fact(catalog.EVENT_ANOMALY, 1.0, left_out=left_out).count("left_out") == counted
-
-
 def test_a_second_training_thread_is_told() -> None:
     """Its steps are in no number: a run of which half is missing is not well."""
     events = [fact(catalog.EVENT_OTHER_THREAD, 1.0, thread="ThreadPoolExecutor-0_1")]

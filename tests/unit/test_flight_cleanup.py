@@ -167,10 +167,3 @@ def test_a_name_that_was_given_to_another_file_meanwhile_stays(
     monkeypatch.setattr(entries, "inode", replace_it)
     assert clean(directory_fd, now=NOW) == []
     assert (flight_dir / name).exists()
-
-
-def test_cleaning_ends_when_its_time_is_over(directory_fd: int, make: Make) -> None:
-    """The rest stays for the next call."""
-    names = [make(100) for _ in range(5)]
-    assert clean(directory_fd, now=NOW, budget_s=0.0) == []
-    assert sorted(clean(directory_fd, now=NOW)) == sorted(names)

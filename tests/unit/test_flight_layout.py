@@ -85,11 +85,6 @@ def test_a_plan_fills_the_file_and_no_region_lies_in_another(size: int) -> None:
     assert size // 4 < records * RECORD_SIZE <= size // 2
 
 
-def test_the_default_file_holds_4096_steps() -> None:
-    """As documented."""
-    assert plan(DEFAULT_SIZE)[Region.STEPS].count == 4096
-
-
 @pytest.mark.parametrize(
     ("offset", "form", "value", "why"),
     [

@@ -15,8 +15,8 @@ import pytest
 from tests import flights
 from torchobs import catalog
 from torchobs.flight.files import lock
-from torchobs.flight.files.create import create, file_name, lock_name
-from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, MAX_SIZE, MIN_SIZE, RESOURCE_LIMIT, Exit, Region
+from torchobs.flight.files.create import create, lock_name
+from torchobs.flight.format.layout import DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.writer import writer
 from torchobs.flight.writer.writer import FlightWriter, open_writer
@@ -340,21 +340,6 @@ def test_every_size_that_a_user_may_ask_for_gives_a_file(flight_dir: Path, size:
     made.close()
 
 
-@pytest.mark.parametrize("size", [0, MIN_SIZE - 1, MAX_SIZE + 4096, -1])
-def test_a_size_that_no_flight_file_has_is_refused(flight_dir: Path, size: int) -> None:
-    """ValueError, and nothing is left."""
-    with pytest.raises(ValueError, match="flight file"):
-        open_writer(flights.place(flight_dir), {"rank": 0}, size)
-    assert list(flight_dir.iterdir()) == []
-
-
-def test_a_description_that_is_too_long_leaves_nothing(flight_dir: Path) -> None:
-    """ValueError before anything is made."""
-    with pytest.raises(ValueError, match="resource"):
-        open_writer(flights.place(flight_dir), {"rank": 0, "host": "x" * RESOURCE_LIMIT}, MIN_SIZE)
-    assert list(flight_dir.iterdir()) == []
-
-
 def test_a_host_name_that_is_no_text_is_described_as_far_as_it_is(flight_dir: Path) -> None:
     """Bytes that are not UTF-8 come from the environment as lone surrogates."""
     made = open_writer(flights.place(flight_dir), {"rank": 0, "host": "caf\udce9"}, MIN_SIZE)
@@ -439,14 +424,3 @@ def test_series_are_there_at_zero_from_the_beginning(image: flights.Image) -> No
     assert flights.value(view, catalog.STEP_DURATION) is not None
     assert view.last_step_ns is None
     file.close()
-
-
-def test_the_name_tells_rank_and_incarnation(flight_dir: Path) -> None:
-    """As the exporter expects it."""
-    made = open_writer(flights.place(flight_dir), {"rank": 12}, MIN_SIZE)
-    assert made.name == file_name(made.header) == f"r12-{made.header.incarnation.hex()}.flight"
-    assert made.path == str(flight_dir / made.name)
-    assert reader.is_name(made.name)
-    assert (flight_dir / made.name).read_bytes()[:8] == b"TORCHOBS"
-    assert (flight_dir / made.name).stat().st_size > HEADER_SIZE
-    made.close()

@@ -265,16 +265,6 @@ def test_a_batch_that_is_given_again_changes_nothing() -> None:
     assert [one.step for one in found] == [1, 2, 3, 4]
 
 
-def test_a_fold_that_fails_changes_nothing() -> None:
-    """Totals that no fold makes: the exception leaves them as they are."""
-    state, _ = folded([[flights.step_record(HEADER, 1)]])
-    state.ints[Word.STEPS] = 2**64 - 1
-    before = bytes(state.buffer)
-    with pytest.raises(ValueError, match="Q"):
-        fold.fold(state, [flights.step_record(HEADER, 2)])
-    assert bytes(state.buffer) == before
-
-
 def test_the_last_step_s_time_is_the_wall_clock_s_of_birth() -> None:
     """By the pair of clocks taken at birth: a clock that is set later changes nothing."""
     points, _ = fold_steps({}, {})

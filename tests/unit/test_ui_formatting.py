@@ -118,7 +118,7 @@ HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})
 
 
 def test_events_become_lines_and_what_is_none_is_left_out() -> None:
-    """An event of ours has its severity, an anomaly that of its kind; forged ones are text."""
+    """An event of ours has its severity, an anomaly that of its kind; a name is text."""
     frames: list[dict[str, object]] = [
         {
             "k": "event",
@@ -128,8 +128,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
             "attrs": {"kind": "nonfinite_loss", "value": "NaN"},
         },
         {"k": "event", "t": 6 * 10**9, "name": "torchobs.data.worker_died", "attrs": {"pid": 3}},
-        {"k": "event", "t": 10**400, "name": "mine <b>", "attrs": ["no"]},
-        {"k": "event", "name": "no time"},
+        {"k": "event", "t": 10**10, "name": "mine <b>", "attrs": {}},
         {"k": "span", "name": "torchobs.step", "t0": 1, "t1": 2, "scope": ["torchobs"]},
         {
             "k": "span",

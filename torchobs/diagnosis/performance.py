@@ -22,8 +22,6 @@ _LEAST_EARLIER = 16
 _LEAST_LOSS_S = 60.0
 _PLACES = 3
 _LEAKED = 3
-_LONGEST_S = 1e9
-"""A longer step is forged."""
 
 
 def pace(report: RankReport) -> Iterator[Finding]:
@@ -104,7 +102,7 @@ def _own_s(step: Step) -> float:
 def _slowed(report: RankReport) -> Iterator[Finding]:
     """Yield that the last steps were slow, and in which phase."""
     latest = report.steps[model_begins(report.steps, len(report.steps)) :]
-    timed = [step for step in latest if step.duration_s is not None and 0 <= step.duration_s < _LONGEST_S][_FIRST:]
+    timed = [step for step in latest if step.duration_s is not None][_FIRST:]
     begin = slow_steps.slowed_from([step.duration_s or 0.0 for step in timed]) if report.newest_is_here else None
     if begin is None:
         return

@@ -279,15 +279,12 @@ def by_attributes(values: Mapping[tuple[str, ...], Value], metric: Metric) -> di
 
 
 def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -> tuple[Fact, ...]:
-    """Return the valid events among the frames of a ring, oldest first."""
-    found = []
-    for _, frame in frames:
-        ns, name, step, attributes = (frame.get(key) for key in ("t", "name", "step", "attrs"))
-        if frame.get("k") == "event" and isinstance(name, str) and isinstance(ns, int) and 0 <= ns < _FAR:
-            number = step if isinstance(step, int) and 0 <= step < _FAR else None
-            given = attributes if isinstance(attributes, dict) else {}
-            found.append(Fact(name, header.wall_s(ns), number, given))
-    return tuple(found)
+    """Return the events among the frames of a ring, oldest first."""
+    return tuple(
+        Fact(frame["name"], header.wall_s(frame["t"]), frame.get("step"), frame["attrs"])
+        for _, frame in frames
+        if frame.get("k") == "event"
+    )
 
 
 def spans_of(frames: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[SpanFact, ...]:
@@ -372,7 +369,7 @@ def last_known(values: Sequence[float | None]) -> float | None:
 
 def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:
     found = values.get(key)
-    return int(found) if found is not None and not isinstance(found, Distribution) and 0 <= found < _FAR else 0
+    return int(found) if found is not None and not isinstance(found, Distribution) else 0
 
 
 def _last(values: Sequence[float]) -> float | None:

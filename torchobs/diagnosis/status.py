@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchobs import catalog
 from torchobs.catalog import Metric
@@ -30,7 +30,6 @@ from torchobs.ranks.snapshot import Rank
 LAST_LOSSES = 64
 MOST_STUCK = 3
 """Layers that are named for one cause, of those that learn nothing"""
-_LARGEST = 1e150
 """Its square is finite"""
 _IN_PARAMETERS = frozenset({"parameter", "optimizer", "overflow"})
 """Origins of NaN and infinity that are in parameters"""
@@ -458,12 +457,10 @@ def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Repl
     return Replicas(weights, batches, last_losses(losses) if batches else {})
 
 
-def _replica_values(attributes: Mapping[str, object]) -> tuple[float, ...]:
-    """Return the numbers of such an event; none if they are none, for a file may hold anything."""
-    values = attributes.get("values")
-    if not isinstance(values, list) or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in values):
-        return ()
-    return tuple(map(float, values))
+def _replica_values(attributes: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the numbers of such an event; none if one is not finite."""
+    numbers = tuple(map(float, attributes.get("values", ())))
+    return numbers if all(map(isfinite, numbers)) else ()
 
 
 def run_status(ranks: Sequence[RankReport]) -> RunStatus:

@@ -59,13 +59,11 @@ def position_of(cursor: str) -> Position:
 
 
 def events(file: FlightFile, rank: Rank) -> list[Dated]:
-    """Return the events in the ring that have a name and a time; spans are left out."""
+    """Return the events in the ring; spans are left out."""
     dated = []
     for at, fields in file.events():
-        name, when_ns = fields.get("name"), fields.get("t")
-        if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(when_ns, int):
-            continue
-        dated.append(_dated(at, fields, name[:LONGEST_NAME], wall_ns(rank.view.header, when_ns), rank))
+        if fields.get("k") == "event":
+            dated.append(_dated(at, fields, fields["name"][:LONGEST_NAME], wall_ns(rank.view.header, fields["t"]), rank))
     return dated
 
 
@@ -93,8 +91,7 @@ def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
 
 
 def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:
-    given, step = fields.get("attrs"), fields.get("step")
-    attributes = given if isinstance(given, dict) else {}
+    attributes = fields["attrs"]
     return Dated(
         Position(when_ns, rank.incarnation, at),
         {
@@ -102,7 +99,7 @@ def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank)
             "time": instant(when_ns),
             "name": name,
             "severity": catalog.event_severity(name, attributes).name.lower(),
-            "step": step if isinstance(step, int) else None,
+            "step": fields.get("step"),
             "attributes": attributes,
             "units": units(name, attributes),
         },

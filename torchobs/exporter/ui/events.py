@@ -156,31 +156,28 @@ def _time(event: EventRow) -> float:
 
 
 def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[EventRow]:
-    """Return the events of a rank's ring, oldest first. The content of frames is not trusted."""
+    """Return the events of a rank's ring, oldest first."""
     rows = (_event(header, rank, fields) or _span(rank, fields) for _, fields in frames)
     return [row for row in rows if row is not None]
 
 
 def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | None:
-    name, at_ns, step, given = (fields.get(key) for key in ("name", "t", "step", "attrs"))
-    if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(at_ns, int):
+    name = fields.get("name", "")
+    if fields.get("k") != "event" or name == catalog.EVENT_SCALARS.name:  # shown as curves
         return None
-    if name == catalog.EVENT_SCALARS.name:  # shown as curves
-        return None
-    known, attributes = catalog.EVENT_BY_NAME.get(name), given if isinstance(given, dict) else {}
+    known, attributes = catalog.EVENT_BY_NAME.get(name), fields["attrs"]
     row = EventRow(
-        at_s=header.wall_s(min(max(at_ns, 0), 1 << 62)),
+        at_s=header.wall_s(fields["t"]),
         ranks=(rank,),
-        step=step if isinstance(step, int) else None,
+        step=fields.get("step"),
         severity=catalog.event_severity(name, attributes),
         title=_title(name) if known else labels.text(name)[:MOST_TEXT],
         text=_text(name, attributes),
     )
-    kind, left_out = attributes.get("kind"), attributes.get("left_out")
+    kind = attributes.get("kind")
     if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
         return row
-    number = 1 + max(0, left_out) if isinstance(left_out, int) else 1
-    return row._replace(anomaly=kind, number=number)
+    return row._replace(anomaly=kind, number=1 + attributes.get("left_out", 0))
 
 
 def _title(name: str) -> str:
