@@ -1,4 +1,4 @@
-"""``debug.profile``, ``profiling_context`` and ``performance``: tables of real profiles, trace files, slow operations."""
+"""``debug.profile``, ``profiling_context`` and ``performance``: torch's table, trace files, slow operations."""
 
 # mypy: disable-error-code="no-untyped-call, attr-defined, operator"
 
@@ -15,7 +15,7 @@ from torchobs import debug
 
 
 def test_steps_of_a_function(tmp_path: Path) -> None:
-    """Called as often as asked; of each operator its calls in the active steps, shapes and FLOPs; both trace files."""
+    """Called as often as asked; torch's table with the input shapes, FLOPs; both trace files."""
     layer, batch, calls = nn.Linear(16, 32), torch.randn(8, 16), 0
 
     def step() -> None:
@@ -26,17 +26,10 @@ def test_steps_of_a_function(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json.gz"
     found = debug.profile(step, wait=1, warmup=1, active=4, batch_size=8, trace=trace, tensorboard=tmp_path / "logs")
     assert (calls, found.steps) == (6, 4)
-    product = next(row for row in found.operators if row.name == "aten::addmm")
-    assert (product.calls, product.flops) == (4, 4 * 2 * 8 * 16 * 32)
-    assert found.flops == product.flops
-    assert "8x16" in product.shapes
-    assert product.cpu_memory > 0
+    assert found.flops == 4 * 2 * 8 * 16 * 32
     assert found.time_per_sample == pytest.approx(found.time / 4 / 8)
-    assert {row.name: row.calls for row in found.synchronizations} == {"aten::_local_scalar_dense": 4}
-    assert 0 < sum(row.share for row in found.operators) <= 1.001
-    assert [row.name for row in found.operators] == [
-        row.name for row in sorted(found.operators, key=lambda row: -row.cpu_time)
-    ]  # fmt: skip
+    assert all(name in found.table for name in ("aten::addmm", "aten::_local_scalar_dense", "[8, 16]"))
+    assert found.top_operator in found.table
     assert "aten::addmm" in gzip.decompress(trace.read_bytes()).decode()
     (board,) = (tmp_path / "logs").glob("*.pt.trace.json")
     assert json.loads(board.read_text())["traceEvents"]
@@ -52,7 +45,7 @@ def test_a_loop_of_ones_own() -> None:
         layer(batch)
     assert seen == [False, False, False, True, True, False, False, False]
     assert loop.result.steps == 2
-    assert next(row.calls for row in loop.result.operators if row.name == "aten::addmm") == 2
+    assert "aten::addmm" in loop.result.table
 
 
 def test_a_loop_that_ends_early() -> None:
@@ -72,15 +65,16 @@ def test_a_loop_that_ends_early() -> None:
 
 
 def test_a_block_with_stacks() -> None:
-    """The lines that cost; an exception goes on and the profile is filled all the same; only one profiler at a time."""
+    """Rows by stack; an exception goes on and the profile is filled all the same; only one profiler at a time."""
     with debug.profiling_context("matmul", stacks=True) as found:
         torch.randn(64, 64) @ torch.randn(64, 64)
     assert (found.name, found.steps) == ("matmul", 1)
-    assert any(Path(__file__).name in row.location for row in found.lines)
+    assert "aten::mm" in found.table
+    assert "Source Location" in found.table
     with pytest.raises(KeyError), debug.profiling_context("broken") as found:  # noqa: PT012  # it is entered, then raises
         torch.ones(3).sum()
         raise KeyError
-    assert "aten::sum" in {row.name for row in found.operators}
+    assert "aten::sum" in found.table
     with debug.profiling_context("outer"), pytest.raises(RuntimeError, match="another profiler"):
         debug.profile(lambda: None)
     assert not torch.autograd._profiler_enabled()

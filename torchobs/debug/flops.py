@@ -1,7 +1,11 @@
-"""``count_flops``: the floating-point operations of a forward and a backward pass, counted operator by operator."""
+"""``count_flops``: the floating-point operations of a forward and a backward pass, by torch's counter."""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch has no types for its dispatch modes
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +22,12 @@ if TYPE_CHECKING:
 
     from torchobs.debug.backward_passes import Backward
 
+_PRODUCTS = re.compile(
+    r"(?:^|_)[a-z]*m[mv](?:_|$)|conv(?!ert)|matmul|attention|rnn_layer|_rnn$|_rnn_backward|lstm$|gru$|mkldnn_linear|_trilinear"
+    r"|transformer_encoder|_fft_|[cp]dist|linalg_(?!vector_norm|check_errors)|cholesky|_solve$|matrix_exp|ormqr|householder"
+)
+"""Names of torch's operators that compute products: of matrices, convolutions, transforms, decompositions"""
+
 
 @dataclass(frozen=True, slots=True)
 class FlopCount(Result):
@@ -29,8 +39,7 @@ class FlopCount(Result):
     operators: tuple[tuple[str, int], ...]
     """Operators of both passes with their operations, the greatest first"""
     unknown: tuple[str, ...]
-    """Operators that multiply, and are not counted, since no formula of them is known: other libraries', Fourier transforms,
-    decompositions of matrices"""
+    """Operators of torch that multiply, and are not counted, since torch's counter has no formula of them"""
 
     @property
     def flops(self) -> int:
@@ -50,11 +59,11 @@ class _AllTogether(AbstractContextManager[None]):
 def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> FlopCount:
     """Count the operations of the matrix products, convolutions and attention in a forward and a backward pass of a batch.
 
-    By ``torch.utils.flop_counter.FlopCounterMode``, with formulas for operators that it does not know (recurrent layers and
-    attention on the CPU among them); nothing else counts (no normalisation, no activation). What has no formula is in
-    ``unknown``. Recomputation by activation checkpointing counts. Nothing of the model is changed: gradients
-    are computed beside ``.grad``, and buffers and the random state are put back. It is two passes: call it once, and give the
-    result to ``torchobs.log(flops=...)``, multiplied by the number of batches of a step.
+    By ``torch.utils.flop_counter.FlopCounterMode``; nothing else counts (no normalisation, no activation). Products that it has
+    no formula of (recurrent layers, fused attention on the CPU) are in ``unknown``. Recomputation by activation checkpointing
+    counts. Nothing of the model is changed: gradients are computed beside ``.grad``, and buffers and the random state are put
+    back. It is two passes: call it once, and give the result to ``torchobs.log(flops=...)``, multiplied by the number of
+    batches of a step.
 
     Args:
         model: the module, not compiled; in train mode, as it is trained.
@@ -66,22 +75,30 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
     """
     require_module(model, "count_flops")
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    from torchobs.debug.flop_formulas import UnknownProducts, formulas
-
-    counter: Any = FlopCounterMode(display=False, custom_mapping=formulas())
+    counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = _AllTogether()  # torch's own has hooks that no model takes which differentiates in its forward pass
-    unknown = UnknownProducts(counter.flop_registry)
+    unknown = set[str]()
+
+    class UnknownProducts(TorchDispatchMode):
+        """Collects what multiplies without a formula. It is entered before the counter, which decomposes."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            packet = getattr(func, "_overloadpacket", None)  # the name by which the counter's formulas are known
+            if packet is not None and func.namespace == "aten" and packet not in counter.flop_registry:
+                unknown.update([str(packet)] if _PRODUCTS.search(packet.__name__) else [])
+            return func(*args, **(kwargs or {}))
 
     def passes(backward: Backward) -> tuple[int, int]:
-        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), unknown, counter:
+        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), UnknownProducts(), counter:
             loss = loss_of(call(model, batch), loss_fn)
             forward = counter.get_total_flops()
             backward(loss)
             return int(forward), int(counter.get_total_flops())
 
     forward, total = beside_grad(model, passes)
-    found = counter.get_flop_counts().get("Global", {})
-    operators = sorted(((str(operator), int(number)) for operator, number in found.items()), key=lambda row: -row[1])
-    return FlopCount(type(model).__name__, forward, total - forward, tuple(operators), tuple(sorted(unknown.names)))
+    counts = counter.get_flop_counts().get("Global", {})
+    operators = sorted(((str(operator), int(number)) for operator, number in counts.items()), key=lambda row: -row[1])
+    return FlopCount(type(model).__name__, forward, total - forward, tuple(operators), tuple(sorted(unknown)))

@@ -1,4 +1,4 @@
-"""``profile`` and ``profiling_context``: where the time of steps goes, by ``torch.profiler``, as tables and trace files."""
+"""``profile`` and ``profiling_context``: where the time of steps goes, by ``torch.profiler``: its table, and trace files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,50 @@ import socket
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchobs.debug import resources
 from torchobs.debug.findings import told
-from torchobs.debug.profile_tables import Profile, filled
 from torchobs.probes.core.torch_profiler import Recording
 from torchobs.support.arguments import is_whole
-from torchobs.support.result import fill
+from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 TOP = 15
+_STACK = 5
+"""Lines of the stack by which operators are grouped, where stacks are recorded"""
 INTERRUPTED = "nothing is kept: the program's own profiler began before this one ended, and torch allows one"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile(Result):
+    """Recorded steps; empty before they are. Times in seconds."""
+
+    name: str
+    steps: int | None = None
+    time: float | None = None
+    """Of all recorded steps, by the clock, with the profiler's own cost"""
+    time_per_step: float | None = None
+    batch_size: int | None = None
+    time_per_sample: float | None = None
+    cpu_time: float = 0.0
+    """Of operators, on the host"""
+    device_time: float = 0.0
+    """Of kernels and copies"""
+    flops: int = 0
+    """Estimated by torch, of matrix products and convolutions"""
+    top_operator: str | None = None
+    """That which took the most time itself, on the device where one computes"""
+    trace: str | None = None
+    tensorboard: str | None = None
+    anomalies: tuple[str, ...] = ()
+    table: str = ""
+    """Torch's own, ``key_averages().table()``: by input shape where shapes are recorded, by stack where stacks are"""
 
 
 @overload
@@ -55,11 +83,11 @@ def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
         warmup: steps with the profiler running but discarded (its start makes the first ones slow).
         active: steps that are recorded.
         batch_size: samples of a step, for the time by sample.
-        shapes: record input shapes; operators are told apart by them.
-        stacks: record Python stacks: which lines cost most. It makes small operators several times slower.
+        shapes: record input shapes; the table has a row for each.
+        stacks: record Python stacks; the table has a row for each. It makes small operators several times slower.
         memory: record allocations.
         flops: estimate floating-point operations of matrix products and convolutions.
-        top: rows of the table of operators.
+        top: rows of the table.
         trace: write a Chrome trace there (``.json`` or ``.json.gz``), for Perfetto or ``chrome://tracing``.
         tensorboard: write a trace into this directory for TensorBoard's profiler plugin.
 
@@ -165,11 +193,27 @@ class Recorder:
         collects = gc.isenabled()
         gc.disable()
         try:
-            filled(self.result, profiler, steps, elapsed, self._top, by_shape=bool(self._options["record_shapes"]))
+            self._summarize(profiler, steps, elapsed)
             self._write(profiler)
         finally:
             if collects:
                 gc.enable()
+
+    def _summarize(self, profiler: Any, steps: int, elapsed: float) -> None:
+        averages = profiler.key_averages()
+        device = sum(row.self_device_time_total for row in averages if row.device_type.name != "CPU") / 1e6
+        cost = "self_device_time_total" if device else "self_cpu_time_total"
+        operators = sorted((row for row in averages if "::" in row.key), key=lambda row: getattr(row, cost), reverse=True)
+        by_stack = _STACK if self._options["with_stack"] else 0
+        groups = profiler.key_averages(group_by_input_shape=self._options["record_shapes"], group_by_stack_n=by_stack)
+        times = {"time": elapsed, "device_time": device, "cpu_time": sum(row.self_cpu_time_total for row in operators) / 1e6}
+        if steps:
+            times["time_per_step"] = elapsed / steps
+            if self.result.batch_size:
+                times["time_per_sample"] = elapsed / steps / self.result.batch_size
+        flops, top = sum(int(row.flops or 0) for row in operators), operators[0].key if operators else None
+        table = groups.table(sort_by=cost, row_limit=self._top)
+        fill(self.result, steps=steps, flops=flops, top_operator=top, table=table, **times)
 
     def cancel(self) -> None:
         """Stop it, and keep nothing."""

@@ -68,7 +68,7 @@ class StepProfile(Check):
         StepProfile.recorder, StepProfile.just_ended = None, True
         recorder.finish(1)
         result = recorder.result
-        top = result.operators[0].name if result.operators else "none"
+        top = result.top_operator or "none"
         for one in self.wanting:
             one.last = f"{result.time:.3g} s, top operator {top}" if result.time is not None else "; ".join(result.anomalies)
             if result.tensorboard is not None and one.directory is not None:

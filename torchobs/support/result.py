@@ -88,8 +88,10 @@ def _lines(result: Result, indent: str) -> list[str]:
             lines += [f"{indent}{name}:", *(f"{indent}  {line}" for line in _aligned(*table))]
         elif isinstance(value, Result):
             lines += [f"{indent}{name}:", *_lines(value, indent + "  ")]
+        elif "\n" in (text := _text(value)):
+            lines += [f"{indent}{name}:", *text.splitlines()]
         else:
-            lines.append(f"{indent}{name:<{width}}  {_text(value)}")
+            lines.append(f"{indent}{name:<{width}}  {text}")
     return lines
 
 
@@ -106,7 +108,8 @@ def _html(value: Any) -> str:
         return f"<table>{rows}</table>"
     table = _table(value)
     if table is None:
-        return escape(_text(value))
+        text = escape(_text(value))
+        return f"<pre>{text}</pre>" if "\n" in text else text
     header, rows_of_text = table
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows_of_text)
