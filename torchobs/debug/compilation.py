@@ -1,19 +1,19 @@
-"""``compile``: where ``torch.compile`` breaks a model's graph, which calls compile it anew, and why, in words."""
+"""``compile``: where ``torch.compile`` breaks a model's graph, which calls compile it anew, and why, by torch's ``explain``."""
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import told
-from torchobs.debug.module_values import raised_by
+from torchobs.debug.module_values import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.reasons import REMEDIES, read_break, read_failure, read_guard
 from torchobs.runtime.session import current
 from torchobs.support.kept_state import state_kept
+from torchobs.support.model_calls import call
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -52,12 +52,6 @@ class Recompile(Result):
         return self.call == _EVALUATION and self.guard == "global_state"
 
 
-class _Failure(NamedTuple):
-    text: str
-    by: str
-    """``compiler``, or ``model`` if that raises without a compiler, too"""
-
-
 @dataclass(frozen=True, slots=True)
 class CompileCheck(Result):
     """What ``torch.compile`` makes of a model."""
@@ -77,12 +71,12 @@ class CompileCheck(Result):
 
 
 def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> CompileCheck:  # noqa: A001  # torch's own name for it
-    """Trace a model as ``torch.compile`` does, and tell where its graph breaks and what makes it compile anew.
+    """Trace a model as ``torch.compile`` does, and report where its graph breaks and what makes it compile anew.
 
-    The model is called under the compiler with a backend that only collects graphs (nothing is generated or tuned): with the
-    batch twice, with a batch of another size, with each of ``more_batches``, and without gradients. Buffers and the random
-    state are put back, and gradients are not computed. What the program has compiled already stays compiled; with a
-    torch that cannot keep compilations apart (before ``isolate_recompiles``), they count towards the recompile limit.
+    Graphs, breaks and guards are those of ``torch._dynamo.explain``, which drops what the program has compiled: it is compiled
+    again at its next call. Then the model is called under the compiler without a backend (nothing is generated or tuned): with
+    the batch twice, with a batch of two other sizes, with each of ``more_batches``, and without gradients. Buffers and the
+    random state are put back, and gradients are not computed.
 
     Args:
         model: the module, not yet compiled (of a compiled one, the module in it is taken).
@@ -93,29 +87,28 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
         TypeError: ``model`` is no module. What the compiler or the model raises is in ``error``.
     """
     require_module(model, "compile")
-    model = getattr(model, "_orig_mod", model)
-    graphs, tracer = list[Any](), _Tracer(model)
-    failure, recompiles = None, list[Recompile]()
+    model, name = getattr(model, "_orig_mod", model), type(model).__name__
+    import torch._dynamo
+
+    recompiles = list[Recompile]()
     with state_kept(model), _on_trial():
         try:
-            _, graphs, failure = tracer.run(batch)
-            first = list(graphs)
-            for what, other, grad, ours in () if failure else _variants(batch, more_batches):
-                records, _, failed = tracer.run(other, grad=grad)
-                if failed and ours and failed.by == "model":
-                    continue  # which takes no other size, or differentiates in its forward pass: nobody will call it so
-                recompiles += _recompiles(what, type(model).__name__, records)
-                failure = failure or failed
-        finally:
-            tracer.close()
-    breaks, guards = _breaks(first), dict(tracer.guards)
+            explained, error = call(torch._dynamo.explain(model), batch), None  # torch's documented name
+        except RAISED as raised:
+            explained, error = None, first_line(raised)
+        by = "model" if error is not None and raised_by(model, batch) is not None else "compiler"
+        if explained is not None:
+            recompiles, error = _recompiles(model, batch, more_batches)
+        torch._dynamo.reset()  # what was compiled here counts towards no limit
+    breaks = _breaks(explained.break_reasons) if explained is not None else ()
+    guards = Counter(guard.create_fn_name().lower() for guard in explained.out_guards or ()) if explained is not None else {}
+    graphs = explained.graph_count if explained is not None else 0
     texts = [("graph_break", row.location, f"graph break at {row.location}: {row.reason}") for row in breaks]
     texts += [("recompile", row.function, _recompile_text(row)) for row in recompiles if not row.is_of_evaluation]
-    texts += [("compile_error", type(model).__name__, f"the {failure.by} raised {failure.text}")] if failure else []
-    operators = sum(_operators(graph) for graph in first)
+    texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []
     return CompileCheck(
-        model=type(model).__name__, graphs=len(first), operators=operators, full_graph=len(first) == 1 and not breaks,
-        breaks=breaks, recompiles=tuple(recompiles), guards=guards, error=failure.text if failure else None,
+        model=name, graphs=graphs, operators=explained.op_count if explained is not None else 0,
+        full_graph=graphs == 1 and not breaks, breaks=breaks, recompiles=tuple(recompiles), guards=dict(guards), error=error,
         anomalies=told("compile", texts),
     )  # fmt: skip
 
@@ -124,107 +117,75 @@ def _recompile_text(row: Recompile) -> str:
     return f"{row.function} is compiled anew for {row.call}: {row.expression}. Remedy: {row.remedy}"
 
 
-class _Tracer:
-    """Calls a module under the compiler with a backend that keeps the graphs."""
-
-    def __init__(self, model: Any) -> None:
-        import torch
-
-        self._model = model
-        self._graphs: list[Any] = []
-        self.guards: Counter[str] = Counter()
-        apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-        compiled: Any = torch.compile  # its types know no older or newer torch
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return model(*args, **kwargs)
-
-        self._compiled: Any = compiled(called, backend=self._keep, **apart)
-
-    def _keep(self, graph: Any, example_inputs: Any) -> Any:
-        from torch._guards import TracingContext
-
-        del example_inputs
-        self._graphs.append(graph)
-        context = TracingContext.try_get()
-        for guard in context.guards_context.dynamo_guards if context is not None else ():
-            self.guards[guard.create_fn_name().lower()] += 1
-        return graph.forward
-
-    def run(self, batch: Any, *, grad: bool = True) -> tuple[list[Any], list[Any], _Failure | None]:
-        """Call it; return the compilations that it took, their graphs, and what was raised."""
-        import torch
-        from torch._dynamo.utils import get_compilation_metrics
-
-        before = {id(record) for record in get_compilation_metrics()}
-        self._graphs = []
-        with torch.set_grad_enabled(grad):
-            error = raised_by(self._compiled, batch)
-            own = raised_by(self._model, batch) if error else None
-        records = [one for one in get_compilation_metrics() if id(one) not in before]
-        failure = _Failure(own or error, "model" if own else "compiler") if error else None
-        return records, self._graphs, failure
-
-    def close(self) -> None:
-        """Let go of the graphs."""
-        self._compiled = self._model = None
-
-
 @contextmanager
 def _on_trial() -> Iterator[None]:
-    """Keep our compilations out of what a session tells of the training, and our graph breaks out of torch's list of all."""
-    from torch._dynamo.utils import graph_break_reasons
-
+    """Keep our compilations out of what a session counts of the training."""
     session = current()
     context = session.context if session is not None else None
-    length = len(graph_break_reasons)
     if context is not None:
         context.hooks.compiles_on_trial.notify(True)  # noqa: FBT003  # hooks have no keywords
     try:
         yield
     finally:
-        del graph_break_reasons[length:]
         if context is not None:
             context.hooks.compiles_on_trial.notify(False)  # noqa: FBT003
+
+
+def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[list[Recompile], str | None]:
+    """Return what each variant of the call compiles anew, and what the compiler raised."""
+    import torch
+    from torch._dynamo.utils import get_compilation_metrics
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    compiled: Any = torch.compile(called, backend="eager")
+    rows, first_error = list[Recompile](), None
+    before = {id(record) for record in get_compilation_metrics()}
+    for what, other, grad, ours in _variants(batch, more_batches):
+        with torch.set_grad_enabled(grad):
+            error = raised_by(compiled, other)
+            refused = error is not None and ours and raised_by(model, other) is not None
+        fresh = [record for record in get_compilation_metrics() if id(record) not in before]
+        before |= {id(record) for record in fresh}
+        if refused:
+            continue  # it takes no other size, or differentiates in its forward pass: nobody will call it so
+        # the function that calls the model is ours: what is compiled there is the model
+        names = [type(model).__name__ if record.co_filename == __file__ else record.co_name or "" for record in fresh]
+        rows += [row for record, name in zip(fresh, names, strict=True) if (row := _recompile(what, name, record)) is not None]
+        first_error = first_error or error
+    return rows, first_error
+
+
+def _recompile(what: str, name: str, record: Any) -> Recompile | None:
+    if record.recompile_reason:
+        guard = read_guard(record.recompile_reason)
+        return Recompile(what, name, guard.kind, guard.expression, REMEDIES[guard.kind])
+    if record.fail_type:
+        return Recompile(what, name, "other", read_failure(record.fail_type, record.fail_reason or ""), REMEDIES["other"])
+    return None
 
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
     """Yield calls in words, each with its batch, whether it has gradients, and whether it is an idea of ours."""
     from torchobs.debug.batch_memory import batch_size, resized
 
+    yield "the first batch", batch, True, False
     yield "the same batch again", batch, True, False
     size = batch_size(batch)
     if size > 2:  # noqa: PLR2004  # of 1 torch always makes a graph of its own
         for what, other in (("another batch size", size - 1), ("a third batch size", size + 1)):
             if batch_size(cut := resized(batch, size, other)) == other:  # what cannot be cut is the same batch again
                 yield what, cut, True, True
-    for index, one in enumerate(more):
-        yield f"more_batches[{index}]", one, True, False
+    for index, another in enumerate(more):
+        yield f"more_batches[{index}]", another, True, False
     yield _EVALUATION, batch, False, True
 
 
-def _recompiles(what: str, model: str, records: list[Any]) -> Iterator[Recompile]:
-    for record in records:
-        # the function that calls the model is ours: what is compiled there is the model
-        name = model if record.co_filename == __file__ else record.co_name or ""
-        if record.recompile_reason:
-            guard = read_guard(record.recompile_reason)
-            yield Recompile(what, name, guard.kind, guard.expression, REMEDIES[guard.kind])
-        elif record.fail_type:
-            kind = read_failure(record.fail_type, record.fail_reason or "")
-            yield Recompile(what, name, "other", kind, REMEDIES["other"])
-
-
-def _breaks(graphs: list[Any]) -> tuple[GraphBreak, ...]:
+def _breaks(reasons: Sequence[Any]) -> tuple[GraphBreak, ...]:
     rows = []
-    for graph in graphs:
-        reason = getattr(graph, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            place = reason.user_stack[-1] if reason.user_stack else None
-            location = f"{place.filename}:{place.lineno}" if place is not None else ""
-            rows.append(GraphBreak(*read_break(reason.reason), location))
+    for reason in reasons:
+        place = reason.user_stack[-1] if reason.user_stack else None
+        location = f"{place.filename}:{place.lineno}" if place is not None else ""
+        rows.append(GraphBreak(*read_break(reason.reason), location))
     return tuple(dict.fromkeys(rows))
-
-
-def _operators(graph: Any) -> int:
-    return sum(node.op in {"call_function", "call_method", "call_module"} for node in graph.graph.nodes)

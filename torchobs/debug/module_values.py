@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_TENSORS = 64
 """Most tensors of a batch, or of an output, that are looked at"""
-_RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a model raises, or the compiler"""
 
 
@@ -113,6 +113,11 @@ def raised_by(model: Any, batch: Any) -> str | None:
     """Call a model with a batch; return class and first line of what it raised, ``None`` if nothing."""
     try:
         call(model, batch)
-    except _RAISED as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    except RAISED as error:
+        return first_line(error)
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """Return class and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
