@@ -1,16 +1,11 @@
-"""Sick and healthy runs, from the training to the webhook.
-
-Real trainings on a real exporter were recorded (`tests/recorded_runs.py`: what of it is real, and what is slow motion; golden
-file `runs.json.gz`, recorded again by `pytest --update-golden`, in some minutes, best on an idle machine). Promtool's rule
-engine evaluates the shipped rules over them minute by minute, and what it has firing is sent to a real Alertmanager with the
-shipped configuration, as Prometheus sends it; `test_alertmanager.py` has a real Prometheus do that.
-"""
+"""The alerts about whole runs in a real Prometheus, also after an outage of it."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import time
 import urllib.request
 from collections import defaultdict
 from dataclasses import replace
@@ -25,15 +20,19 @@ import yaml
 
 from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
 from tests.exporters import start_program
-from tests.prometheus_server import DIRECT
+from tests.prometheus_server import DIRECT, PrometheusServer
 from tests.recorded_runs import Life, RecordedRun, Recording, Told, cases, record, told
 from tests.support import wait_until
+from torchobs import catalog
 from torchobs.rules.files import rendered
+from torchobs.rules.promql import select
+from torchobs.rules.recordings import ALIVE, FAILED
 from torchobs.rules.values import Thresholds, Values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from http.server import BaseHTTPRequestHandler
+
 
 GOLDEN = Path(__file__).parent / "golden" / "runs.json.gz"
 LONG = ("memory-leak", "starvation", "hang", "long-evaluation", "long-compile", "slow-first-step", "idle")
@@ -263,3 +262,47 @@ def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves
                     if (alert["labels"].get("run_id"), alert["labels"]["alertname"]) == (run, name)]  # fmt: skip
             assert said, (run, name)
             assert all(re.search(culprit, text) for text in said), said
+
+
+MINUTES = range(-55, -14)
+"""What it has of the runs, by their minute; then it was down"""
+RUNS = ("trained", "was-restarting")
+ALERTS = {"trained": "TorchobsTelemetryGone", "was-restarting": "TorchobsRunDown"}
+
+
+def past(now_s: float) -> Iterator[str]:
+    """Both runs as Prometheus recorded them, in OpenMetrics: one whose rank lived, one whose rank had failed at last."""
+    for name, last in ((ALIVE, {"was-restarting": 0}), (FAILED, {"was-restarting": 1})):
+        yield f"# TYPE {name} gauge"
+        for run in RUNS:
+            for minute in MINUTES:
+                usual = 1 if name == ALIVE else 0
+                value = last.get(run, usual) if minute == MINUTES[-1] else usual
+                yield f'{name}{{job_name="gpt",run_id="{run}"}} {value} {now_s + 60 * minute:.0f}'
+    yield "# EOF\n"
+
+
+@pytest.mark.parametrize("name", ["prometheus", "prometheus3"])
+def test_nobody_is_told_that_a_run_is_gone_which_nobody_looked_at(
+    name: str, program: Callable[[str], str], checkout: Path, tmp_path: Path
+) -> None:
+    """Rules are evaluated before the first scrape is done, or recorded: until then all runs of the cluster seem to be gone."""
+    (tmp_path / "past.txt").write_text("\n".join(past(time.time())))
+    promtool = program(name.replace("prometheus", "promtool"))
+    argv = [promtool, "tsdb", "create-blocks-from", "openmetrics", str(tmp_path / "past.txt"), str(tmp_path / "data")]
+    subprocess.run(argv, check=True, capture_output=True)
+    page = {"text": ""}
+    rules = sorted((checkout / "deploy" / "prometheus" / "rules").glob("torchobs-*.yml"))
+    with (
+        serving(lambda _: page["text"].encode()) as target,
+        PrometheusServer(program(name), scrape=[target], rules=rules, data=tmp_path / "data") as prometheus,
+    ):
+
+        def active() -> set[tuple[str, str]]:
+            return {(one.labels["run_id"], one.name) for one in prometheus.alerts()}
+
+        wait_until(lambda: active() >= set(ALERTS.items()), timeout_s=60)
+        assert not prometheus.query('ALERTS{alertstate="firing"}')
+        page["text"] = "".join(f'{select(catalog.RANK_UP)}{{job_name="gpt", run_id="{run}", rank="0"}} 1\n' for run in RUNS)
+        wait_until(lambda: not active() & set(ALERTS.items()), timeout_s=60)
+        assert not prometheus.query('count_over_time(ALERTS{alertstate="firing"}[1h])')

@@ -1,28 +1,34 @@
-"""``init()`` and ``shutdown()``: what they leave behind, and where they do nothing."""
+"""A session: init() and shutdown(), in processes and threads, switched on and off."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchobs
-from tests import support
+from tests import fork_server, support
 from tests.support import finish
-from tests.surface import surface
-from tests.training import Recording, loss_of, mlp, recording, train
+from tests.surface import surface, torch_hooks
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, train
 from torchobs import catalog
+from torchobs.config.settings import PROBES
+from torchobs.flight.files import control
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -333,3 +339,260 @@ def test_the_other_groups_learning_rates_are_shown(run: Recording) -> None:
             optimizer.step()
     expected = {("torchobs.learning_rate", str(group)): rate for group, rate in enumerate((0.5, 0.25, 0.125))}
     support.wait_until(lambda: expected.items() <= run.values().items())
+
+
+class Squares(Dataset[torch.Tensor]):
+    """A dataset that can be sent to a spawned worker."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+def init_in_worker(index: int) -> None:
+    """A worker that calls init(), as a script without a main guard does."""
+    del index
+    assert not torchobs.init().active
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_dataloader_workers_leave_no_trace(run: Recording, flight_dir: Path, method: str) -> None:
+    """0 extra files, threads and series; the worker's own init() is inert."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(
+        Squares(), batch_size=4, num_workers=2, multiprocessing_context=method, worker_init_fn=init_in_worker,
+        persistent_workers=False,
+    )  # fmt: skip
+    series = len(run.view().points)
+    for inputs in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    assert len(run.steps()) == 4
+    assert len(list(flight_dir.glob("*.flight"))) == 1
+    assert len(run.view().points) >= series
+    assert run.errors() == []
+
+
+def test_a_forked_child_is_inert(run: Recording) -> None:
+    """It trains, logs, exits: nothing of that reaches the parent's file, and the parent goes on."""
+    train(2)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=child_trains)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    train(1)
+    assert len(run.steps()) == 3
+    assert run.values()[("torchobs.tokens",)] == 0
+
+
+def child_trains() -> None:
+    """What the child does."""
+    torchobs.log(tokens=1000)
+    torchobs.event("from the child")
+    train(3)
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+
+
+SCRIPT = """
+import sys, torch
+sys.path[:0] = {path!r}
+import torchobs
+with_ = torchobs.init(flight_dir={directory!r})
+from tests.training import loss_of, mlp
+model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index in range(3):
+    loss_of(model, index).backward(); optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason"),
+    [
+        ("", 0, Exit.FINISHED),
+        ("raise KeyError('secret')", 1, Exit.EXCEPTION),
+        ("import os; os._exit(3)", 3, None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, None),
+        ("import threading; t = threading.Thread(target=lambda: 1 // 0); t.start(); t.join()", 0, Exit.FINISHED),
+    ],
+)
+def test_how_a_rank_ends(flight_dir: Path, end: str, status: int, reason: int | None) -> None:
+    """In order, by an exception, or without a word; steps are never lost, and of the exception the message's line is kept."""
+    script = SCRIPT.format(path=[str(support.ROOT)], directory=str(flight_dir), end=end)
+    child = fork_server.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert child.returncode == status, child.stderr
+    (path,) = flight_dir.glob("*.flight")
+    file = reader.open_path(str(path))
+    view = file.read(final=True)
+    events = [fields for _, fields in file.events()]
+    file.close()
+    assert view.live.exit_reason == reason
+    # the first cycle's end is provisional until it is known whether another optimizer steps, so the third is at stake
+    assert {point.series.name: point.value for point in view.points}["torchobs.steps"] == 3
+    messages = [event["attrs"]["exception.message"] for event in events if event["name"] == "torchobs.exception"]
+    assert messages == ["'secret'"] * ("KeyError" in end) + ["integer division or modulo by zero"] * ("threading" in end)
+    assert ("threading" in end or "KeyError" in end) == any(event["name"] == "torchobs.exception" for event in events)
+
+
+SPAWNED = """
+import os, sys, torch
+sys.path[:0] = {path!r}
+import torchobs
+
+def rank(index):
+    torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=index, world_size=2)
+    with torchobs.init(flight_dir={directory!r}):
+        from tests.training import loss_of, mlp
+        model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss_of(model, step).backward(); optimizer.step()
+    torch.distributed.destroy_process_group()
+
+torchobs.init(flight_dir={directory!r})
+if __name__ == "__main__":
+    torchobs.shutdown()
+    torch.multiprocessing.spawn(rank, nprocs=2)
+"""
+
+
+def test_ranks_that_a_script_spawns_itself_are_ranks(flight_dir: Path, tmp_path: Path) -> None:
+    """``torch.multiprocessing.spawn``: each is known by its process group, of one run; importing the script starts none."""
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED.format(path=[str(support.ROOT)], directory=str(flight_dir), store=tmp_path / "store"))
+    child = fork_server.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
+    assert child.returncode == 0, child.stderr
+    found = []
+    for path in flight_dir.glob("*.flight"):
+        file = reader.open_path(str(path))
+        steps = {point.series.name: point.value for point in file.read(final=True).points}["torchobs.steps"]
+        resource = file.header.resource
+        found.append((resource["rank"], resource.get("world_size"), steps, resource["run_id"]))
+        file.close()
+    parent, *ranks = sorted(found, key=lambda entry: (entry[1], entry[0]))
+    assert parent[:3] == (0, 1, 0)
+    assert [rank[:3] for rank in ranks] == [(0, 2, 3), (1, 2, 3)]
+    assert ranks[0][3] == ranks[1][3]
+
+
+def test_dead_files_of_ours_are_cleaned_and_others_are_not(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init() removes what a dead rank left longer than a day ago; a living rank's file and foreign names stay."""
+    torchobs.init(flight_dir=flight_dir)
+    torchobs.shutdown()
+    (old,) = flight_dir.glob("*.flight")
+    (flight_dir / "notes.txt").write_text("mine")
+    later = time.monotonic_ns() + 2 * 86_400 * 10**9
+    monkeypatch.setattr(time, "monotonic_ns", lambda: later)
+    torchobs.init(flight_dir=flight_dir)
+    monkeypatch.undo()
+    try:
+        assert not old.exists()
+        assert (flight_dir / "notes.txt").exists()
+        assert len(list(flight_dir.glob("*.flight"))) == 1
+    finally:
+        torchobs.shutdown()
+
+
+@contextlib.contextmanager
+def commanding(run: Recording, flight_dir: Path) -> Iterator[Callable[[control.Command], None]]:
+    """Yield what gives the rank a command and waits until it has been read."""
+    writer = run.session.writer
+    assert writer is not None
+    (flight_dir / "control").mkdir()
+    directory = os.open(flight_dir / "control", os.O_RDONLY)
+    reader = control.ControlReader(str(flight_dir / "control"), writer.header.incarnation)
+
+    def give(command: control.Command) -> None:
+        control.write_command(directory, writer.header.incarnation, command)
+        assert run.session.context is not None
+        assert reader.poll() is not None
+        for _ in range(2):  # the round under way may have looked before
+            beat = run.view().live.heartbeat_ns
+            support.wait_until(lambda beat=beat: run.view().live.heartbeat_ns != beat)  # type: ignore[misc]
+
+    try:
+        yield give
+    finally:
+        os.close(directory)
+        reader.close()
+
+
+def test_the_control_file_switches_recording_off_and_on(flight_dir: Path) -> None:
+    """Off leaves no hook, the heartbeat goes on. On again: the first step has no duration, the others have."""
+    before = torch_hooks()
+    for run in recording(flight_dir):
+        with commanding(run, flight_dir) as give:
+            train(3)
+            give(control.Command(level=0))
+            train(4)
+            assert run.view().live.level == 0
+            assert torch_hooks() == before
+            torchobs.log(loss=1.0, tokens=3)
+            torchobs.step()
+            assert len(run.steps()) == 3
+            give(control.Command(level=1))
+            train(5)
+            assert len(run.steps()) == 3 + 5
+        assert [has(record, StepFlag.UNTIMED) for record in run.steps()[3:]] == [True, False, False, False, False]
+        assert run.values()[("torchobs.tokens",)] == 0
+
+
+def test_a_single_probe_is_switched_off_and_on(flight_dir: Path) -> None:
+    """The others go on."""
+    for run in recording(flight_dir):
+        with commanding(run, flight_dir) as give:
+            train(3)
+            give(control.Command(probes_off=1 << PROBES.index("loss")))
+            train(3)
+            give(control.Command(probes_off=0))
+            train(3)
+        assert [has(record, StepFlag.LOSS) for record in run.steps()] == [True] * 3 + [False] * 3 + [True] * 3
+        assert all(has(record, StepFlag.GRAD_NORM) for record in run.steps())
+
+
+def test_what_a_probe_has_counted_is_kept_when_it_is_switched_off(flight_dir: Path) -> None:
+    """Steps of a scheduler in the tenth of a second before count; those without the probe do not."""
+    for run in recording(flight_dir):
+        with commanding(run, flight_dir) as give:
+            optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            for probes_off in (1 << PROBES.index("schedulers"), 0):
+                optimizer.step()
+                for _ in range(4):
+                    scheduler.step()
+                give(control.Command(probes_off=probes_off))
+        assert run.values()[("torchobs.scheduler.steps",)] == 4
+
+
+def test_a_rank_that_starts_off_can_be_switched_on(flight_dir: Path) -> None:
+    """It has a file and a heartbeat, and no hook until then."""
+    before = torch_hooks()
+    for run in recording(flight_dir, level="off"):
+        with commanding(run, flight_dir) as give:
+            train(3)
+            assert torch_hooks() == before
+            give(control.Command(level=1))
+            train(3)
+            assert len(run.steps()) == 3
+
+
+def test_a_rank_says_whether_it_records_steps(flight_dir: Path) -> None:
+    """So that the exporter calls no rank hung whose steps nobody counts: by the level, or by the probe alone."""
+    for run in recording(flight_dir, level="off"):
+        assert run.view().live.steps_since_ns is None
+        with commanding(run, flight_dir) as give:
+            give(control.Command(level=1))
+            train(3)
+            since_ns = run.view().live.steps_since_ns
+            assert since_ns
+            assert run.view().header.monotonic_ns < since_ns
+            give(control.Command(probes_off=1 << PROBES.index("loss")))
+            assert run.view().live.steps_since_ns == since_ns
+            give(control.Command(probes_off=1 << PROBES.index("step")))
+            assert run.view().live.steps_since_ns is None
+    for run in recording(flight_dir):
+        assert run.view().live.steps_since_ns == 0

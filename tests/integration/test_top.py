@@ -1,4 +1,4 @@
-"""`torchobs top` on living ranks: in a real terminal, in a pipe, at every width, with hostile names."""
+"""torchobs top, on a terminal that is one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -28,9 +27,13 @@ from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.terminal_style import TerminalStyle
-from torchobs.cli.top_view import RankView, Screen, frame, slownesses
+from torchobs.cli.top_view import RankView, Screen, drawn, frame, slownesses
 from torchobs.flight.format.layout import HEADER_SIZE, Live
 from torchobs.flight.format.step_record import LIVE_PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")
@@ -403,3 +406,54 @@ def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path, monkeypa
     assert "Lately: 20 loss spikes." in told(10.0)
     assert "loss spikes" not in told(1000.0)
     file.release()
+
+
+def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
+    """The newest come first, each with a row; by moving down every run is seen."""
+    for number in range(12):
+        file = File(tmp_path, seed=number + 1, born_s=number // 3, rank=0, run_id=f"run-{number:02}")
+        file.beat(10.0)
+        file.save()
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
+    found: dict[str, None] = {}
+    for first in range(12):
+        lines = frame(seen, TerminalStyle(100), Screen(24, first), "12:00:00")
+        shown = [line.split()[1] for line in lines if line.startswith("gpt")]
+        assert len(lines) <= 24
+        assert sum(line.split()[:1] == ["0"] for line in lines) == len(shown) == 4
+        found |= dict.fromkeys(shown)
+    assert set(list(found)[:3]) == {"run-09", "run-10", "run-11"}
+    assert len(found) == 12
+
+
+def test_every_rank_is_seen_where_neither_runs_nor_ranks_fit(tmp_path: Path) -> None:
+    """By moving down: the ranks of a large run, then on to the next; and no key is without effect, at the end neither."""
+    for number in range(60):
+        rank, name = (number, "large") if number < 50 else (0, f"run-{number}")
+        file = File(tmp_path, seed=number + 1, born_s=float(number < 50), rank=rank, run_id=name)
+        file.beat(10.0)
+        file.save()
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
+    shown: list[list[str]] = []
+    first, found = 0, set[tuple[str, str]]()
+    while (now := drawn(seen, TerminalStyle(100), Screen(24, first), "12:00:00")).first == first:
+        assert len(now.lines) <= 24
+        run = ""
+        for words in map(str.split, now.lines):
+            run = words[1] if words[:1] == ["gpt"] else run
+            if words[1:2] == ["lost"] or words[1:2] == ["alive"]:
+                found.add((run, words[0]))
+        shown.append(now.lines)
+        first += 1
+    assert found == {(one.rank.run_id, one.rank.rank) for one in seen}
+    assert all(one != other for one, other in pairwise(shown))
+    assert "more ranks: up, down" in "\n".join(shown[0])
+    assert drawn(seen, TerminalStyle(100), Screen(24, 1000), "12:00:00") == (shown[-1], first - 1)
+
+
+def test_one_more_run_is_told_as_one(tmp_path: Path) -> None:
+    """In words, as everywhere."""
+    for number in range(6):
+        File(tmp_path, seed=number + 1, rank=0, run_id=f"run-{number}").save()
+    seen, _ = top.views(scanner_of(tmp_path, Clock(1.0)))
+    assert frame(seen, TerminalStyle(100), Screen(26), "12:00:00")[-1].startswith("… 1 more run:")

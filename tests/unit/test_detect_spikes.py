@@ -1,14 +1,39 @@
-"""Spikes: what is one, and what the baseline learns from it."""
+"""Spikes, explosions and divergence, the layer that blew up, and recovery."""
 
+from __future__ import annotations
+
+import math
 import random
-from collections.abc import Callable
-from math import exp, inf, isfinite, nan, sqrt
+from math import exp, inf, isfinite, log, nan, sqrt
+from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start, skewed_reach
+from tests import flights
+from torchobs.detect.blown_layer import BlownLayer, blown_layer
+from torchobs.detect.divergence import Divergence
+from torchobs.detect.recovery import HEALTHY, LastAnomaly, healthy_steps
+from torchobs.detect.spikes import (
+    CALM,
+    LEAST_EXPLOSIONS,
+    LEAST_LOSS_SPIKES,
+    START,
+    WARM_UP,
+    Bursts,
+    LossBaseline,
+    judge,
+    leaves_start,
+    skewed_reach,
+)
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.metrics import fold
+from torchobs.flight.metrics.totals import DIVERGED, Anomaly, is_active
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 Baseline = tuple[float, float, int]
 FRESH: Baseline = (0.0, 0.0, 0)
@@ -251,3 +276,314 @@ def test_after_warm_up_the_baseline_judges() -> None:
     """The start is a measure of the first steps only."""
     assert not leaves_start(1e30, 1.0, WARM_UP)
     assert not leaves_start(1e30, 0.0, 0)
+
+
+LEAST_NORM = log(8.0)
+
+
+def losses_told(values: list[float], *, learns: bool = True) -> list[int]:
+    """Which of them are spikes."""
+    baseline = LossBaseline()
+    return [index for index, value in enumerate(values) if baseline.is_spike(value, learns=learns)]
+
+
+def norms_told(values: list[float]) -> list[int]:
+    """The same of gradient norms."""
+    mean, variance, seen, bursts, told = 0.0, 0.0, 0, Bursts(), list[int]()
+    for index, value in enumerate(values):
+        likely = bursts.peak + log(2.0)
+        spike, mean, variance, seen = judge(log(value), mean, variance, seen, LEAST_NORM)
+        if bursts.judge(log(value), likely, is_spike=spike):
+            told.append(index)
+    return told
+
+
+def episodic(seed: int, steps: int = 3000) -> list[float]:
+    """Losses of a critic: an episode ends every few tens of steps, and the longer ones come later."""
+    chance = random.Random(seed)
+    left, values = 20, list[float]()
+    for step in range(steps):
+        left -= 1
+        ends = left <= 0
+        left = chance.randrange(12, 50) if ends else left
+        grown = 1.0 + step / 300
+        values.append(grown * (chance.uniform(60.0, 100.0) if ends else 2.0 * chance.lognormvariate(0.0, 0.3)))
+    return values
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_an_actor_critic_does_when_episodes_end(seed: int) -> None:
+    """Some hundred bursts of a healthy run; fewer are told than are a finding."""
+    values = episodic(seed)
+    assert len(losses_told(values)) < LEAST_LOSS_SPIKES
+    assert len(losses_told(values, learns=False)) < LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
+    assert len(norms_told(values)) < LEAST_EXPLOSIONS
+
+
+def ordinary(steps: int, seed: int = 1) -> list[float]:
+    """Values between the bursts."""
+    chance = random.Random(seed)
+    return [2.0 * chance.lognormvariate(0.0, 0.1) for _ in range(steps)]
+
+
+def with_bursts(steps: int, every: int, lasting: int, height: float = 60.0) -> tuple[list[float], list[int]]:
+    """Values with bursts, and where these are."""
+    values = ordinary(steps)
+    places = [at + more for at in range(100, steps - lasting, every) for more in range(lasting)]
+    for at in places:
+        values[at] = height
+    return values, places
+
+
+def test_single_bad_batches_far_apart_are_each_told() -> None:
+    """One in four hundred."""
+    values, places = with_bursts(4000, 400, 1)
+    assert losses_told(values) == norms_told(values) == places
+
+
+def test_what_lasts_is_told_each_time() -> None:
+    """The weights have moved: the loss is high for some steps, however often."""
+    values, places = with_bursts(1000, 60, 4)
+    told = losses_told(values)
+    assert {(at - 100) // 60 for at in told} == {(at - 100) // 60 for at in places}
+
+
+def test_a_burst_far_beyond_the_usual_ones_is_told() -> None:
+    """Once a hundred times as large."""
+    values, _ = with_bursts(1000, 30, 1)
+    values[700] = 6000.0
+    assert losses_told(values)[-1] == norms_told(values)[-1] == 700
+
+
+def test_what_goes_up_and_down_is_one_burst() -> None:
+    """Every other value is a spike: an optimizer that jumps over its minimum, and no bursts that are over."""
+    values = ordinary(130)
+    for at in range(100, 120, CALM - 1):
+        values[at] = 60.0
+    assert len(norms_told(values)) >= LEAST_EXPLOSIONS
+
+
+BEFORE = [{"a": 1.0, "b": 0.1, "c": 3.0, "big": 10.0}] * 4
+
+
+def test_the_layer_that_has_grown_most_is_named_and_not_the_largest() -> None:
+    """All have grown behind it; one that grew by more in a hair's breadth of the whole is no cause."""
+    found = blown_layer({"a": 90.0, "b": 80.0, "c": 60.0, "big": 100.0}, BEFORE)
+    assert found == BlownLayer("b", 80.0, 0.1)
+    assert blown_layer({"a": 90.0, "b": 12.0, "c": 3.0, "big": 100.0}, BEFORE) == BlownLayer("a", 90.0, 1.0)
+
+
+def test_of_layers_that_have_grown_together_the_last_is_named() -> None:
+    """From where a gradient blows up it is carried back to all layers before, of which one has grown most by chance."""
+    before = [{"stem": 1.0, "first": 2.0, "second": 0.1, "third": 1.0, "head": 5.0}] * 4
+    found = blown_layer({"stem": 1300.0, "first": 1700.0, "second": 400.0, "third": 1.5, "head": 9.0}, before)
+    assert found == BlownLayer("second", 400.0, 0.1)
+
+
+def test_nothing_is_named_without_growth_or_a_past() -> None:
+    """A loss that leaps with the gradients of always, a first step, a layer that is new, values that are not finite."""
+    assert blown_layer(BEFORE[0], BEFORE) is None
+    assert blown_layer({"a": 90.0}, BEFORE[:2]) is None
+    assert blown_layer({"new": 90.0, "a": 1.0}, BEFORE) is None
+    assert blown_layer({"a": inf, "b": nan}, BEFORE) is None
+    assert blown_layer({}, []) is None
+
+
+def test_the_culprit_is_found_among_noise() -> None:
+    """Of 48 layers whose norms vary by half, one that is 30 times its own: in each of 500 trials."""
+    chance = random.Random(2)
+    for _ in range(500):
+        sizes = {f"layer{number}": chance.lognormvariate(0.0, 1.0) for number in range(48)}
+        before = [{name: size * chance.lognormvariate(0.0, 0.2) for name, size in sizes.items()} for _ in range(8)]
+        culprit = chance.choice(list(sizes))
+        norms = {name: size * (30.0 if name == culprit else chance.lognormvariate(0.0, 0.2)) for name, size in sizes.items()}
+        found = blown_layer(norms, before)
+        if sizes[culprit] > 0.1:  # else the rest's noise is as much
+            assert found is not None
+            assert found.layer == culprit
+
+
+def first_told(losses: Iterable[float]) -> int | None:
+    """The number of the loss at which it is told."""
+    divergence = Divergence()
+    return next((number for number, loss in enumerate(losses, 1) if divergence.add(loss)), None)
+
+
+@pytest.mark.parametrize("growth", [1.002, 1.01, 1.05, 1.3])
+@pytest.mark.parametrize("start", [0.01, 2.0, 500.0])
+def test_smooth_growth_is_told_in_time(growth: float, start: float) -> None:
+    """After 300 sound steps; before it is a hundred thousand times what it was, or what counts as a start."""
+    chance = Random(1)
+    losses = [start * chance.uniform(0.9, 1.1) for _ in range(300)]
+    while losses[-1] < 1e5 * max(start, 1.0):
+        losses.append(start * growth ** (len(losses) - 300) * chance.uniform(0.9, 1.1))
+    losses += losses[-1:] * 50
+    told = first_told(losses)
+    assert told is not None
+    assert min(losses[told - 50 : told]) > 900 * max(start, 1.0)
+
+
+def test_a_rate_that_is_wrong_from_the_start_is_told() -> None:
+    """Before any baseline is learned."""
+    assert first_told([2.3, 1.5e7, *[1.5e10] * 60]) == 51
+    assert first_told([2.3, 9.0, 400.0, *[1.5e10] * 60]) == 53
+
+
+HEALTHY_LOSSES = {
+    "falls": [10.0 * 0.99**number for number in range(2000)],
+    "begins_near_zero": [0.0, 1e-6, *[10.8] * 2000],
+    "both_signs": [(-1) ** number * 10.0 ** (number % 3) for number in range(2000)],
+    "ramped_up": [50.0 * min(number, 5000) for number in range(1, 9000)],
+    "bursts": [1.0 if number % 40 else 1e5 for number in range(2000)],
+    "critic": [400.0 * Random(number).lognormvariate(1.0, 1.0) for number in range(3000)],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY_LOSSES)
+def test_healthy_courses_are_not_told(name: str) -> None:
+    """What a training does that goes well, of whatever kind."""
+    assert first_told(HEALTHY_LOSSES[name]) is None
+
+
+HEADER = flights.header()
+
+
+def step(number: int, loss: float, flags: int = StepFlag.LOSS) -> StepRecord:
+    """A record of one."""
+    return flights.step_record(HEADER, number, step=number, loss=loss, flags=flags)
+
+
+def folded(batches: list[list[StepRecord]]) -> tuple[bool, list[Anomaly]]:
+    """Whether it is away in the end, and what was found."""
+    totals, found = flights.totals(HEADER), list[Anomaly]()
+    for batch in batches:
+        fold.fold(totals, batch, found)
+    return is_active(totals, DIVERGED), found
+
+
+@pytest.mark.parametrize(
+    ("losses", "at"),
+    [
+        ([4.1, 60.0, 271.0, *[100.0] * 100], 52),
+        ([0.2] * 19 + [12.0] * 60, 70),
+        ([2.0] * 300, None),
+        ([4.1, 271.0, *[100.0] * 20], None),
+        ([4.1, 271.0, *[100.0] * 30, 5.0, *[100.0] * 100], None),
+        ([4.1, 5.0, *[5.0 + number for number in range(300)]], None),
+        ([0.01, 0.9, *[1.9] * 200], None),
+        ([-4.0, 50.0, *[-3.0, 60.0] * 60], None),
+        ([*[2.0] * 30, *[200.0] * 100], None),
+        ([4.1, 271.0, *[100.0] * 30, nan, *[100.0] * 100], None),
+        ([18.0 * min(number, 100) for number in range(1, 300)], None),
+        ([0.0, 1e-6, *[10.8 - number / 100 for number in range(300)]], None),
+        ([0.0, 4.0, 271.0, *[100.0] * 100], 53),
+    ],
+    ids=[
+        "at once", "in the twentieth step", "healthy", "too early to say", "came back once", "grows", "begins near zero",
+        "both signs", "later", "not finite: another anomaly", "a weight that is ramped up", "a first batch of nothing",
+        "a first batch of nothing, and then away",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_a_loss_that_leaves_its_start_for_good_has_diverged(losses: list[float], at: int | None, batch: int) -> None:
+    """Told once, beside its first value; twenty times that is no spike by its own past, which is too short."""
+    records = [step(number, loss) for number, loss in enumerate(losses, 1)]
+    is_away, found = folded([records[begin : begin + batch] for begin in range(0, len(records), batch)])
+    told = [(one.step, one.baseline) for one in found if one.kind == "diverged"]
+    assert told == ([] if at is None else [(at, next(loss for loss in losses if loss))])
+    assert is_away == (at is not None)
+
+
+def test_a_diverged_loss_is_active_until_it_comes_back_or_another_model_begins() -> None:
+    """Late values of earlier steps change nothing."""
+    away = [step(1, 4.0), *(step(number, 90.0) for number in range(2, 62))]
+    late = flights.step_record(HEADER, 62, step=5, loss=1.0, flags=StepFlag.LOSS, kind=RecordKind.LATE)
+    assert folded([away, [late]])[0]
+    assert not folded([away, [step(62, 7.0)]])[0]
+    assert not folded([away, [step(62, 90.0, StepFlag.LOSS | StepFlag.NEW_MODEL)]])[0]
+
+
+def measured(losses: list[float], rate: float, norm: float) -> list[StepRecord]:
+    """Steps with a learning rate, and norms of which every third is known."""
+    rated, normed = StepFlag.LOSS | StepFlag.LEARNING_RATE, StepFlag.LOSS | StepFlag.LEARNING_RATE | StepFlag.GRAD_NORM
+    return [
+        flights.step_record(
+            HEADER, number, step=number, loss=loss, learning_rate=rate, grad_norm=norm, flags=rated if number % 3 else normed
+        )
+        for number, loss in enumerate(losses, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "norm", "is_away"),
+    [(5e-4, 22.0, False), (1e-3, 330.0, False), (0.03, 0.3, False), (18.0, 0.85, True), (1.2, 300.0, True), (0.1, 1e5, True)],
+    ids=["SGD on a sum", "Adam on a sum", "SGD on a mean", "hot SGD", "hot AdamW", "explodes"],
+)
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_steps_too_short_to_have_taken_the_loss_away_have_not(rate: float, norm: float, batch: int, *, is_away: bool) -> None:
+    """A contrastive loss rises as its queue fills, and a term's weight may be raised."""
+    records = measured([0.4, 180.0, 300.0, *[360.0] * 100], rate, norm)
+    away, found = folded([records[begin : begin + batch] for begin in range(0, len(records), batch)])
+    assert (away, [one.step for one in found if one.kind == "diverged"]) == (is_away, [52] * is_away)
+
+
+def test_steps_that_become_long_are_told_then() -> None:
+    """The rate of a warm-up that goes on to where the loss stays away."""
+    records = measured([2.0, *[90.0] * 300], 0.001, 40.0)
+    later = [record._replace(learning_rate=1.0) if record.step > 100 else record for record in records]
+    for batch in (1, 50):
+        _, found = folded([later[begin : begin + batch] for begin in range(0, len(later), batch)])
+        assert [one.step for one in found if one.kind == "diverged"] == [101]
+
+
+def test_long_first_steps_prove_nothing_of_a_loss_that_stays_where_it_is() -> None:
+    """MoCo's norm is 30 in its first steps, and then 0.25."""
+    first, then = measured([0.2, 10.5, 10.5, 10.1], 0.03, 30.0), measured([10.0] * 200, 0.03, 0.25)
+    records = [*first, *(one._replace(seq=number, step=number) for number, one in enumerate(then[4:], 5))]
+    assert folded([records]) == (False, [])
+
+
+NAN = math.nan
+LOSSES = dict.fromkeys(range(1, 201), 1.0)
+NORMS = dict.fromkeys(range(1, 201, 10), 2.0)
+
+
+@pytest.mark.parametrize("kind", ["nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_explosion", "diverged"])
+def test_fifty_steps_must_have_passed(kind: str) -> None:
+    """Since the last anomaly; then their number is what is said."""
+    for step, healthy in ((100, 100), (200 - HEALTHY, HEALTHY), (201 - HEALTHY, 0)):
+        assert healthy_steps(kind, 1, LastAnomaly(step, 1.0, 1), LOSSES, NORMS) == healthy
+
+
+@pytest.mark.parametrize("kind", ["nonfinite_loss", "nonfinite_gradient", "loss_spike"])
+def test_what_was_not_reported_may_have_come_later(kind: str) -> None:
+    """Anomalies that follow each other closely are counted alone: then the values of the last fifty steps decide."""
+    last = LastAnomaly(100, 1.0, 32)
+    assert healthy_steps(kind, 40, last, LOSSES, NORMS) == HEALTHY
+    assert healthy_steps(kind, 40, last, dict.fromkeys(range(170, 201), 1.0), {191: 2.0}) == 0
+    assert healthy_steps("loss_spike", 40, last, {**LOSSES, 170: 5.0}, NORMS) == 0
+    assert healthy_steps("loss_spike", 32, last, {**LOSSES, 170: 5.0}, NORMS) == 100  # an ordinary value: none was counted
+
+
+@pytest.mark.parametrize(
+    ("kind", "losses", "norms"),
+    [
+        ("nonfinite_loss", {}, {}),
+        ("nonfinite_loss", {**LOSSES, 160: NAN}, NORMS),
+        ("nonfinite_gradient", {**LOSSES, 160: NAN}, NORMS),
+        ("nonfinite_gradient", LOSSES, {**NORMS, 161: math.inf}),
+        ("nonfinite_gradient", LOSSES, {91: 2.0}),
+        ("loss_spike", dict.fromkeys(range(1, 201), 1.3), NORMS),
+        ("gradient_explosion", LOSSES, dict.fromkeys(range(1, 201, 10), 20.0)),
+        ("gradient_vanishing", LOSSES, dict.fromkeys(range(1, 201, 10), 0.005)),
+    ],
+)
+def test_what_is_not_proven_is_not_past(kind: str, losses: dict[int, float], norms: dict[int, float]) -> None:
+    """No values since, one that is not finite, or a level that stays far from the usual one."""
+    assert healthy_steps(kind, 1, LastAnomaly(100, 1.0, 1), losses, norms) == 0
+
+
+def test_what_was_usual_must_be_known() -> None:
+    """Where the event is gone nobody knows what the loss has to come back to; that it is finite is seen."""
+    for kind, healthy in (("loss_spike", 0), ("gradient_explosion", 0), ("nonfinite_loss", HEALTHY)):
+        assert healthy_steps(kind, 1, None, LOSSES, NORMS) == healthy

@@ -1,5 +1,7 @@
 """The OpenTelemetry API's meters over a flight file: what they promise beyond being like the SDK's."""
 
+from __future__ import annotations
+
 import math
 import os
 import signal
@@ -7,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from opentelemetry.metrics import Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -21,8 +23,13 @@ from tests import otel, support
 from tests.support import finish
 from torchobs import catalog
 from torchobs.flight.files.location import open_place
+from torchobs.flight.reader.reader import open_path
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.otel import FlightMeterProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -385,3 +392,97 @@ def test_the_training_process_gets_no_sdk(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=support.clean_environment())
     assert done.stdout.strip() == "[]"
+
+
+def test_a_callback_that_raises_spoils_nothing_else(
+    writer: FlightWriter, provider: FlightMeterProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it had returned before counts, other callbacks run, it is called again; counted each time, logged once."""
+
+    def failing(_: CallbackOptions) -> Iterator[Observation]:
+        yield Observation(1, {"n": 1})
+        raise RuntimeError
+
+    provider.get_meter("m").create_observable_gauge("g", [failing, lambda _: [Observation(2, {"n": 2})]])
+    for _ in range(3):
+        assert provider.observe(5.0)
+    assert otel.values(writer) == {("g", '{"n": 1}'): 1, ("g", '{"n": 2}'): 2}
+    assert [record.message for record in caplog.records if "RuntimeError" in record.message] != []
+    assert len(caplog.records) == 1
+    file = open_path(writer.path)
+    errors = [point for point in file.read().points if point.series.name == catalog.PROBE_ERRORS.name]
+    file.close()
+    assert [(point.series.attributes, point.value) for point in errors] == [((("probe", "callbacks"),), 3)]
+
+
+def test_a_callback_that_hangs_holds_nobody_up(writer: FlightWriter, provider: FlightMeterProvider) -> None:
+    """It runs in a thread of its own, one at a time; the thread that keeps the heartbeat only starts it."""
+    go, calls = threading.Event(), []
+
+    def hanging(options: CallbackOptions) -> list[Observation]:
+        calls.append(options.timeout_millis)
+        go.wait(30)
+        return [Observation(1)]
+
+    provider.get_meter("m").create_observable_gauge("g", [hanging])
+    begun = time.monotonic()
+    assert not provider.observe()
+    assert not provider.observe()
+    assert time.monotonic() - begun < 5  # of the 30 s that it hangs
+    assert not provider.observe(0.01)
+    go.set()
+    support.wait_until(lambda: otel.values(writer) == {("g", "{}"): 1})
+    assert calls == [10_000.0]
+    assert provider.observe(10.0)
+
+
+def test_generators_are_callbacks_too(writer: FlightWriter, provider: FlightMeterProvider) -> None:
+    """As the API describes them: each is sent the options and yields observations; one that ends is silent."""
+
+    def twice() -> Generator[list[Observation], CallbackOptions, None]:
+        options = yield []
+        assert isinstance(options, CallbackOptions)
+        yield [Observation(1)]
+        yield [Observation(2)]
+
+    provider.get_meter("m").create_observable_counter("c", [twice()])
+    seen = []
+    for _ in range(3):
+        provider.observe(5.0)
+        seen.append(otel.values(writer)["c", "{}"])
+    assert seen == [1, 2, 2]
+
+
+def test_an_observed_counter_never_steps_back(
+    writer: FlightWriter, provider: FlightMeterProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A total that was reset counts on from where it stood, as Prometheus would; a negative one is ignored."""
+    totals = iter([10, 15, 3, 4.5, -1])
+    provider.get_meter("m").create_observable_counter("c", [lambda _: [Observation(next(totals))]])
+    seen = []
+    for _ in range(5):
+        provider.observe(5.0)
+        seen.append(otel.values(writer)["c", "{}"])
+    assert seen == [10, 15, 18, 19.5, 19.5]
+    assert len(caplog.records) == 1
+
+
+def test_what_a_callback_no_longer_returns_has_no_value(writer: FlightWriter, provider: FlightMeterProvider) -> None:
+    """A gauge of something that is gone ends; so does one that became NaN."""
+    rounds = iter(
+        [[Observation(1, {"a": 1}), Observation(2, {"a": 2})], [Observation(math.nan, {"a": 1})], [Observation(3, {"a": 2})]]
+    )
+    provider.get_meter("m").create_observable_gauge("g", [lambda _: next(rounds)])
+    seen = []
+    for _ in range(3):
+        provider.observe(5.0)
+        seen.append(otel.values(writer))
+    assert seen == [{("g", '{"a": 1}'): 1, ("g", '{"a": 2}'): 2}, {}, {("g", '{"a": 2}'): 3}]
+
+
+def test_observable_instruments_without_callbacks_start_no_thread(provider: FlightMeterProvider) -> None:
+    """A process whose user observes nothing gets no thread for it."""
+    before = {*threading.enumerate()}
+    provider.get_meter("m").create_counter("c").add(1)
+    assert provider.observe()
+    assert {*threading.enumerate()} <= before  # another test's may end meanwhile

@@ -1,18 +1,23 @@
-"""The page's curves, and text that stays text."""
+"""The live page's formats and its parts."""
+
+from __future__ import annotations
 
 import math
 
 import pytest
 
+from tests.ui import row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.exporter.ui.data import KEPT, RecentValues
 from torchobs.exporter.ui.events import KEPT as KEPT_EVENTS
 from torchobs.exporter.ui.events import EventRow, RankEvents, log_of, merged_ranks, of_ring
+from torchobs.exporter.ui.page import rendered
 from torchobs.exporter.ui.urls import choice_of, query_of
-from torchobs.exporter.ui.view_model import Choice
+from torchobs.exporter.ui.view_model import Choice, _memory, model
 from torchobs.flight.format.layout import Header
+from torchobs.ranks.metric_values import Readings
 from torchobs.report.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
 from torchobs.report.html import Html, exact, joined, named, tag, text
 
@@ -242,3 +247,52 @@ def test_names_without_end_are_told_one_by_one() -> None:
 def test_html_is_a_string() -> None:
     """Which is escaped only once."""
     assert text(Html("<b>")) == "<b>"
+
+
+@pytest.mark.parametrize("ranks", [None, 1.0, 4.0])
+def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None) -> None:
+    """FSDP's gradients that are not clipped: each rank has another norm, and none is the model's."""
+    one = row(values={} if ranks is None else {catalog.GRAD_NORM_RANKS.name: {(): ranks}})
+    page = rendered(model((run(one),), Choice(), {}, [], 0.0))
+    assert f"<h3>Gradient norm{' of its shard' if ranks == 4 else ''}</h3>" in page["curves"]
+
+
+MIB = float(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ({(catalog.MEMORY_HOST_RSS, ()): 324 * MIB}, (324 * MIB, "")),
+        (
+            {(catalog.MEMORY_HOST_RSS, ()): 324 * MIB, (catalog.MEMORY_HOST_UTILIZATION, ("machine",)): 0.31},
+            (324 * MIB, "machine 31 % full"),
+        ),
+        (
+            {
+                (catalog.MEMORY_HOST_RSS, ()): 324 * MIB,
+                (catalog.MEMORY_HOST_UTILIZATION, ("machine",)): 0.31,
+                (catalog.MEMORY_HOST_UTILIZATION, ("cgroup",)): 0.8,
+            },
+            (324 * MIB, "container 80 % full"),
+        ),
+        (
+            {
+                (catalog.MEMORY_DEVICE_RESERVED, ("cuda:0",)): 300 * MIB,
+                (catalog.MEMORY_DEVICE_RESERVED, ("cuda:1",)): 100 * MIB,
+                (catalog.MEMORY_DEVICE_LIMIT, ("cuda:0",)): 400 * MIB,
+                (catalog.MEMORY_DEVICE_LIMIT, ("cuda:1",)): 400 * MIB,
+                (catalog.MEMORY_HOST_UTILIZATION, ("machine",)): 0.9,
+            },
+            (400 * MIB, "75 % of cuda:0"),
+        ),
+    ],
+)
+def test_a_percentage_says_of_what_it_is(
+    values: dict[tuple[catalog.Metric, tuple[str, ...]], float], shown: tuple[float, str]
+) -> None:
+    """The process's bytes are not the machine's percentage: the words name the machine, the container or the device."""
+    by_name: dict[str, dict[tuple[str, ...], float]] = {}
+    for (metric, key), value in values.items():
+        by_name.setdefault(metric.name, {})[key] = value
+    assert _memory(Readings(by_name)) == shown

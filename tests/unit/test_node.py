@@ -1,9 +1,12 @@
-"""What a trainer hands to the exporter it starts, and what keeps it from starting one."""
+"""The node's exporter: how it is started, how long it lives, its log file."""
+
+from __future__ import annotations
 
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,8 +15,13 @@ from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_place
 from torchobs.flight.format.layout import MIN_SIZE, Exit
 from torchobs.flight.writer.writer import open_writer
-from torchobs.node import announcement, election, launch
+from torchobs.node import announcement, election, launch, log_file
+from torchobs.node.lifetime import VIEWER_WAIT_S, Departure, ServiceStatus
 from torchobs.support.descriptors import Descriptor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 LOG = logging.getLogger("torchobs.test")
 
@@ -217,3 +225,199 @@ def test_a_rank_lives_while_its_lock_is_held(directory_fd: int, flight_dir: Path
     (flight_dir / f"{name}.flight").rename(flight_dir / ".tmp-0")
     assert not election.anyone_alive(directory_fd)
     lock.release(file)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_stays_while_a_rank_lives() -> None:
+    """Whoever scrapes or does not: a living rank is served."""
+    departure = Departure(60.0, Clock())
+    assert not departure(ServiceStatus(alive=1, last_scrape_age_s=None, unscraped_final=0))
+    assert not departure(ServiceStatus(alive=1, last_scrape_age_s=1e6, unscraped_final=1))
+    assert not departure.decided
+
+
+def test_it_leaves_as_soon_as_the_last_state_was_scraped() -> None:
+    """Prometheus has all there is to know: nothing is waited for."""
+    departure = Departure(60.0, Clock())
+    assert not departure(ServiceStatus(alive=0, last_scrape_age_s=3.0, unscraped_final=2))
+    assert departure(ServiceStatus(alive=0, last_scrape_age_s=0.1, unscraped_final=0))
+    assert departure.decided
+
+
+def test_a_last_state_waits_a_grace_for_a_scraper_that_never_came() -> None:
+    """The grace begins when the last rank ends, not when the exporter began."""
+    clock, fleet = Clock(), ServiceStatus(alive=0, last_scrape_age_s=None, unscraped_final=1)
+    departure = Departure(60.0, clock)
+    assert not departure(ServiceStatus(alive=1, last_scrape_age_s=None, unscraped_final=0))
+    clock.now += 3600.0
+    assert not departure(fleet)
+    clock.now += 59.0
+    assert not departure(fleet)
+    clock.now += 1.0
+    assert departure(fleet)
+
+
+def test_the_grace_begins_again_with_every_scrape() -> None:
+    """A scraper that comes every 45 s, and whose last scrape failed half-way, still gets the last state."""
+    clock = Clock()
+    departure = Departure(60.0, clock)
+    for age_s in (30.0, 44.0, 1.0, 45.0):
+        assert not departure(ServiceStatus(alive=0, last_scrape_age_s=age_s, unscraped_final=1))
+        clock.now += 1000.0
+    assert departure(ServiceStatus(alive=0, last_scrape_age_s=60.0, unscraped_final=1))
+
+
+def test_a_restarted_rank_ends_the_wait() -> None:
+    """An elastic restart within the grace: the time alone is counted anew."""
+    clock, alone = Clock(), ServiceStatus(alive=0, last_scrape_age_s=None, unscraped_final=1)
+    departure = Departure(60.0, clock)
+    assert not departure(alone)
+    clock.now += 59.0
+    assert not departure(ServiceStatus(alive=1, last_scrape_age_s=None, unscraped_final=1))
+    clock.now += 59.0
+    assert not departure(alone)
+
+
+def test_files_that_were_cleaned_away_are_not_waited_for() -> None:
+    """No rank, nothing to scrape."""
+    assert Departure(60.0, Clock())(ServiceStatus(alive=0, last_scrape_age_s=None, unscraped_final=0))
+
+
+def test_it_stays_for_who_looks_at_the_page_of_a_run_that_has_ended() -> None:
+    """To be read, and not for ever; what was scraped is no reason to leave meanwhile."""
+    clock = Clock()
+    departure = Departure(60.0, clock)
+    watched = ServiceStatus(alive=0, last_scrape_age_s=1.0, unscraped_final=0, viewers=1)
+    assert not departure(watched)
+    clock.now += VIEWER_WAIT_S - 1
+    assert not departure(watched)
+    assert departure(ServiceStatus(alive=0, last_scrape_age_s=1.0, unscraped_final=0))
+    clock.now += 1
+    assert departure(watched)
+
+
+def record(message: str, *arguments: object, logger: str = "exporter") -> logging.LogRecord:
+    """A record as a logger makes it."""
+    return logging.LogRecord(logger, logging.WARNING, __file__, 1, message, arguments, None)
+
+
+def test_a_line_comes_once_a_minute() -> None:
+    """A file that is bad every second does not fill the log, and the next line says how often it was not mentioned."""
+    now = 0.0
+    once = log_file.OncePerMinute(60.0, lambda: now)
+    passed = []
+    for now in range(0, 130, 10):
+        line = record("%s is bad", "r.flight")
+        if once.filter(line):
+            passed.append((now, line.getMessage()))
+    assert passed == [
+        (0, "r.flight is bad"),
+        (60, "r.flight is bad [and 5 more like it]"),
+        (120, "r.flight is bad [and 5 more like it]"),
+    ]
+
+
+def test_what_is_wrong_next_is_a_line_of_its_own() -> None:
+    """Another error in the same words' frame within the minute is logged, up to a number that no file of hundreds exceeds."""
+    now = 0.0
+    once = log_file.OncePerMinute(60.0, lambda: now)
+    assert [once.filter(record("%s", problem)) for problem in ("line 3: no such key", "line 4: no YAML")] == [True, True]
+    assert sum(once.filter(record("%s is bad", f"r{number}.flight")) for number in range(500)) == log_file.BURST
+    now = 61.0
+    line = record("%s is bad", "r.flight")
+    assert once.filter(line)
+    assert line.getMessage() == "r.flight is bad [and 490 more like it]"
+
+
+def test_good_news_are_never_held_back() -> None:
+    """What is mended twice within a minute is said twice, and what breaks again after it, too; others stay as quiet."""
+    once = log_file.OncePerMinute(60.0, lambda: 0.0)
+
+    def passes(message: str, *, good_news: bool = False, logger: str = "exporter") -> bool:
+        line = record("%s", message, logger=logger)
+        line.good_news = good_news
+        return once.filter(line)
+
+    assert passes("broken")
+    assert passes("other", logger="other")
+    for _ in range(20):
+        assert not passes("broken")
+        assert passes("in force", good_news=True)
+        assert passes("broken")
+        assert not passes("other", logger="other")
+
+
+def test_different_causes_do_not_silence_each_other() -> None:
+    """Another message, or the same of another logger, is another cause."""
+    once = log_file.OncePerMinute(60.0, lambda: 0.0)
+    assert once.filter(record("one"))
+    assert once.filter(record("two"))
+    assert once.filter(record("one", logger="uvicorn"))
+    assert not once.filter(record("one"))
+
+
+def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
+    """The count is added to a message that may hold a percent sign of its own."""
+    now = 0.0
+    once = log_file.OncePerMinute(60.0, lambda: now)
+    assert [once.filter(record("full: 100%")) for _ in range(3)] == [True, False, False]
+    now = 61.0
+    line = record("full: 100%")
+    assert once.filter(line)
+    assert line.getMessage() == "full: 100% [and 2 more like it]"
+
+
+def test_causes_without_number_take_no_memory_without_limit() -> None:
+    """Messages that are formatted beforehand each look like a cause of their own."""
+    once = log_file.OncePerMinute(60.0, lambda: 0.0)
+    for number in range(5000):
+        once.filter(record(f"line {number}"))
+    assert max(len(once._texts._states), len(once._messages._states)) <= 1000
+
+
+def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
+    """Whole lines are left, the newest among them, and what is written next comes after them."""
+    directory = os.open(tmp_path, os.O_RDONLY)
+    file = log_file.open_log(directory)
+    fd = file.number()
+    for number in range(1000):
+        os.write(fd, b"line %03d\n" % number)
+    log_file.shorten(fd, limit=9000)
+    assert os.fstat(fd).st_size == 9000
+    log_file.shorten(fd, limit=1000)
+    os.write(fd, b"next\n")
+    lines = (tmp_path / log_file.NAME).read_text().splitlines()
+    file.close()
+    os.close(directory)
+    assert lines == [*(f"line {number}" for number in range(945, 1000)), "next"]
+
+
+def test_a_log_that_is_no_file_is_left_alone() -> None:
+    """Started by hand, the exporter writes to a terminal or a pipe."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"x" * 100)
+    log_file.shorten(write_end, limit=10)
+    assert os.read(read_end, 200) == b"x" * 100
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    """Whoever could plant one in the directory would have us append to any file of this user."""
+    (tmp_path / log_file.NAME).symlink_to(tmp_path / "target")
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        log_file.open_log(directory)
+    except OSError:
+        assert not (tmp_path / "target").exists()
+    else:
+        raise AssertionError
+    finally:
+        os.close(directory)

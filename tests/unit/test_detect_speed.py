@@ -1,0 +1,363 @@
+"""Slow steps, slowdowns, stragglers, starvation, and the steps that are sampled."""
+
+from __future__ import annotations
+
+import random
+from math import exp, inf
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.flights import recorded
+from tests.timelines import spent
+from torchobs.detect.alike_interval import alike_interval, taken
+from torchobs.detect.slow_steps import LEAST_SEEN, SUPERIORITY, slow_from, slowed_from, superiority
+from torchobs.detect.starvation import BEGINS, ENDS, LEAST_STEPS, WINDOW_S, DataCounters, Starvation
+from torchobs.detect.stragglers import Spent, compare, slowness
+from torchobs.flight.format.layout import RECORD_SIZE
+from torchobs.flight.format.span_ids import parts
+from torchobs.flight.format.step_record import StepRecord, unpack
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
+from torchobs.probes.core.step_recorder import StepRecorder
+from torchobs.probes.core.timeline import OPTIMIZER, OTHER, PhaseTimeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def test_few_steps_tell_nothing() -> None:
+    """The first ones warm up."""
+    assert slow_from([0.1] * (LEAST_SEEN - 1)) == inf
+
+
+def test_slow_is_three_times_as_long_as_usual() -> None:
+    """The median is what is usual: a few slow ones do not move it."""
+    assert slow_from([0.1] * 60 + [50.0] * 4) == pytest.approx(0.3)
+
+
+def test_a_few_milliseconds_are_no_finding() -> None:
+    """A step of 1 ms that another thread held up for one turn of the interpreter's lock is as it should be."""
+    assert slow_from([0.001] * 64) == pytest.approx(0.006)
+
+
+def test_steps_have_become_slow_when_they_are_so_for_ten_seconds() -> None:
+    """Steps of any length: short ones by the hundred, long ones at least eight; and when it began some minutes ago."""
+    assert slowed_from([0.1] * 600 + [0.3] * 34) == 600
+    assert slowed_from([0.1] * 3_000 + [0.3] * 500) is not None
+    assert slowed_from([0.001] * 60_000 + [0.003] * 3_334) in range(59_990, 60_001)
+    assert slowed_from([2.0] * 60 + [6.0] * 8) == 60
+    assert slowed_from([2.0] * 60 + [6.0] * 3) is None
+
+
+def test_a_hiccup_is_no_slowdown() -> None:
+    """Ten steps of 1 ms that took thirty times as long at the end, and two seconds of a stopped machine."""
+    assert slowed_from([0.001] * 4_000 + [0.03] * 10) is None
+    assert slowed_from([0.001] * 60_000 + [2.0] + [0.001] * 5) is None
+    assert slowed_from([0.1] * 600 + [15.0] + [0.1] * 20) is None
+
+
+def test_two_loader_workers_are_no_slowdown() -> None:
+    """Every other batch is there already, and which comes last is chance; in twenty such runs."""
+    for seed in range(20):
+        chance = random.Random(seed)
+        steps = [chance.choice((0.002, 0.1)) * chance.uniform(0.8, 1.3) for _ in range(2_000)]
+        assert slowed_from(steps) is None
+        assert slowed_from([*steps, *([0.1] * 10)]) is None
+
+
+def test_what_was_as_slow_before_is_no_slowdown() -> None:
+    """A neighbour on the machine comes and goes."""
+    assert slowed_from([0.1] * 300 + [0.3] * 40 + [0.1] * 300 + [0.3] * 40) is None
+
+
+def durations(step_s: float, seconds: float, seed: int, *, workers: bool = False, slow: float = 1.0) -> Iterator[float]:
+    """Steps on a machine with neighbours, whose load waxes and wanes over seconds and which holds up one step in a hundred.
+
+    Medians, 99th percentiles and maxima are like those of fifty short trainings, recorded on two cores that eight programs
+    shared. ``workers``: two loader workers keep up every other time; ``slow``: factor from 72 % of the time on.
+    """
+    chance, load, passed_s = random.Random(seed), 0.0, 0.0
+    while passed_s < seconds:
+        load = load * exp(-step_s / 2.0) + chance.gauss(0.0, 0.3) * (1 - exp(-step_s)) ** 0.5
+        taken_s = step_s * exp(load + chance.gauss(0.0, 0.2))
+        if workers:
+            taken_s *= chance.choice((0.3, 2.0))
+        if chance.random() < 0.01:
+            taken_s += chance.expovariate(1 / 0.05)
+        if passed_s > 0.72 * seconds:
+            taken_s *= slow
+        passed_s += taken_s
+        yield taken_s
+
+
+LENGTHS = ((0.001, 4), (0.002, 8), (0.005, 20), (0.012, 50), (0.02, 60), (0.03, 60), (0.05, 60), (0.2, 120))
+"""Seconds a step, and seconds of training."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", range(len(LENGTHS)))
+def test_no_healthy_run_has_become_slow_wherever_it_ends(number: int, seed: int) -> None:
+    """Each run is judged as if it had ended after its hundredth, two hundredth, three hundredth … step."""
+    for workers in (False, True):
+        steps = list(durations(*LENGTHS[number], seed, workers=workers))
+        assert [end for end in range(100, len(steps), 100) if slowed_from(steps[:end]) is not None] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", range(3, len(LENGTHS)))
+def test_a_run_that_slows_down_at_its_end_is_found_on_a_busy_machine(number: int, seed: int) -> None:
+    """With steps five times as long. A run of twenty seconds has not the thirty to compare with."""
+    steps = list(durations(*LENGTHS[number], seed, slow=5.0))
+    begin = slowed_from(steps)
+    assert begin is not None
+    assert sum(steps[:begin]) > 0.6 * LENGTHS[number][1]
+
+
+def test_superiority_is_the_probability_of_a_greater_value() -> None:
+    """Equals count half; nothing is greater than itself."""
+    assert superiority([1, 2, 3], [1, 2, 3]) == pytest.approx(0.5)
+    assert superiority([3], [1, 2, 3, 4]) == pytest.approx(2.5 / 4)
+    assert superiority([9, 9], [1, 2]) == 1.0 > SUPERIORITY
+
+
+FAST = (0.01, 0.15, 0.69, 0.10, 0.05)
+"""data, forward, backward with 0.39 s of waiting in it, optimizer, other: one second"""
+LATE = (0.40, 0.15, 0.30, 0.10, 0.05)
+
+
+def fleet(count: int, **others: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
+    """As many ranks, all alike but some."""
+    return {str(rank): FAST for rank in range(count)} | {name.removeprefix("r"): times for name, times in others.items()}
+
+
+def test_who_is_late_in_data_is_found_though_all_steps_take_the_same() -> None:
+    """The others' own work is 0.61 s, its own is the whole second; nobody else is slow."""
+    found = compare(fleet(8, r3=LATE))
+    assert found["3"].phase == 0
+    assert found["3"].factor == pytest.approx(1 / 0.61)
+    assert all(found[str(rank)].factor == pytest.approx(1.0) for rank in range(8) if rank != 3)
+
+
+def test_of_two_ranks_the_one_that_does_not_wait_is_the_slow_one() -> None:
+    """More time in the backward pass is waiting, as far as anyone can tell."""
+    found = compare(fleet(2, r1=LATE))
+    assert found["1"].factor == pytest.approx(1 / 0.61)
+    assert found["1"].phase == 0
+    assert found["0"].factor == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("phase", "name"), [(0, "data"), (1, "forward"), (3, "optimizer")])
+def test_the_phase_is_the_one_in_which_it_is_late(phase: int, name: str) -> None:
+    """In each in which nobody waits for anybody."""
+    times = [*FAST]
+    times[phase] += 0.3
+    times[2] -= 0.3
+    found = compare(fleet(4, r2=tuple(times)))
+    assert found["2"].phase == phase, name
+    assert found["2"].factor == pytest.approx(1 / 0.7)
+
+
+def test_a_rank_for_which_nobody_waits_is_not_slow() -> None:
+    """A rank that takes twice as long in everything, while its peers go on."""
+    found = compare(fleet(4, r1=tuple(2 * value for value in FAST)))
+    assert {one.factor for one in found.values()} == {1.0}
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nobody_is_slow_alone(count: int) -> None:
+    """There is nothing to compare with."""
+    assert compare(fleet(count)) == {}
+
+
+def test_ranks_that_do_nothing_are_not_divided_by() -> None:
+    """Times of zero, as of a file that somebody made up."""
+    nothing = dict.fromkeys(("0", "1", "2"), (0.0,) * 5)
+    assert {found.factor for found in compare(nothing).values()} == {1.0}
+    huge = {**nothing, "0": (1e300,) * 5}
+    assert all(found.factor == found.factor for found in compare(huge).values())  # the NaN test
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("waiting", range(5))
+@pytest.mark.parametrize("busy", [None, 4])
+def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, busy: int | None, ranks: int) -> None:
+    """Wherever in the step the others wait; the evaluation is in no phase, or in `other` where it is not known as one.
+
+    Its evaluation outside of all phases says nothing of the rank, and a fetch in which it waits while it works in `other` is
+    all that cannot be distinguished from work.
+    """
+    if (waiting, busy) == (0, 4):
+        return
+    waits, evaluates = list(FAST), list(FAST)
+    waits[waiting] += 20.0
+    if busy is not None:
+        evaluates[busy] += 20.0
+    times = {str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": tuple(evaluates)}
+    found = compare(times)
+    assert not any(one.is_slow for one in found.values())
+    assert {one.factor for one in found.values()} == {1.0}
+
+
+def test_a_rank_that_waits_in_its_forward_pass_for_another_s_data_is_not_slow() -> None:
+    """The one that loads is: buffers are broadcast at the beginning of a forward pass."""
+    loads, waits = (0.4, 0.1, 0.3, 0.1, 0.1), (0.0, 0.5, 0.3, 0.1, 0.1)
+    found = compare({"0": loads, "1": waits})
+    assert found["0"].factor == pytest.approx(1 / 0.6)
+    assert found["1"].factor == 1.0
+    assert found["1"].excess_s == (0.0,) * 5
+
+
+@pytest.mark.parametrize(("steps", "is_slow"), [(39, False), (200, True)])
+def test_a_fraction_of_a_second_makes_no_rank_slow(steps: int, is_slow: bool) -> None:  # noqa: FBT001  # parametrized
+    """One forward pass of a quarter of a second, as a first one is, in 39 steps; and the same mean over more of them."""
+    usual, late = (0.0, 0.002, 0.0125, 0.001, 0.0), (0.0, 0.0085, 0.006, 0.001, 0.0)
+    found = slowness({"0": Spent(steps, late), "1": Spent(steps, usual)})
+    assert found["0"].is_slow is is_slow
+
+
+def verdicts(*shares: float, steps: int = 100) -> list[bool]:
+    """The verdict after each window, of which training waited that share."""
+    judge, now_s, data_s = Starvation(), 0.0, 0.0
+    found = []
+    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
+    for number, share in enumerate(shares, 1):
+        now_s, data_s = now_s + WINDOW_S, data_s + share * WINDOW_S
+        if judge.judge(DataCounters(now_s, number * steps, data_s, now_s)):
+            found.append(judge.starved)
+    return found
+
+
+def test_a_loader_that_keeps_up_is_quiet() -> None:
+    """A tenth of waiting is none to call anybody for."""
+    assert verdicts(0.0, 0.01, 0.1, BEGINS - 0.01) == [False] * 4
+
+
+def test_a_fifth_of_waiting_is_starvation_until_it_is_half_of_that() -> None:
+    """What varies around the limit is one finding."""
+    assert verdicts(BEGINS + 0.01, BEGINS - 0.05, BEGINS + 0.05, ENDS + 0.01, ENDS - 0.01, ENDS + 0.05) == [
+        True, True, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_few_fetches_tell_nothing() -> None:
+    """The wait of one slow step is no share of anything: it takes ten of them, however long that is."""
+    assert verdicts(0.9, steps=LEAST_STEPS - 1) == []
+    assert verdicts(0.9, 0.9, steps=LEAST_STEPS // 2 + 1) == [True]
+
+
+def test_less_than_a_minute_tells_nothing() -> None:
+    """The start of an epoch's workers is a part of a minute, and not all there is."""
+    judge = Starvation()
+    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
+    assert not judge.judge(DataCounters(WINDOW_S / 2, 1000, 30.0, 30.0))
+    assert judge.judge(DataCounters(WINDOW_S, 2000, 31.0, 60.0))
+    assert (judge.starved, judge.share) == (True, 31 / 60)
+
+
+FORWARD, FETCHING, BETWEEN, BACKWARD, AFTER, STEPPING = 400, 30, 10, 800, 5, 55
+
+
+class Optimizer:
+    """Anything that can be weakly referenced, and has groups of parameters."""
+
+    param_groups: tuple[dict[str, list[object]], ...] = ()
+
+
+def prefetching_step(segments: PhaseTimeline, at: int, waited: int) -> int:
+    """The forward pass on the batch at hand, the fetch of the next one, then the backward."""
+    at += FORWARD
+    segments.fetch_begins(1, at)
+    at += FETCHING
+    segments.fetch_ends(at, exhausted=False, gradients=True)
+    at += BETWEEN
+    segments.backward_begins(at)
+    at += BACKWARD + waited
+    segments.turn(OTHER, at)
+    at += AFTER
+    segments.turn(OPTIMIZER, at)
+    return at + STEPPING
+
+
+@pytest.mark.parametrize("waited", [0, 100 * BACKWARD])
+def test_the_time_before_a_fetch_is_other_however_long_the_backward_pass_takes(waited: int) -> None:
+    """A backward pass that waits for a peer says nothing of the time before the fetch, which may have been logging."""
+    segments, at = PhaseTimeline(), 1000
+    segments.fetch_begins(1, at)
+    segments.fetch_ends(at + FETCHING, exhausted=False, gradients=True)
+    at = prefetching_step(segments, at + FETCHING, waited)
+    whole = {"forward": BETWEEN, "backward": BACKWARD + waited, "optimizer": STEPPING}
+    assert spent(segments, at) == {**whole, "data": 2 * FETCHING, "other": FORWARD + AFTER}
+    for _ in range(3):
+        at = prefetching_step(segments, at, waited)
+        assert spent(segments, at) == {**whole, "data": FETCHING, "other": FORWARD + AFTER}
+
+
+def test_batches_of_an_accumulation_that_are_fetched_first_stay_as_they_are() -> None:
+    """The forward pass is behind the last fetch."""
+    segments, at = PhaseTimeline(), 1000
+    for _ in range(4):
+        segments.fetch_begins(1, at)
+        segments.fetch_ends(at + 30, exhausted=False, gradients=True)
+        at += 32
+    segments.backward_begins(at + 400)
+    segments.turn(OTHER, at + 1200)
+    assert spent(segments, at + 1200)["forward"] == 402
+
+
+def plain_records(steps: int, waited: int) -> tuple[list[StepRecord], list[bytes]]:
+    """Steps whose boundaries the record holds."""
+    writer, memory = recorded()
+    cycle, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
+    cycle.record_phases(enabled=True)
+    for _ in range(steps):
+        lengths = ((FETCH, FORWARD), (FETCHED, FETCHING), (BACKWARD_BEGINS, BETWEEN), (BACKWARD_ENDS, BACKWARD + waited))
+        for code, length in lengths:
+            at += length
+            cycle.mark(code, at, 1 if code == FETCH else None)
+        at += AFTER
+        cycle.optimizer_begins(optimizer)
+        cycle.mark(STEP_BEGINS, at)
+        at += STEPPING
+        cycle.optimizer_ends(optimizer, at)
+    found = [(unpack(data, writer.header.seed), data) for _, data in memory.stores if len(data) == RECORD_SIZE]
+    return [record for record, _ in found if record is not None], [data for record, data in found if record is not None]
+
+
+@pytest.mark.parametrize("waited", [0, 100 * BACKWARD])
+def test_plain_records_say_the_same_to_every_reader(waited: int) -> None:
+    """Phases and spans."""
+    records, raw = plain_records(5, waited)
+    assert records[-1].phase_s[:5] == pytest.approx(
+        [FETCHING / 1e9, BETWEEN / 1e9, (BACKWARD + waited) / 1e9, STEPPING / 1e9, (FORWARD + AFTER) / 1e9]
+    )
+    found = parts(raw[-1])
+    assert found is not None
+    begun_ns, spans = found
+    forward = next(part for part in spans if part.phase == "forward")
+    assert (forward.begun_ns - begun_ns, forward.ended_ns - forward.begun_ns) == (FORWARD + FETCHING, BETWEEN)
+
+
+@pytest.mark.parametrize(
+    ("unit", "target", "expected"),
+    [(10.0, 10.0, 1), (20.0, 10.0, 1), (9.9, 10.0, 2), (5.0, 10.0, 2), (4.9, 10.0, 4), (0.01, 10.0, 1024), (1e-3, 10.0, 16384)],
+)
+def test_the_interval_reaches_its_target(unit: float, target: float, expected: int) -> None:
+    """By the smallest power of two."""
+    assert alike_interval(unit, target) == expected
+
+
+@pytest.mark.parametrize("unit", [0.0, 1e-300, 5e-324])
+def test_no_duration_is_too_short(unit: float) -> None:
+    """Also none at all gives an interval."""
+    assert alike_interval(unit, 10.0) == 1 << 40
+
+
+def test_ranks_that_measure_differently_take_the_same() -> None:
+    """What the slower samples less often, the faster samples as well; the first powers of two come in any case."""
+    mine, other = alike_interval(0.0101, 10.0), alike_interval(0.0097, 10.0)
+    assert mine != other
+    fewer, more = (set(taken(range(100_000), one)) for one in sorted((mine, other), reverse=True))
+    assert fewer < more
+    assert {1, 2, 4, 8, 512} <= fewer
+    assert len([number for number in fewer if number > max(mine, other)]) >= 47
+    assert taken(range(-3, 1), 1) == []
