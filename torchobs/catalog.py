@@ -736,18 +736,18 @@ RANK_EXCESS = _gauge("torchobs.rank.excess", "s", OWN_PHASE).described(
     "Time per step that the rank's peers on this machine wait for it, by the phase in which it is late."
 )
 RANK_BEHIND = _gauge("torchobs.rank.behind", "{step}").described(
-    "Steps by which the rank is behind the furthest rank of the run on this machine."
+    "Steps by which the rank is behind the furthest rank of its replica group on this machine."
 )
 RANK_STALL_POSITION = _gauge("torchobs.rank.stall.position", "{step}", STALL_PHASE).described(
-    "Where the rank is while a rank of its run on this machine hangs: steps done, and a fifth for each phase of the next that"
-    " is behind it. The ranks with the lowest are those that the others likely wait for; absent while none hangs."
+    "Where the rank is while a rank of its replica group on this machine hangs: steps done, and a fifth for each phase of the"
+    " next that is behind it. The ranks with the lowest are those that the others likely wait for; absent while none hangs."
 )
 RUN_LOCAL_RANKS = _gauge("torchobs.run.local_ranks", "{rank}").described("Ranks of the run that live on this machine.")
 RUN_MISSING_RANKS = _gauge("torchobs.run.missing_ranks", "{rank}").described(
     "Ranks that the launcher started on this machine and that the exporter does not see."
 )
 RUN_STEP_SPREAD = _gauge("torchobs.run.step_spread", "{step}").described(
-    "Steps between the first and the last rank on this machine."
+    "Steps between the first and the last rank on this machine, the most of any replica group."
 )
 RUN_GRAD_NORM = _gauge("torchobs.run.grad_norm", "").described(
     "L2 norm of the whole gradient, combined from all ranks, if all are on this machine."

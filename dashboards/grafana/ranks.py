@@ -23,7 +23,7 @@ from dashboards.grafana.queries import (
 )
 from dashboards.grafana.template import Choice, page
 from torchobs import catalog
-from torchobs.rules.promql import ON_RANK, ONE_RANK, ONE_RUN, select
+from torchobs.rules.promql import BY_GROUP, ON_RANK, ONE_GROUP, ONE_RANK, grouped, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,12 +122,12 @@ BACKWARD = 'phase="backward"'
 
 def where() -> tuple[Panel, ...]:
     """Return progress of each."""
-    steps = per_rank(select(catalog.STEPS, *RANKS))
+    steps = grouped(per_rank(select(catalog.STEPS, *RANKS)))
     return (
         panels.by_rank(
             "Steps behind by rank",
-            "Steps by which each rank is behind the furthest rank on its machine. Good: 0 or 1; more in a synchronous "
-            "training means a rank that has stopped. Empty: with one rank per exporter.",
+            "Steps by which each rank is behind the furthest rank of its replica group on its machine. Good: 0 or 1; more in a "
+            "synchronous training means a rank that has stopped. Empty: with one rank per exporter.",
             "short",
             select(catalog.RANK_BEHIND, *RANKS),
             highest=10,
@@ -142,10 +142,10 @@ def where() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Step spread",
-            "Steps between the first and the last rank: of all nodes, and within a machine as its exporter sees it. "
-            "Good: 0 or 1, and the seconds between two scrapes' worth of steps across nodes.",
+            "Steps between the first and the last rank of a replica group: of all nodes, and within a machine as its exporter "
+            "sees it. Good: 0 or 1, and the seconds between two scrapes' worth of steps across nodes.",
             "short",
-            Query(f"max({steps}) - min({steps})", "all nodes"),
+            Query(f"max(max {BY_GROUP} ({steps}) - min {BY_GROUP} ({steps}))", "all nodes"),
             Query(f"max({select(catalog.RUN_STEP_SPREAD, *RUNS)})", "within a machine"),
         ),
         panels.lines(
@@ -304,7 +304,8 @@ def collectives() -> tuple[Panel, ...]:
     """Return what torch's flight recorder says."""
     group = ("backend", "group")
     called = select(catalog.COLLECTIVE_ENQUEUED, *RANKS)
-    apart = f"{per_run('max', called, *group)} - {per_run('min', called, *group)}"
+    of_group = f"by ({ONE_GROUP}, {', '.join(group)})"
+    apart = f"max {of_group} ({grouped(called)}) - min {of_group} ({grouped(called)})"
     behind, last = _behind(called, *group)
     size, duration = mean(catalog.COLLECTIVE_SIZE), mean(catalog.COLLECTIVE_DURATION)
     given = f"sum by (operation) (rate({select(catalog.COLLECTIVE_INPUT, *RANKS)}[$__rate_interval]))"
@@ -362,12 +363,12 @@ def collectives() -> tuple[Panel, ...]:
 
 def _behind(called: str, *group: str) -> tuple[str, Callable[..., str]]:
     """Return how many collectives the ranks lack that are furthest behind, and what gives a metric of these ranks alone."""
-    of_group, of_rank = (f"on ({of}, {', '.join(group)})" for of in (ONE_RUN, ONE_RANK))
-    most, own = per_run("max", called, *group), per_rank(called, *group)
-    behind = worst(f"{most} - {of_group} group_right () {own}", LISTED)
+    of_group, of_rank = (f"({of}, {', '.join(group)})" for of in (ONE_GROUP, ONE_RANK))
+    most, ranks = f"max by {of_group} ({grouped(called)})", grouped(per_rank(called, *group))
+    behind = worst(per_rank(f"{most} - on {of_group} group_right () {ranks}", *group), LISTED)
 
     def last(metric: Metric, *more: str) -> str:
-        return f"{per_rank(select(metric, *RANKS), *group, *more)} and {of_rank} {behind}"
+        return f"{per_rank(select(metric, *RANKS), *group, *more)} and on {of_rank} {behind}"
 
     return behind, last
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,16 @@ LATE_DATA = (0.04, 0.02, 0.02, 0.01, 0.01)
 class Node:
     """Ranks of one run on one machine, and an exporter."""
 
-    def __init__(self, directory: Path, ranks: int, local_world_size: int = 0, world_size: int = 0) -> None:
+    def __init__(self, directory: Path, ranks: int, groups: int = 0, local_world_size: int = 0, world_size: int = 0) -> None:
+        """``groups``: replica groups of so many ranks each; 0: none, all ranks train together."""
         here, everywhere = local_world_size or ranks, world_size or ranks
-        self.files = [
-            File(directory, seed=rank + 1, rank=rank, local_world_size=here, world_size=everywhere).hold()
-            for rank in range(ranks)
-        ]
+        sizes: dict[str, Any] = {"local_world_size": here, "world_size": everywhere}
+        places = [{"rank": rank, **sizes} for rank in range(ranks)]
+        if groups:
+            places = [{"replica_group": group, **place} for group in range(groups) for place in places]
+        self.files = [File(directory, seed=seed, **place).hold() for seed, place in enumerate(places, 1)]
         self.clock = Clock()
-        self.steps = [0] * ranks
+        self.steps = [0] * len(self.files)
         self.scanner = scanner_of(directory, self.clock)
 
     def train(self, times: Sequence[Sequence[float]], steps: int, norms: Sequence[float] | None = None) -> Snapshot:
@@ -133,6 +136,31 @@ def test_who_is_behind_and_who_is_missing(flight_dir: Path, nodes: list[Node]) -
     snapshot = node.scanner.scan()
     assert [rank.standing.behind for rank in snapshot.ranks if rank.standing] == [0, 5]
     assert snapshot.runs == (RunSummary("gpt", "run-1", here=2, missing=6, step_spread=5, grad_norm=None),)
+
+
+def test_a_replica_group_is_compared_with_no_other(flight_dir: Path, nodes: list[Node]) -> None:
+    """A group with slower data and fewer steps is neither slow nor behind; within a group a rank is, in the same way."""
+    node = of(nodes, flight_dir, 2, groups=2)
+    times = [FAST, FAST, LATE_DATA, LATE_DATA]
+    node.train(times, 1)
+    for file in node.files[:2]:
+        file.step(2, node.clock.seconds - 0.5)
+    node.steps[:2] = [2, 2]
+    snapshot = node.train(times, 20)
+    standings = {rank.rank: rank.standing for rank in snapshot.ranks if rank.standing}
+    assert [one.behind for one in standings.values()] == [0] * 4
+    assert {rank: one.slowdown for rank, one in standings.items()} == pytest.approx(
+        dict.fromkeys(("0-g0", "0-g1", "1-g0", "1-g1"), 1.0)
+    )
+    assert snapshot.runs[0].step_spread == 0
+    other = flight_dir / "other"
+    other.mkdir(mode=0o700)
+    slow = of(nodes, other, 2, groups=2)
+    times = [FAST, FAST, FAST, LATE_DATA]
+    slow.train(times, 1)
+    snapshot = slow.train(times, 20)
+    factors = [rank.standing.slowdown for rank in snapshot.ranks if rank.standing]
+    assert factors == pytest.approx([1.0, 1.0, 1.0, 0.1 / 0.07])
 
 
 def test_shards_make_a_whole(flight_dir: Path, nodes: list[Node]) -> None:

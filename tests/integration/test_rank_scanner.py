@@ -152,6 +152,23 @@ def test_who_waits_for_a_peer_that_may_take_any_time_has_not_hung(
     assert seen == [state, state, "hung"]
 
 
+def test_a_replica_group_waits_for_no_other(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """One whose peer is in another group hangs while that evaluates, and where it stands is no concern of the other."""
+    files = [rank(seed=1 + group, replica_group=group) for group in range(2)]
+    for file in files:
+        for number in range(1, 101):
+            file.step(number, number / 10)
+    for file, phase in zip(files, ("evaluation", "backward"), strict=True):
+        file.writer.phase(1 + PHASE_NAMES.index(phase), BORN_NS + 10 * S)
+    clock.seconds = 80.0
+    for file in files:
+        file.beat(79.9)
+        file.save()
+    snapshot = scanner.scan()
+    assert states(snapshot) == {"0-g0": "alive", "0-g1": "hung"}
+    assert [one.rank for one in snapshot.ranks if one.standing and one.standing.stalled] == ["0-g1"]
+
+
 @pytest.mark.parametrize(
     ("world_size", "phase", "state"), [(1, "other", "alive"), (1, "backward", "hung"), (2, "other", "hung")]
 )

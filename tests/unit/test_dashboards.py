@@ -25,7 +25,7 @@ from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.detect.starvation import BEGINS
 from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
-from torchobs.rules.promql import RUN
+from torchobs.rules.promql import REPLICA_GROUP, RUN
 from torchobs.rules.values import DEFAULT, RUNBOOKS
 
 DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(DEFAULT).items()}
@@ -94,7 +94,7 @@ def test_every_metric_has_a_panel_or_a_reason() -> None:
 @each_query
 def test_queries_name_metrics_labels_and_values_that_exist(uid: str, query: str) -> None:
     """A label is the metric's own, the rank's or the target's; a value that is asked for is one of the closed set."""
-    known = RANK_LABELS | {"quantile", "le", "row"}
+    known = RANK_LABELS | {"quantile", "le", "row", REPLICA_GROUP}
     for selector in promql.selectors(query):
         metric = metric_of(selector)  # raises for a metric that nothing records
         own = {prometheus_label(one.name): one.values for one in metric.attributes} if metric else dict[str, tuple[str, ...]]()
@@ -147,7 +147,8 @@ def test_joins_name_the_labels_that_identify(uid: str, query: str) -> None:
     """A rank is unique only within a target and a run only within a cluster: whatever is joined is so by all of them."""
     run = ", ".join(RUN)
     allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID", "", ", ".join(grafana.alerts.OF)}
-    allowed |= {f"{run}, backend, group", f"{run}, rank, instance, backend, group"}  # a process group, and a rank in it
+    group = f"{run}, {REPLICA_GROUP}"
+    allowed |= {group, f"{group}, backend, group", f"{run}, rank, instance, backend, group"}  # process groups, a rank in one
     assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
     assert "ignoring" not in query
 

@@ -263,6 +263,31 @@ def test_replica_groups_and_a_second_process_of_a_rank_train_for_themselves() ->
     assert told(*own, *claimed).keys().isdisjoint({"ranks_disagree", "out_of_step"})
 
 
+def test_no_rank_of_another_replica_group_is_the_cause() -> None:
+    """Of slow steps, of a hang, of a timeout, of an end: each group waits for its own ranks, who are named."""
+
+    def grouped(number: int, group: int, **given: Any) -> RankReport:
+        one = rank(number, **given)
+        resource = {**one.header.resource, "replica_group": group}
+        return replace(one, header=replace(one.header, resource=resource))
+
+    late = {**PHASES, "data": 0.21}
+    assert "slowest_rank" not in told(grouped(0, 0), grouped(1, 0), grouped(0, 1, phases=late))
+    waits = {**PHASES, "backward": 0.25}
+    slow = told(grouped(0, 0), grouped(1, 0), grouped(0, 1, phases=late), grouped(1, 1, phases=waits))["slowest_rank"]
+    assert slow.startswith("Rank 0-g1 was 3.0 times slower than the others in data.")
+    hung: dict[str, Any] = {"state": "hung", "reason": "", "up": True, "phase": "backward"}
+    lives: dict[str, Any] = {"state": "alive", "reason": "", "up": True, "phase": "data", "count": 20}
+    assert "waited_for" not in told(grouped(0, 0, **hung), grouped(1, 0, **hung), grouped(0, 1, **lives))
+    fetches = {**hung, "phase": "data"}
+    named = told(grouped(0, 0, **hung), grouped(1, 0, **fetches), grouped(0, 1, **lives))["waited_for"]
+    assert named == "Rank 1-g0 fetches data of step 101, and the other rank waits in backward of step 101."
+    failed: dict[str, Any] = {"state": "failed", "reason": "exit_code"}
+    apart = [grouped(0, group, last_s=START_S + 100 + 50 * group, **failed) for group in range(2)]
+    assert "first_failed" not in told(*apart)
+    assert told(*apart, grouped(1, 1, last_s=START_S + 190, **failed))["first_failed"].startswith("Rank 0-g1 failed first")
+
+
 def test_ranks_whose_gradients_need_not_be_the_same_do_not_disagree() -> None:
     """They agree, hold shards, or have no DDP that averages."""
     assert "ranks_disagree" not in told(averaged(0), averaged(1))

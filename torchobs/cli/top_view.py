@@ -32,6 +32,7 @@ from torchobs.diagnosis.status import (
     status_of,
 )
 from torchobs.flight.metrics.throughput import Throughput
+from torchobs.ranks import labels
 from torchobs.ranks.metric_values import Readings, readings_of
 from torchobs.ranks.snapshot import Rank
 
@@ -187,7 +188,10 @@ def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
     }
     if len(known) == len(living):
         return known
-    return stragglers.slowness({one.rank.incarnation: one.pace.spent for one in living if one.pace})
+    pace = {one.rank.incarnation: one.pace for one in living}
+    teams = labels.teams([one.rank for one in living])
+    spent = ({rank.incarnation: own.spent for rank in team if (own := pace[rank.incarnation])} for team in teams)
+    return {incarnation: found for team in spent for incarnation, found in stragglers.slowness(team).items()}
 
 
 def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle) -> list[str]:

@@ -11,7 +11,7 @@ from torchobs.diagnosis import collectives, hang, text_format
 from torchobs.diagnosis.health import ERROR, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import RankStatus, compared
-from torchobs.ranks import state
+from torchobs.ranks import labels, state
 
 _MOST_NAMED = 8
 _IN_BACKWARD = "_engine_run_backward"
@@ -35,15 +35,20 @@ def waited(fact: Fact) -> str:
 
 
 def blamed(ranks: Sequence[RankReport]) -> dict[str, Blamed]:
-    """Return the ranks that the others of a run waited for, by name, where a timeout ended it.
+    """Return the ranks that the others of their replica group waited for, by name, where a timeout ended it.
 
     Empty if none did, if a rank had failed before otherwise, and if nothing distinguishes the ranks.
     """
-    return _blamed(ranks, statuses(ranks))
+    return {name: one for team in labels.teams(ranks) for name, one in _blamed(team, statuses(team)).items()}
 
 
 def finding(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Yield for whom the run waited, if a timeout ended it: instead of which rank failed first."""
+    """Yield for whom each replica group waited that a timeout ended: instead of which rank failed first."""
+    for team in labels.teams(ranks):
+        yield from _finding(team)
+
+
+def _finding(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     gave_up = _gave_up(ranks)
     if not gave_up:
         return
@@ -57,7 +62,7 @@ def finding(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         text = " ".join([text, *counted])
     elif found:
         uncounted = [replace(status, called={}) for status in whole]
-        text = " ".join([text, hang.sentence(uncounted, found), *counted])
+        text = " ".join([text, hang.sentences(uncounted, found), *counted])
     elif len(gave_up) == len(ranks) and not absent:
         text = f"{text} {_each(whole)}"
     elif not absent:

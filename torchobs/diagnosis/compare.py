@@ -73,11 +73,15 @@ def _rates(ranks: Sequence[RankReport], since: int) -> str:
 
 
 def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
-    """Return the status of the ranks at the end; ranks that hung and were killed together are hung still.
+    """Return the status of the ranks at the end; ranks of a replica group that hung and were killed together are hung still.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
     last phases tell where they were. It need not have been so long that the exporter would call them hung.
     """
+    return list(chain.from_iterable(map(_stalled_together, labels.teams(ranks))))
+
+
+def _stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
     statuses = compared(ranks)
     found = [stall(report) for report in ranks]
     if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, found)):
@@ -103,11 +107,13 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
 def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
     """Return the rank that likely failed first, ``None`` if none failed, and a sentence, empty if none did so by itself.
 
+    ``ranks``: of one replica group.
+
     If ends are too close for the clocks to order, a rank that vanished while the others raised in a collective operation was
     likely first, for that is how they see a peer's end; one that raised in other code was likely first when the others
     vanished, for the launcher then kills them. Of ranks that raised the same at one line, a step apart or less, none was first.
     """
-    failed = [report for report in ranks if report.state in {"failed", "lost"} and report.end_known]
+    failed = _failed(ranks)
     ended = sorted(((_end_s(report), report) for report in failed), key=lambda pair: pair[0])
     if not ended:
         return None, ""
@@ -202,9 +208,15 @@ def _in_collective(report: RankReport) -> bool:
 
 
 def _first_to_fail(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    _, text = first_failed(ranks)
-    if text:
-        yield Finding(ERROR, "first_failed", text)
+    """Yield which rank of each replica group failed first; of one whose only rank failed nothing, if others failed as well."""
+    for team in labels.teams(ranks):
+        _, text = first_failed(team)
+        if text and (len(_failed(team)) > 1 or len(_failed(ranks)) == 1):
+            yield Finding(ERROR, "first_failed", text)
+
+
+def _failed(ranks: Sequence[RankReport]) -> list[RankReport]:
+    return [report for report in ranks if report.state in {"failed", "lost"} and report.end_known]
 
 
 def _end_s(report: RankReport) -> float:

@@ -15,6 +15,7 @@ from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.diagnosis.status import run_status
+from torchobs.ranks import labels
 
 _RULES = (ending, numerics, pace)
 _ORDER = (ERROR, WARNING, INFO)
@@ -45,10 +46,11 @@ class RunDiagnosis(NamedTuple):
 def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> RunDiagnosis:
     """Return the findings on a run of one rank or more; ``launchers``: processes that only started the ranks."""
     status = run_status(ranks)
-    if not standing_still(status):  # they wait for a rank that evaluates, saves or compiles
-        ranks = [replace(report, standstill=None) for report in ranks]
+    still = {rank.rank for rank in standing_still(status)}  # others wait for a rank that evaluates, saves or compiles
+    ranks = [report if report.rank in still else replace(report, standstill=None) for report in ranks]
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
-    first, _ = first_failed(ranks)
+    failed = [first for team in labels.teams(ranks) if (first := first_failed(team)[0]) is not None]
+    first = min(failed, key=lambda report: report.last_s, default=None)
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
     waited_for = collective_timeout.blamed(ranks) or hang.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)

@@ -20,12 +20,19 @@ _ASIDE = {
 
 
 def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:
-    """Return the ranks that the others wait for, by name."""
-    return hang.blamed({rank.rank: position(rank) for rank in ranks})
+    """Return the ranks that the others of their replica group wait for, by name."""
+    teams = ({rank.rank: position(rank) for rank in team} for team in labels.teams(ranks))
+    return {name: one for team in teams for name, one in hang.blamed(team).items()}
 
 
-def sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
+def sentences(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
     """Return who waits for whom, without figures that change; ``found``: as of :func:`blamed`, not empty."""
+    teams = labels.teams(ranks)
+    awaited = ({rank.rank: found[rank.rank] for rank in team if rank.rank in found} for team in teams)
+    return " ".join(_sentence(team, names) for team, names in zip(teams, awaited, strict=True) if names)
+
+
+def _sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
     others = Counter(where(position(rank)) for rank in ranks if rank.rank not in found)
     (place, number), *more = others.most_common()
     waiting = f"the other {text_format.plural(number, 'rank')}" if number > 1 else "the other rank"

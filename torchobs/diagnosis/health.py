@@ -102,9 +102,10 @@ def _request(ranks: Iterable[RankStatus]) -> str:
 
 
 def standing_still(run: RunStatus) -> list[RankStatus]:
-    """Return the ranks that stand still; none while a rank of the run does what the others may wait for."""
-    busy = any(rank.up and rank.phase in PATIENT_PHASES for rank in run.ranks)
-    return [] if busy else [rank for rank in run.ranks if rank.standstill]
+    """Return the ranks that stand still; none of a replica group in which one does what the others may wait for."""
+    teams = labels.teams(run.ranks)
+    patient = [team for team in teams if not any(rank.up and rank.phase in PATIENT_PHASES for rank in team)]
+    return [rank for team in patient for rank in team if rank.standstill]
 
 
 def _no_step(still: Sequence[RankStatus], alive: Sequence[RankStatus]) -> tuple[str, str, str]:
@@ -206,10 +207,10 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def waited_for(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield the ranks that the others of a hung run wait for, and who called another collective than the others."""
+    """Yield the ranks that the others of a hung replica group wait for, and who called another collective than the others."""
     found = hang.blamed(ranks)
     if found:
-        yield Finding(ERROR, "waited_for", hang.sentence(ranks, found))
+        yield Finding(ERROR, "waited_for", hang.sentences(ranks, found))
     for text in collectives.mismatches(ranks):
         yield Finding(ERROR, "collectives_differ", text)
 

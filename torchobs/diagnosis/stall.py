@@ -14,7 +14,7 @@ from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.decode import Distribution
-from torchobs.ranks import state
+from torchobs.ranks import labels, state
 
 _RECENT = 200
 _ALL_OF_IT = 0.95
@@ -80,19 +80,24 @@ def stall(report: RankReport) -> Stall | None:
 
 
 def with_patience(reports: Sequence[RankReport]) -> list[RankReport]:
-    """Return the reports, with *hung* ranks alive that only wait for a rank of their run that evaluates, saves or compiles.
+    """Return the reports, with *hung* ranks alive that only wait for a peer that evaluates, saves or compiles.
 
     As the exporter has them (``ranks.state.waits``): a report of one file cannot know it.
     """
-    phases: dict[tuple[str, str], set[str | None]] = {}
+    phases: dict[tuple[str, str, str], set[str | None]] = {}
     for report in reports:
         if report.state == "alive":
-            phases.setdefault(report.identity[:2], set()).add(report.phase)
+            phases.setdefault(_team(report), set()).add(report.phase)
     ages = [max(0.0, report.last_s - (report.steps[-1].end_s if report.steps else report.start_s)) for report in reports]
     return [
-        replace(report, state="alive") if state.waits(report.state, age_s, phases.get(report.identity[:2], ())) else report
+        replace(report, state="alive") if state.waits(report.state, age_s, phases.get(_team(report), ())) else report
         for report, age_s in zip(reports, ages, strict=True)
     ]
+
+
+def _team(report: RankReport) -> tuple[str, str, str]:
+    job_name, run_id, rank = report.identity
+    return job_name, run_id, labels.team(rank)
 
 
 def stalled(report: RankReport) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
+from torchobs.ranks import labels
 from torchobs.ranks.collectives import called, group_progress
 from torchobs.ranks.metric_values import Readings
 from torchobs.ranks.snapshot import Rank
@@ -479,8 +480,9 @@ def started_here(ranks: Sequence[RankReport]) -> int:
 
 
 def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
-    """Return the status of each rank of a run, compared with the others by their latest steps."""
-    slow = stragglers.slowness({report.rank: report.pace.spent for report in ranks if report.pace})
+    """Return the status of each rank of a run, compared with the others of its replica group by their latest steps."""
+    teams = ({report.rank: report.pace.spent for report in team if report.pace} for team in labels.teams(ranks))
+    slow = {rank: found for team in teams for rank, found in stragglers.slowness(team).items()}
     return [replace(reported(report, now_s), slowness=slow.get(report.rank), frames=report.frames) for report in ranks]
 
 

@@ -1,4 +1,4 @@
-"""Comparison of a run's ranks on this machine, and their summary.
+"""Comparison of a run's ranks on this machine, within each replica group, and the run's summary.
 
 Across machines recording rules do this: every exporter sees only its own ranks.
 """
@@ -18,7 +18,7 @@ from torchobs.ranks.metric_values import Reader, Readings
 from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary, Stalled
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 LEAST_STEPS = 16
@@ -46,17 +46,16 @@ class RankComparator:
         runs = []
         for _, group in groupby(ranks, lambda rank: (rank.job_name, rank.run_id)):
             read = [(rank, self._reader.read(rank)) for rank in group]
-            living = {rank.incarnation: readings for rank, readings in read if rank.up}
-            for incarnation, readings in living.items():
-                histories[incarnation].add(now_ns, readings)
-            counted = {rank.incarnation for rank, _ in read if _is_counted(rank)}
-            standings |= _compared(living, histories, counted)
-            if any(rank.state == "hung" for rank, _ in read):
-                for rank, readings in read:
-                    if rank.up and rank.incarnation in counted:
-                        own = standings.get(rank.incarnation) or RankStanding(behind=None, slowness=None)
-                        standings[rank.incarnation] = own._replace(stalled=_stalled(rank, readings))
-            runs.append(_summarise(read))
+            of_rank = {rank.incarnation: readings for rank, readings in read}
+            spread = 0
+            for team in labels.teams([rank for rank, _ in read]):
+                living = [(rank, of_rank[rank.incarnation]) for rank in team if rank.up]
+                for rank, readings in living:
+                    histories[rank.incarnation].add(now_ns, readings)
+                standings |= _compared(living, histories, is_hung=any(rank.state == "hung" for rank in team))
+                steps = [_steps(readings) for rank, readings in living if _is_counted(rank)]
+                spread = max(spread, max(steps) - min(steps)) if steps else spread
+            runs.append(_summarise(read, spread))
         return standings, tuple(runs)
 
 
@@ -98,19 +97,21 @@ def _is_counted(rank: Rank) -> bool:
 
 
 def _compared(
-    living: Mapping[str, Readings], past: Mapping[str, _History], counted: Collection[str]
+    living: Sequence[tuple[Rank, Readings]], past: Mapping[str, _History], *, is_hung: bool
 ) -> dict[str, RankStanding]:
-    if len(living) < stragglers.LEAST_RANKS:
-        return {}
-    furthest = max((_steps(readings) for incarnation, readings in living.items() if incarnation in counted), default=0)
-    spent = {incarnation: found for incarnation in living if (found := past[incarnation].spent()) is not None}
+    """Return the standing of the living ranks of a replica group. ``is_hung``: whether one of its ranks hangs."""
+    furthest = max((_steps(readings) for rank, readings in living if _is_counted(rank)), default=0)
+    has_peers = len(living) >= stragglers.LEAST_RANKS
+    spent = {rank.incarnation: times for rank, _ in living if (times := past[rank.incarnation].spent()) is not None}
     slow = stragglers.slowness(spent)
     return {
-        incarnation: RankStanding(
-            behind=furthest - _steps(readings) if incarnation in counted else None,
-            slowness=slow.get(incarnation),
+        rank.incarnation: RankStanding(
+            behind=furthest - _steps(readings) if has_peers and _is_counted(rank) else None,
+            slowness=slow.get(rank.incarnation),
+            stalled=_stalled(rank, readings) if is_hung and _is_counted(rank) else None,
         )
-        for incarnation, readings in living.items()
+        for rank, readings in living
+        if has_peers or is_hung
     }
 
 
@@ -120,10 +121,9 @@ def _stalled(rank: Rank, readings: Readings) -> Stalled | None:
     return None if phase is None else Stalled(phase, hang.place(_steps(readings), phase))
 
 
-def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
+def _summarise(read: Sequence[tuple[Rank, Readings]], step_spread: int) -> RunSummary:
     ranks = [rank for rank, _ in read]
     here = sum(rank.up for rank, _ in read)
-    steps = [_steps(readings) for rank, readings in read if rank.up and _is_counted(rank)]
     resources = [rank.view.header.resource for rank in ranks]
     started: dict[int | None, int] = {}  # by replica group, each of which has ranks of its own
     for resource in resources:
@@ -135,7 +135,7 @@ def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
         run_id=ranks[0].run_id,
         here=here,
         missing=sum(max(0, size - known[group]) for group, size in started.items()) if any(started.values()) else None,
-        step_spread=max(steps) - min(steps) if steps else 0,
+        step_spread=step_spread,
         grad_norm=whole_norm(
             [(readings.get(catalog.GRAD_NORM), readings.get(catalog.GRAD_NORM_RANKS)) for _, readings in read],
             max(labels.number(resource, "world_size") or 0 for resource in resources),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torchobs.flight.files import entries
 from torchobs.flight.reader.reader import MAX_FILES
 from torchobs.identity.process import boot_id
-from torchobs.ranks import rank_file
+from torchobs.ranks import labels, rank_file
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
@@ -260,12 +260,16 @@ class Scanner:
 
 def _with_patience(ranks: Sequence[Rank]) -> list[Rank]:
     """Return the ranks, with *hung* ones alive if they only wait for a peer that evaluates, saves or compiles alone."""
-    phases: dict[tuple[str, str], set[str | None]] = {}
+    phases: dict[tuple[str, str, str], set[str | None]] = {}
     for rank in ranks:
         if rank.state == "alive":
-            phases.setdefault((rank.job_name, rank.run_id), set()).add(rank.view.live.phase)
-    found = ((rank, phases.get((rank.job_name, rank.run_id), ())) for rank in ranks)
+            phases.setdefault(_team(rank), set()).add(rank.view.live.phase)
+    found = ((rank, phases.get(_team(rank), ())) for rank in ranks)
     return [replace(rank, state="alive") if waits(rank.state, rank.progress_age_s, peers) else rank for rank, peers in found]
+
+
+def _team(rank: Rank) -> tuple[str, str, str]:
+    return rank.job_name, rank.run_id, labels.team(rank.rank)
 
 
 def _order(rank: Rank) -> tuple[str, str, int, str]:

@@ -27,14 +27,14 @@ class Stalled(NamedTuple):
 
 
 class RankStanding(NamedTuple):
-    """Comparison of a rank with the living ranks of its run on this machine."""
+    """Comparison of a rank with the living ranks of its replica group on this machine."""
 
     behind: int | None
     """steps behind the rank with the most; None: not all of its own steps were recorded"""
     slowness: Slowness | None
     """by ``detect.stragglers``, as in the page and the commands; None: too few steps yet"""
     stalled: Stalled | None = None
-    """where it is; None: no rank of its run on this machine hangs, or unknown"""
+    """where it is; None: no rank of its group on this machine hangs, or unknown"""
 
     @property
     def slowdown(self) -> float | None:

@@ -11,7 +11,7 @@ from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES, LEAST_NORM_EXCESS
 from torchobs.detect.vanishing import LASTING
 from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
-from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
+from torchobs.rules.promql import BY_GROUP, BY_RUN, ON_GROUP, ONE_GROUP, ONE_RANK, ONE_RUN, grouped, lasting, select
 from torchobs.rules.recent import name, recent
 from torchobs.rules.recordings import ONE_NUMBER, TWINS
 from torchobs.rules.rule_file import WINDOW, Alert, Group
@@ -175,25 +175,26 @@ def _gradient_vanishing() -> Alert:
 
 
 def _ranks_disagree() -> Alert:
-    """Return the alert on what must be equal on all ranks of a run: learning rate, world size, versions of torch.
+    """Return the alert on what must be equal on all ranks of a replica group: learning rate, world size, versions of torch.
 
     And on living ranks of one number that all train: runs of their own, which nothing tells apart.
     """
     rates = select(catalog.LEARNING_RATE)
+    lowest, highest = (grouped(f"{of}_over_time({rates}[{WINDOW}])") for of in ("min", "max"))
     training = f"count by ({ONE_NUMBER}) (rate({select(catalog.STEPS)}[5m]) > 0)"
-    of_group = f"by ({ONE_RUN}, group)"
-    sizes = select(catalog.DISTRIBUTED_WORLD_SIZE)
+    of_group = f"by ({ONE_GROUP}, group)"
+    sizes, infos = grouped(select(catalog.DISTRIBUTED_WORLD_SIZE)), grouped(select(catalog.RANK_INFO))
     return Alert(
         alert="TorchobsRanksDisagree",
         expr=f"""
             max {BY_RUN} (
-                min {of_group} (max_over_time({rates}[{WINDOW}])) > 0
+                min {of_group} ({highest}) > 0
                 and
-                min {of_group} (max_over_time({rates}[{WINDOW}])) < 0.9 * max {of_group} (min_over_time({rates}[{WINDOW}]))
+                min {of_group} ({highest}) < 0.9 * max {of_group} ({lowest})
               or
-                max {BY_RUN} ({sizes}) != min {BY_RUN} ({sizes})
+                max {BY_GROUP} ({sizes}) != min {BY_GROUP} ({sizes})
               or
-                count {BY_RUN} (count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO)})) > 1
+                count {BY_GROUP} (count by ({ONE_GROUP}, torch_version) ({infos})) > 1
               or
                 max {BY_RUN} (
                     {lasting(TWINS, "> 1", WINDOW, ONE_NUMBER)}
@@ -217,16 +218,17 @@ def _ranks_disagree() -> Alert:
 
 def _extremes() -> str:
     """Return the highest and the lowest learning rate of each group in which they differ."""
-    rates, of = select(catalog.LEARNING_RATE, THIS_RUN), f"by ({ONE_RUN}, group)"
+    rates, of = grouped(select(catalog.LEARNING_RATE, THIS_RUN)), f"by ({ONE_GROUP}, group)"
     apart = f"min {of} ({rates}) < 0.9 * max {of} ({rates})"
-    return f"(topk {of} (1, {rates}) or bottomk {of} (1, {rates})) and on ({ONE_RUN}, group) ({apart})"
+    return f"(topk {of} (1, {rates}) or bottomk {of} (1, {rates})) and on ({ONE_GROUP}, group) ({apart})"
 
 
 def _differing(label: str, ranks: str, what: str, *, of_value: bool = False) -> Culprits:
-    """Return how many ranks there are of each value of a label (or of the series), where there are several."""
-    each = f'count_values by ({ONE_RUN}) ("{label}", {ranks})' if of_value else f"count by ({ONE_RUN}, {label}) ({ranks})"
+    """Return how many ranks of a group there are of each value of a label (or of the series), where there are several."""
+    series = grouped(ranks)
+    each = f'count_values {BY_GROUP} ("{label}", {series})' if of_value else f"count by ({ONE_GROUP}, {label}) ({series})"
     show = f"{amount('rank', 'ranks', '$v')} with {what} {{{{ $l.{label} }}}}"
-    return Culprits(f"{each} unless on ({ONE_RUN}) (count {BY_RUN} ({each}) == 1)", show, "There are", named=False)
+    return Culprits(f"{each} unless {ON_GROUP} (count {BY_GROUP} ({each}) == 1)", show, "There are", named=False)
 
 
 def _kind(name: str) -> str:

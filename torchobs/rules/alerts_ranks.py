@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
 from torchobs.rules.alert_texts import AT, DURATION, THIS_RUN, Culprits, amount, first
-from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, by_run, lasting, select
+from torchobs.rules.promql import BY_GROUP, BY_RUN, ON_GROUP, ONE_GROUP, ONE_RANK, ONE_RUN, by_run, grouped, lasting, select
 from torchobs.rules.recordings import (
     ALIVE,
     FAILED,
@@ -18,7 +18,7 @@ from torchobs.rules.recordings import (
     RUN_STEP_BEST,
     STARTED,
     TWINS,
-    ended,
+    gone,
 )
 from torchobs.rules.rule_file import SEEN, Alert, Group, Recording
 from torchobs.rules.values import DEFAULT, Values
@@ -69,8 +69,9 @@ def _failed() -> Alert:
 
 
 def _survivors() -> str:
-    """Return a sentence about the ranks that live while one has failed, and was not started again; nothing for one rank."""
-    living = f"sum {BY_RUN} ({select(catalog.RANK_UP, THIS_RUN)}) > 0 and on ({ONE_RUN}) {ended(FAULTS, THIS_RUN)} > 0"
+    """Return a sentence about the ranks that live while one of their group has failed, and was not started again."""
+    up, failed = grouped(select(catalog.RANK_UP, THIS_RUN)), grouped(gone(FAULTS, THIS_RUN))
+    living = f"sum {BY_RUN} ({up} and {ON_GROUP} {failed}) > 0"
     live = amount("other rank lives", "other ranks live", "$v")
     return first(living, f" {live}: a collective that needs all of them waits until it times out.")
 
@@ -88,7 +89,8 @@ def _lasting_state(state: str, range_: str) -> str:
 def _stuck(hung: str) -> str:
     """Return ranks that hang (``hung``: the selection) or do not answer, by their time without a step.
 
-    Ranks in a phase that may last are not hung, nor ranks that wait for another rank's evaluation, even on another machine.
+    Ranks in a phase that may last are not hung, nor ranks that wait for another rank's evaluation, even on another machine,
+    but for one of another replica group.
     Before its first step a rank may load a model, with Python's lock held, for as long as the exporter allows.
     """
     age, steps = select(catalog.RANK_PROGRESS_AGE), select(catalog.STEPS)
@@ -98,9 +100,9 @@ def _stuck(hung: str) -> str:
             (
                 {hung}
               unless on ({ONE_RANK}) (
-                  {age} < {WAITS_S}
-                and on ({ONE_RUN})
-                  sum {BY_RUN} (rate({aside}[2m])) > 0
+                  {grouped(f"{age} < {WAITS_S}")}
+                and {ON_GROUP}
+                  sum {BY_GROUP} ({grouped(f"rate({aside}[2m])")}) > 0
               )
             )
           or
@@ -174,8 +176,9 @@ def _absent() -> str:
     called, back = (select(metric, THIS_RUN) for metric in (catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED))
     group = "backend, group"
     waiting = f"{back} < on ({ONE_RANK}, {group}) {called}"
-    waited_for = f"min by ({ONE_RUN}, {group}) ({waiting}) + 1"
-    return f"({waited_for} - on ({ONE_RUN}, {group}) group_right () {called}) > 0 unless on ({ONE_RANK}) ({waiting})"
+    waited_for = f"min by ({ONE_GROUP}, {group}) ({grouped(waiting)}) + 1"
+    behind = f"({waited_for} - on ({ONE_GROUP}, {group}) group_right () {grouped(called)}) > 0"
+    return f"{behind} unless on ({ONE_RANK}) ({waiting})"
 
 
 def _not_arrived() -> Culprits:
@@ -186,15 +189,15 @@ def _not_arrived() -> Culprits:
 
 
 def _waited_for() -> Culprits:
-    """Return the ranks of a hung run that are less advanced than the furthest and not where most of them are.
+    """Return the ranks of a hung run that are less advanced than the furthest of their group and not where most of them are.
 
     None where it is known who did not come to a collective.
     """
-    place = select(catalog.RANK_STALL_POSITION, THIS_RUN)
-    alike = f"count by ({ONE_RUN}, phase) ({place})"
-    most = f"{alike} > on ({ONE_RUN}) group_left () (0.5 * count by ({ONE_RUN}) ({place}))"
-    behind = f"(max by ({ONE_RUN}) ({place}) - on ({ONE_RUN}) group_right () {place}) > 0"
-    guessed = f"{behind} unless on ({ONE_RUN}, phase) ({most}) unless on ({ONE_RUN}) ({_absent()})"
+    place = grouped(select(catalog.RANK_STALL_POSITION, THIS_RUN))
+    alike = f"count by ({ONE_GROUP}, phase) ({place})"
+    most = f"{alike} > {ON_GROUP} group_left () (0.5 * count {BY_GROUP} ({place}))"
+    behind = f"(max {BY_GROUP} ({place}) - {ON_GROUP} group_right () {place}) > 0"
+    guessed = f"{behind} unless on ({ONE_GROUP}, phase) ({most}) unless {ON_GROUP} ({_absent()})"
     return Culprits(guessed, "in {{ $l.phase }}", "The others likely wait for")
 
 

@@ -13,7 +13,21 @@ ONE_RANK = f"{ONE_RUN}, rank, instance"
 BY_RUN = f"by ({ONE_RUN})"
 """Grouping for alerts, which cover all namespaces of a Prometheus server."""
 BY_RANK = f"by ({ONE_RANK})"
-ON_RUN, ON_RANK = f"on ({ONE_RUN})", f"on ({ONE_RANK})"
+REPLICA_GROUP = "replica_group"
+"""Label of :func:`grouped` series"""
+ONE_GROUP = f"{ONE_RUN}, {REPLICA_GROUP}"
+"""Labels of the ranks of a run that train one model in step, and so can be compared with each other."""
+BY_GROUP = f"by ({ONE_GROUP})"
+ON_RUN, ON_RANK, ON_GROUP = f"on ({ONE_RUN})", f"on ({ONE_RANK})", f"on ({ONE_GROUP})"
+
+
+def grouped(ranks: str) -> str:
+    """Return a query's series with a label for the replica group of their rank, ``1`` for rank ``0-g1``.
+
+    A second process that claims a rank, ``0-3f9a12bc``, trains for itself, and gets a group of its own. A rank without
+    anything behind its number gets no label.
+    """
+    return f'label_replace({ranks}, "{REPLICA_GROUP}", "$1", "rank", ".*?-g?(.*)")'
 
 
 def lasting(selector: str, comparison: str, range_: str, on: str) -> str:

@@ -6,7 +6,20 @@ A run's series outlive its ranks' where they have to: who was alive, and how it 
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.promql import BY_RANK, BY_RUN, ON_RANK, ON_RUN, ONE_RANK, ONE_RUN, select
+from torchobs.rules.promql import (
+    BY_GROUP,
+    BY_RANK,
+    BY_RUN,
+    ON_GROUP,
+    ON_RANK,
+    ON_RUN,
+    ONE_GROUP,
+    ONE_RANK,
+    ONE_RUN,
+    REPLICA_GROUP,
+    grouped,
+    select,
+)
 from torchobs.rules.rule_file import SEEN, WINDOW, WINDOW_S, Group, Recording
 
 ONE_NUMBER = f"{ONE_RUN}, rank"
@@ -84,9 +97,14 @@ def ended(reasons: str = "", *matchers: str) -> str:
 
     A rule that is evaluated each minute may find the series of a rank gone that said so in a single scrape: it looks back.
     """
+    return f"count {BY_RUN} ({gone(reasons, *matchers)})"
+
+
+def gone(reasons: str = "", *matchers: str) -> str:
+    """Return these ranks."""
     exits = select(catalog.RANK_EXIT, *matchers, *([f'reason=~"{reasons}"'] if reasons else []))
     again = f"unless on ({ONE_NUMBER}) {select(catalog.RANK_UP, *matchers)} == 1"
-    return f"count {BY_RUN} (max by ({ONE_NUMBER}) (max_over_time({exits}[{SEEN}])) == 1 {again})"
+    return f"max by ({ONE_NUMBER}) (max_over_time({exits}[{SEEN}])) == 1 {again}"
 
 
 def _first_start() -> str:
@@ -141,14 +159,15 @@ def speed() -> Group:
     phases, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
     rate = f"(rate({steps}[{WINDOW}]) > 0)"
     grown = f"and {ON_RANK} time() - {select(catalog.RANK_START_TIME)} >= {WINDOW_S}"
+    means = f"rate({phases}[{WINDOW}]) / {ON_RANK} group_left () {rate} {grown}"
     info = f"topk {BY_RANK} (1, {select(catalog.RANK_INFO)})"
     waited_for = f"({ABOVE} < {_ON_PHASE} {WAIT} or {WAIT} and {_ON_PHASE} {ABOVE})"
     seen = select(catalog.RANK_EXCESS, f'phase=~"{"|".join(LATE_PHASES)}"')
     return Group(
         "torchobs.speed",
         (
-            Recording(PHASE_MEAN, f"rate({phases}[{WINDOW}]) / {ON_RANK} group_left () {rate} {grown}"),
-            Recording(STEP_MEAN, f"sum {BY_RANK} ({PHASE_MEAN})"),
+            Recording(PHASE_MEAN, grouped(means)),
+            Recording(STEP_MEAN, f"sum by ({ONE_RANK}, {REPLICA_GROUP}) ({PHASE_MEAN})"),
             Recording(ABOVE, _above_peers()),
             Recording(WAIT, " or ".join(map(_wait, LATE_PHASES, LATE_PHASES.values()))),
             Recording(
@@ -176,14 +195,17 @@ _ON_PHASE = f"on ({ONE_RANK}, phase)"
 
 
 def _above_peers() -> str:
-    """Return each rank's time per step in each phase above the median of its peers, where no exporter sees the whole run."""
-    median = f"quantile by ({ONE_RUN}, phase) (0.5, {PHASE_MEAN})"
+    """Return each rank's time per step in each phase above the median of its peers, where no exporter sees the whole run.
+
+    Its peers are the ranks of its replica group.
+    """
+    median = f"quantile by ({ONE_GROUP}, phase) (0.5, {PHASE_MEAN})"
     # the median of two is their mean, half way to the other
-    peers = f"{ON_RUN} group_left () (1 + (count {BY_RUN} ({STEP_MEAN}) == bool 2))"
+    peers = f"{ON_GROUP} group_left () (1 + (count {BY_GROUP} ({STEP_MEAN}) == bool 2))"
     together = f"unless {ON_RUN} max {BY_RUN} ({select(catalog.RUN_LOCAL_RANKS)}) >= {ON_RUN} {ALIVE}"
     return (
-        f"({PHASE_MEAN} - on ({ONE_RUN}, phase) group_left () {median}) * {peers} "
-        f"and {ON_RUN} count {BY_RUN} ({STEP_MEAN}) > 1 {together}"
+        f"({PHASE_MEAN} - on ({ONE_GROUP}, phase) group_left () {median}) * {peers} "
+        f"and {ON_GROUP} count {BY_GROUP} ({STEP_MEAN}) > 1 {together}"
     )
 
 
