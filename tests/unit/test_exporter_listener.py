@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from starlette.responses import PlainTextResponse
 
+from tests.web_configs import certify
 from torchobs.exporter.http.server import retire, serve_on
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from starlette.types import Receive, Scope, Send
 
     from torchobs.exporter.http.server import HttpProtocol
@@ -84,15 +89,33 @@ def test_whoever_comes_while_a_server_is_retired_is_answered(turns: int) -> None
     assert asyncio.run(answer()).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_silent_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: above the cap the connection that has waited longest for a head is closed, and a request is answered."""
+@pytest.fixture
+def certificate(tmp_path: Path, program: Callable[[str], str]) -> Path:
+    """A certificate of this machine, beside its key."""
+    return certify(program("openssl"), tmp_path, "server")
+
+
+def contexts(certificate: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """What a server has with that certificate, and a client that trusts it."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, certificate.with_suffix(".key"))
+    return server, ssl.create_default_context(cafile=str(certificate))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: above the cap the connection that has waited longest for a head is closed, and a request is answered.
+
+    With TLS one that does not begin its handshake is such a connection.
+    """
     monkeypatch.setattr("torchobs.exporter.http.server.MOST_CONNECTIONS", 4)
+    context, trust = contexts(certificate) if scheme == "https" else (None, None)
 
     async def outcome() -> tuple[list[bool], bytes]:
-        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP, context)
         address = bound.getsockname()
         silent = [await asyncio.open_connection(*address) for _ in range(6)]
-        reader, writer = await asyncio.open_connection(*address)
+        reader, writer = await asyncio.open_connection(*address, ssl=trust)
         writer.write(HEAD)
         answer = await asyncio.wait_for(reader.readuntil(b"page"), 10)
         closed = [one.at_eof() for one, _ in silent]
@@ -131,6 +154,33 @@ def test_a_head_that_does_not_come_ends_the_connection(requests: int, monkeypatc
         return answer.startswith(b"HTTP/1.1 200 OK")
 
     assert asyncio.run(outcome())
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: nothing of it is left, as of one that a client breaks off, and of garbage."""
+    monkeypatch.setattr("torchobs.exporter.http.server.HEAD_S", 0.2)
+    context, trust = contexts(certificate)
+
+    async def ends() -> None:
+        server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP, context)
+        address = bound.getsockname()
+        for first in (b"", b"\x16\x03\x01\x02\x00\x01", HEAD):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(first)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 10)  # to its end
+            writer.close()
+        _, gone = await asyncio.open_connection(*address)
+        gone.close()
+        reader, writer = await asyncio.open_connection(*address, ssl=trust)
+        writer.write(HEAD)
+        await asyncio.wait_for(reader.readuntil(b"page"), 10)
+        writer.close()
+        while server.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
+            await asyncio.sleep(0.01)
+        await server.shutdown()
+
+    asyncio.run(asyncio.wait_for(ends(), 60))
 
 
 def test_idle_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_uni
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import Callable
 
     import uvicorn
@@ -47,6 +48,7 @@ class _Listener(NamedTuple):
     bound: socket.socket
     address: Address | UnixAddress | None
     is_api: bool
+    context: ssl.SSLContext | None
 
 
 class Listeners:
@@ -65,11 +67,12 @@ class Listeners:
     ) -> None:
         """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
         self.unannounced = 0
-        self._config, self._web_config, self._context = config, web_config, web_config.context
+        self._config, self._web_config = config, web_config
         self._app, self._guarded, self._api, self._announce = app, web_config.guard(app), api, announce
         self._listeners: list[_Listener] = []
         self._unbound, self._wants_api = list(config.addresses), api is not None
         self._bind_problems: list[str] = []
+        self._renewal_problems: list[str] = []
         self._unix_sockets = UnixSocketWatch()
         self._address, self._next_bind_s = "", 0.0
         self._announced: tuple[str, bool] | None = None
@@ -82,11 +85,10 @@ class Listeners:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why it does not listen as configured."""
-        return tuple(self._bind_problems)
+        return (*self._bind_problems, *self._renewal_problems)
 
     async def open(self) -> None:
         """Listen as far as possible, by the web configuration that was loaded meanwhile."""
-        await self._renew()
         await self._bind()
 
     async def tick(self) -> None:
@@ -107,12 +109,17 @@ class Listeners:
             await listener.server.shutdown(sockets=[listener.bound])
 
     async def _renew(self) -> None:
-        """Start new servers if the TLS context has changed; their sockets stay open, so that no connection is refused."""
-        if self._web_config.context is self._context:
-            return
-        self._context = self._web_config.context
-        for listener in [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]:
-            await self._serve(listener.bound.dup(), listener.address)
+        """Start new servers if the TLS context has changed; their sockets stay open, so that no connection is refused.
+
+        What cannot be renewed serves as before, and is tried again.
+        """
+        self._renewal_problems = []
+        reached = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
+        for listener in [listener for listener in reached if listener.context is not self._web_config.context]:
+            bound = self._open("no other TLS settings yet", listener.bound.dup, self._renewal_problems)
+            if bound is None:
+                continue
+            await self._serve(bound, listener.address)
             self._listeners.remove(listener)
             await retire(listener.server)
             listener.bound.close()
@@ -131,23 +138,23 @@ class Listeners:
         self._next_bind_s = time.monotonic() + RETRY_S
         self._bind_problems = []
         for address in list(self._unbound):
-            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address))
+            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address), self._bind_problems)
             if bound is not None:
                 self._unbound.remove(address)
                 await self._serve(bound, address)
                 self._log_address(bound, address)
         if self._wants_api and (self._listeners or self._config.mode == "sidecar"):  # a node's exporter without a port gives up
-            bound = self._open("no Unix socket for the API", self._api_bound)
+            bound = self._open("no Unix socket for the API", self._api_bound, self._bind_problems)
             if bound is not None:
                 self._wants_api = False
                 await self._serve(bound, is_api=True)
 
-    def _open(self, failure: str, bind: Callable[[], socket.socket | None]) -> socket.socket | None:
+    def _open(self, failure: str, bind: Callable[[], socket.socket | None], problems: list[str]) -> socket.socket | None:
         """Return a listening socket, or ``None`` after reporting why there is none."""
         try:
             return bind()
         except OSError as problem:
-            self._bind_problems.append(f"{failure}: {problem.strerror or problem}")
+            problems.append(f"{failure}: {problem.strerror or problem}")
             _log.error("%s: %s", failure, problem.strerror or problem)
             return None
 
@@ -161,10 +168,10 @@ class Listeners:
         return bind_unix(Path(address.path)) if address is not None else None
 
     async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None = None, *, is_api: bool = False) -> None:
-        app, context = self._guarded, self._context
+        app, context = self._guarded, self._web_config.context
         if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
             app, context = self._api.app if is_api and self._api is not None else self._app, None
-        self._listeners.append(_Listener(await serve_on(bound, app, context), bound, address, is_api))
+        self._listeners.append(_Listener(await serve_on(bound, app, context), bound, address, is_api, context))
 
     def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
         if isinstance(address, UnixAddress):
@@ -179,7 +186,7 @@ class Listeners:
 
     def _announce_address(self) -> None:
         """Announce the first address; retried until that succeeds."""
-        announced = self._address, self._context is not None
+        announced = self._address, any(listener.context is not None for listener in self._listeners)
         if self._announce is None or not self._address or announced == self._announced:
             return
         try:

@@ -7,7 +7,7 @@ import errno
 import logging
 import resource
 import socket
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import h11
 import uvicorn
@@ -117,7 +117,7 @@ class HttpProtocol(H11Protocol):
     the one that has been idle longest after a response.
     """
 
-    def __init__(self, server: uvicorn.Server, waiting: dict[HttpProtocol, None], most: int) -> None:
+    def __init__(self, server: uvicorn.Server, waiting: dict[Connection, None], most: int) -> None:
         """``waiting``: the server's connections without a request, the oldest first; ``most``: cap on its connections."""
         super().__init__(server.config, server.server_state, {})
         self.conn = h11.Connection(h11.SERVER, MOST_HEAD)
@@ -134,11 +134,7 @@ class HttpProtocol(H11Protocol):
         # a handshake during a change of certificates gets one response, so that no scrape fails
         self.closes_next = not all(one.is_serving() for one in self._server.servers)
         self._await_head()
-        if len(self.connections) > self._most:
-            others = [other for other in self._waiting if other is not self]
-            oldest = next((other for other in others if not other.has_asked), others[0] if others else self)
-            self._waiting.pop(oldest)
-            oldest.transport.abort()
+        _make_room(self, self._waiting, self._most)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
@@ -214,6 +210,69 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
 
 
+class TlsHandshake(asyncio.Protocol):
+    """A connection before its TLS handshake is done, of which the cap and the time limit hold as of :class:`HttpProtocol`.
+
+    asyncio's own TLS servers show a connection after its handshake, so that silent ones could take all descriptors.
+    """
+
+    has_asked = False
+
+    def __init__(self, http: HttpProtocol, context: ssl.SSLContext, waiting: dict[Connection, None], most: int) -> None:
+        """``http``: what follows the handshake; for the others see :class:`HttpProtocol`."""
+        self.connections = cast("set[Any]", http.connections)
+        self._http, self._context, self._waiting, self._most = http, context, waiting, most
+        self._early = bytearray()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as HttpProtocol has it
+        """See :class:`asyncio.Protocol`."""
+        self.transport = transport
+        self.connections.add(self)
+        self._waiting[self] = None
+        _make_room(self, self._waiting, self._most)
+        self._task = asyncio.ensure_future(self._shake_hands())
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what came right behind the handshake."""
+        self._early += data
+
+    def shutdown(self) -> None:
+        """Close the connection at the server's end."""
+        self.transport.abort()
+
+    def finish(self) -> None:
+        """Let the handshake end, and a request be answered."""
+
+    async def _shake_hands(self) -> None:
+        secured: asyncio.Transport | None = None
+        try:
+            if not self.transport.is_closing():
+                secured = await asyncio.get_running_loop().start_tls(
+                    self.transport, self, self._context, server_side=True, ssl_handshake_timeout=HEAD_S
+                )
+        except OSError:
+            return  # refused, out of time, or gone
+        finally:
+            self.connections.discard(self)
+            self._waiting.pop(self, None)
+        if secured is not None and not secured.is_closing():
+            secured.set_protocol(self._http)
+            self._http.connection_made(secured)
+            self._http.data_received(bytes(self._early))
+
+
+Connection: TypeAlias = HttpProtocol | TlsHandshake
+
+
+def _make_room(newest: Connection, waiting: dict[Connection, None], most: int) -> None:
+    """Close the connection that has waited longest, if there are too many of them, but rather not the newest."""
+    if len(newest.connections) > most:
+        others = [other for other in waiting if other is not newest]
+        oldest = next((other for other in others if not other.has_asked), others[0] if others else newest)
+        waiting.pop(oldest)
+        oldest.transport.abort()
+
+
 async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext | None = None) -> uvicorn.Server:
     """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
     config = uvicorn.Config(
@@ -231,21 +290,18 @@ async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext |
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.on_tick(0)  # sets the Date header
-    waiting: dict[HttpProtocol, None] = {}
+    waiting: dict[Connection, None] = {}
+
+    def accepted() -> Connection:
+        most = _most_connections()
+        http = HttpProtocol(server, waiting, most)
+        return http if context is None else TlsHandshake(http, context, waiting, most)
+
     if bound.family != socket.AF_UNIX:  # accepted sockets inherit it; without it the end of a page can wait 40 ms for an ACK
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_handle)
-    server.servers = []  # by ourselves, for uvicorn has no option for the time limit of a handshake
-    server.servers.append(
-        await loop.create_server(
-            lambda: HttpProtocol(server, waiting, _most_connections()),
-            sock=bound,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else HEAD_S,
-            backlog=_BACKLOG,
-        )
-    )
+    server.servers = [await loop.create_server(accepted, sock=bound, backlog=_BACKLOG)]
     server.started = True
     return server
 
@@ -297,4 +353,4 @@ async def retire(server: uvicorn.Server) -> None:
     for listening in server.servers:
         listening.close()
     for connection in list(server.server_state.connections):
-        cast("HttpProtocol", connection).finish()
+        cast("Connection", connection).finish()
