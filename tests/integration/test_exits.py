@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -15,13 +17,22 @@ import torchobs
 from tests import fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
+from torchobs.cli import top
+from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports
+from torchobs.diagnosis.status import run_status
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.ui.data import PageData
+from torchobs.exporter.ui.view_model import Modeller
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exceptions import describe, root_cause
 from torchobs.probes.lifecycle.exits import Ending
+from torchobs.ranks.scanner import Scanner
 from torchobs.runtime.stall_watch import live_phase
 
 if TYPE_CHECKING:
@@ -89,6 +100,29 @@ def test_what_python_ends_with_is_what_the_file_says(
     """Without `torchobs run`, too: a job that failed is never shown as finished."""
     ended = run(tmp_path, flight_dir, f"import os, signal, sys\nimport torchobs\ntorchobs.init()\n{end}\n")
     assert (ended.status, ended.reason, ended.code) == (status, reason, code)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("raise ValueError('secret')", "failed{}: ValueError at train.py:4."),
+        ("import json; json.loads('')", "failed{}: json.decoder.JSONDecodeError at train.py:4."),
+        ("sys.exit(3)", "failed{} with an exit status."),
+    ],
+)
+def test_page_top_and_report_name_the_exception(tmp_path: Path, flight_dir: Path, line: str, words: str) -> None:
+    """In the same words: its class and the user's line, without the message."""
+    run(tmp_path, flight_dir, f"import sys\nimport torchobs\ntorchobs.init()\n{line}\n")
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
+        snapshot = scanner.scan()
+        (shown,) = Modeller().runs(snapshot, PageData().gather(scanner, snapshot, ()))
+        seen, _ = top.views(scanner)
+    (lines,) = [line for line in frame(seen, TerminalStyle(400), Screen(50), "12:00:00") if "Trouble" in line]
+    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    inspected = health(run_status(reports))
+    assert all(f"Rank 0 {words.format('')}" in gist for gist in (shown.health.gist, inspected.gist))
+    for text in (shown.health.text, lines, inspected.text):
+        assert re.search(re.escape(f"Rank 0 {words}").replace(r"\{\}", r" \S+( \S+)? ago"), text), text
 
 
 CHAIN = """

@@ -158,7 +158,7 @@ def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanis
 def test_ranks_that_raised_the_same_at_one_line_have_no_first() -> None:
     """Promise: milliseconds between them are chance, whoever of them was first; what torch calls from one line is one line."""
     pair = raised(1, 10.0, "train.py:7 in main"), raised(0, 10.003, "train.py:7 in main")
-    text = "Both ranks raised RuntimeError at train.py:7 in main, the first by 3 ms, which says nothing."
+    text = "Both ranks raised RuntimeError at train.py:7, the first by 3 ms, which says nothing."
     assert told(*pair)["first_failed"] == text
     some = [replace(one, header=replace(one.header, resource={**one.header.resource, "world_size": 16})) for one in pair]
     assert told(*some)["first_failed"].startswith("Both ranks here raised RuntimeError")
@@ -166,11 +166,9 @@ def test_ranks_that_raised_the_same_at_one_line_have_no_first() -> None:
         raised(number, 10 + number / 100, "torch/nn/parallel/distributed.py:5 in f", caller="a.py:3 in g")
         for number in range(8)
     ]
-    assert told(*many)["first_failed"] == (
-        "All 8 ranks raised RuntimeError at a.py:3 in g, the first by 10 ms, which says nothing."
-    )
+    assert told(*many)["first_failed"] == ("All 8 ranks raised RuntimeError at a.py:3, the first by 10 ms, which says nothing.")
     ended = rank(8, state="failed", reason="terminated", last_s=START_S + 10.02)
-    assert told(*many, ended)["first_failed"].startswith("8 of the 9 ranks raised RuntimeError at a.py:3 in g, the first by")
+    assert told(*many, ended)["first_failed"].startswith("8 of the 9 ranks raised RuntimeError at a.py:3, the first by")
 
 
 def test_ranks_that_raised_the_same_more_than_a_step_apart_have_a_first() -> None:
@@ -198,7 +196,7 @@ def test_what_ended_otherwise_may_have_made_others_raise_the_same() -> None:
         assert first_failed([*alike, cause])[0] is cause
     own = [raised(number, 10 + number / 1000, "train.py:7 in batch") for number in (0, 1)]
     victim = raised(2, 10.1, "torch/distributed/distributed_c10d.py:83 in wrapper")
-    assert told(*own, victim)["first_failed"].startswith("2 of the 3 ranks raised RuntimeError at train.py:7 in batch")
+    assert told(*own, victim)["first_failed"].startswith("2 of the 3 ranks raised RuntimeError at train.py:7,")
 
 
 def test_the_rank_from_which_a_nan_came_is_shown() -> None:

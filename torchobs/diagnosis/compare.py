@@ -166,15 +166,13 @@ def _usual_step_s(report: RankReport) -> float:
 
 def _alike(alike: Sequence[RankReport], ranks: Sequence[RankReport]) -> str:
     """Return the sentence on ranks that raised the same, the first of them first; ``ranks``: all that are here."""
-    kind, location, caller = _raised(alike[0])
     count = len(ranks)
     who = f"{len(alike):,} of the {count:,} ranks" if len(alike) < count else f"All {count:,} ranks"
     if len(alike) == count == 2:  # noqa: PLR2004  # a pair
         who = "Both ranks"
     here = " here" if max(labels.number(report.header.resource, "world_size") or 0 for report in ranks) > count else ""
-    what = f"{kind.removeprefix('builtins.')} at {text_format.source_location(caller or location)}"
     ahead = text_format.duration(_end_s(alike[1]) - _end_s(alike[0]))
-    return f"{who}{here} raised {what}, the first by {ahead}, which says nothing."
+    return f"{who}{here} raised {alike[0].exception}, the first by {ahead}, which says nothing."
 
 
 def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankReport, str]:

@@ -178,18 +178,17 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
 
 
 def _deaths(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    by_reason: dict[str, list[RankStatus]] = {}
+    alike: dict[tuple[str, str], list[RankStatus]] = {}
     request = _request(ranks)
     for rank in ranks if request != "interrupted" else ():
         if rank.state in {"lost", "failed"}:
-            by_reason.setdefault(rank.reason, []).append(rank)
-    for reason, dead in by_reason.items():
+            alike.setdefault((rank.reason, rank.exception), []).append(rank)
+    for (reason, exception), dead in alike.items():
         who, ago = _ranks(dead), text_format.span(min(rank.beat_age_s for rank in dead))
-        how = ENDINGS.get(reason, "was lost {ago} ago")
+        how = "failed{ago}: {exception}" if exception else ENDINGS.get(reason, "was lost{ago}")
         how = how if len(dead) == 1 else how.replace("was ", "were ")
-        yield Finding(
-            WARNING if request else ERROR, "ended", f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}."
-        )
+        text, gist = (how.format(ago=when, exception=exception) for when in (f" {ago} ago", ""))
+        yield Finding(WARNING if request else ERROR, "ended", f"{who} {text}.", f"{who} {gist}.")
 
 
 def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

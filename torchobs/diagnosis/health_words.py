@@ -2,12 +2,12 @@
 
 AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
 ENDINGS = {
-    "exception": "failed {ago} ago with an exception",
-    "exit_code": "failed {ago} ago with an exit status",
-    "interrupted": "was interrupted {ago} ago",
-    "terminated": "was told to end {ago} ago",
-    "crashed": "crashed {ago} ago",
-    "out_of_memory": "was lost {ago} ago, likely out of memory",
+    "exception": "failed{ago} with an exception",
+    "exit_code": "failed{ago} with an exit status",
+    "interrupted": "was interrupted{ago}",
+    "terminated": "was told to end{ago}",
+    "crashed": "crashed{ago}",
+    "out_of_memory": "was lost{ago}, likely out of memory",
 }
 ANOMALIES = {
     "nonfinite_loss": "The loss is not finite",

@@ -21,7 +21,7 @@ from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.flight.reader.decode import Distribution, Value
 from torchobs.flight.reader.reader import View
-from torchobs.ranks import labels
+from torchobs.ranks import exceptions, labels
 from torchobs.ranks.state import MemoryUse, trains
 
 _FAR = 1 << 62
@@ -261,6 +261,12 @@ class RankReport:
     def main_exceptions(self) -> list[Fact]:
         """The exceptions that can have ended the rank: those of its main thread."""
         return [fact for fact in self.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+
+    @property
+    def exception(self) -> str:
+        """The exception that ended the rank, in words; empty if none did, or it is not in the file."""
+        raised = self.main_exceptions if self.reason == "exception" else []
+        return text_format.clean(exceptions.in_words(exceptions.described(raised[-1].attributes))) if raised else ""
 
     def events_named(self, event: catalog.Event) -> list[Fact]:
         """Return the events of that name, oldest first."""

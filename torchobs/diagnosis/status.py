@@ -20,10 +20,11 @@ from torchobs.detect.recovery import LastAnomaly, healthy_steps
 from torchobs.detect.stall import Standstill
 from torchobs.detect.stragglers import Slowness
 from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
+from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
-from torchobs.ranks import labels
+from torchobs.ranks import exceptions, labels
 from torchobs.ranks.collectives import called, group_progress
 from torchobs.ranks.metric_values import Readings
 from torchobs.ranks.snapshot import Rank
@@ -129,6 +130,8 @@ class RankStatus:
     """the last one, finite or not"""
     per_s: float | None
     """steps per second while it trains"""
+    exception: str = ""
+    """the exception that ended it, in words; empty if none did, or it is unknown"""
     ran_s: float = 0.0
     """from its start to its last sign of life"""
     standstill: Standstill | None = None
@@ -318,6 +321,7 @@ def status_of(
         steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, known.loss),
         per_s=pace.per_s if rank.trains and pace else None,
+        exception=text_format.clean(exceptions.in_words(rank.exception)) if rank.reason == "exception" else "",
         ran_s=max(0.0, ((live.heartbeat_ns or 0) - rank.view.header.monotonic_ns) / 1e9),
         standstill=rank.standstill,
         lately=lately,
@@ -501,6 +505,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         steps=int(report.value(catalog.STEPS) or report.last_step),
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
         per_s=report.pace.per_s if report.trains and report.pace else None,
+        exception=report.exception,
         ran_s=max(0.0, report.last_s - report.start_s),
         standstill=report.standstill,
         lately=recent_anomalies(anomalies_of(report.events), last_s),

@@ -1,4 +1,4 @@
-"""The exception that ended a rank, from the frames of its event ring. Pure."""
+"""The exception that ended a rank, from the frames of its event ring, and in words. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _MARK = f'"{catalog.EVENT_EXCEPTION.name}"'.encode()
 _BARE = re.compile(r"\A(?:builtins|__main__)\.")
 """Modules that Python's own tracebacks leave out"""
+_LINE = re.compile(r"[^/]+:\d+(?=\Z| in )")
+"""The name of a file, and a line of it"""
 _MAX_MESSAGE = 100
 _MAX_TEXT = 256
 """Characters of a class' name, and of a place"""
@@ -27,11 +29,18 @@ def newest(payloads: Sequence[bytes]) -> Mapping[str, str]:
         if fields is not None and fields.get("k") == "event" and fields.get("name") == catalog.EVENT_EXCEPTION.name:
             attributes = fields.get("attrs")
             if isinstance(attributes, dict) and not attributes.get("thread"):
-                return _described(attributes)
+                return described(attributes)
     return {}
 
 
-def _described(attributes: Mapping[str, Any]) -> dict[str, str]:
+def in_words(exception: Mapping[str, str]) -> str:
+    """Return class and line of an exception, ``ValueError at train.py:12``; ``exception``: as of :func:`described`."""
+    kind, place = exception.get("exception.type", ""), _LINE.search(exception.get("location", ""))
+    return f"{kind} at {place[0]}" if kind and place else kind
+
+
+def described(attributes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the attributes of ``catalog.RANK_EXCEPTION`` from those of its event."""
     return {
         "exception.type": _BARE.sub("", _text(attributes.get("exception.type"), _MAX_TEXT)),
         "message": _text(attributes.get("exception.message"), _MAX_MESSAGE),

@@ -83,7 +83,7 @@ def _row(model: Model, row: Row) -> Html:
 def _state(status: RankStatus) -> Html:
     """Return the state with its symbol, how the rank ended, and its active anomalies."""
     symbol = tag("span", SYMBOLS.get(status.state, "●"), aria_hidden="true")
-    details = [status.reason.replace("_", " ")] if status.reason not in {"", status.state} else []
+    details = [status.exception or status.reason.replace("_", " ")] if status.reason not in {"", status.state} else []
     details += [status.phase] if status.phase in PATIENT_PHASES else []
     details += [kind.replace("_", " ") for kind in status.anomalies]
     state = tag("span", symbol, " ", status.state, class_=f"state {status.state}")
