@@ -25,11 +25,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.rank_files import BORN_WALL_NS, Clock, S
 from tests.support import free_port, wait_until
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.otlp.delivery import Clock as PushClock
-from torchobs.exporter.otlp.delivery import Counts
+from torchobs.exporter.exporter_metrics import PushCounts, ScrapeInput
 from torchobs.exporter.otlp.options import SIGNALS, PushConfig, PushTarget
-from torchobs.exporter.otlp.pipeline import PushPipeline
+from torchobs.exporter.otlp.push import Clock as PushClock
+from torchobs.exporter.otlp.push import Push
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -40,13 +39,12 @@ NO_VALUE = 1
 
 
 class Answer(NamedTuple):
-    """What a receiver says; `hold_s`: how long it thinks before, `drip`: after that it goes on by single bytes, for ever."""
+    """What a receiver says; `hold_s`: how long it thinks before."""
 
     status: int = 200
     headers: Mapping[str, str] = {}
     body: bytes = b""
     hold_s: float = 0.0
-    drip: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,6 @@ class Receiver:
         answer = self.answer(request)
         self._ended.wait(answer.hold_s)
         with contextlib.suppress(OSError):
-            if answer.drip is not None:
-                self._drip(handler, answer.drip)
-                return
             handler.send_response(answer.status)
             for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
                 handler.send_header(name, value)
@@ -147,12 +142,6 @@ class Receiver:
                 self.taken.append(request)
             handler.end_headers()
             handler.wfile.write(answer.body)
-
-    def _drip(self, handler: BaseHTTPRequestHandler, begun: bytes) -> None:
-        handler.close_connection = True
-        handler.wfile.write(begun)
-        while not self._ended.wait(0.05):
-            handler.wfile.write(b"H")
 
 
 class Fast(PushClock):
@@ -181,7 +170,7 @@ class Pushing:
         exporter = ExporterConfig(flight_dir=str(directory), **given)
         self.clock = Clock()
         self.scanner = Scanner(exporter, self.clock)
-        self.push = PushPipeline(config, exporter, clock or Fast())
+        self.push = Push(config, exporter, clock or Fast())
 
     def __enter__(self) -> Self:
         self.push.start()
@@ -210,9 +199,9 @@ def only_metrics(receiver: Receiver, **given: Any) -> PushConfig:
     return PushConfig(metrics=to(receiver, **target), **given)
 
 
-def balanced(counts: Counts) -> bool:
-    """Whether nothing is missing from the books."""
-    return counts.recorded == counts.sent + sum(counts.dropped.values()) and counts.queued == 0
+def recorded(counts: PushCounts) -> int:
+    """Everything that was to be pushed."""
+    return counts.sent + sum(counts.dropped.values()) + counts.queued
 
 
 def attributes(pairs: Any) -> dict[str, Any]:

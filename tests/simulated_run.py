@@ -210,7 +210,6 @@ _COUNTED: dict[Metric, Shape] = {
     catalog.SYSTEM_DISK_IO_TIME: lambda life, _: life.wobble(0.35, 0.2),
     catalog.SYSTEM_DISK_OPERATION_TIME: lambda life, of: life.wobble({"read": 1.2, "write": 0.9}[of["disk.io.direction"]], 0.2),
     catalog.SYSTEM_NETWORK_IO: lambda life, _: life.wobble(6e8, 0.1),
-    catalog.OTLP_RECORDED: lambda life, _: life.wobble(900.0),
     catalog.OTLP_SENT: lambda life, _: life.wobble(900.0),
 }
 """Rates of counters."""

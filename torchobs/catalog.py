@@ -975,9 +975,6 @@ EXPORTER_HOST_ERRORS = _counter("torchobs.exporter.host.errors", "{error}", HOST
     "Times that a collector of the machine's metrics failed."
 )
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points, spans or log records", ("metrics", "traces", "logs"))
-OTLP_RECORDED = _counter("torchobs.exporter.otlp.recorded", "{item}", _SIGNAL).described(
-    "Data points, spans or log records to be pushed: the sum of sent, dropped and queued."
-)
 OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", _SIGNAL).described(
     "Data points, spans or log records that the receiver accepted."
 )
@@ -995,10 +992,6 @@ OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", _SIGNAL).describ
 )
 OTLP_FAILURES = _counter("torchobs.exporter.otlp.failures", "{request}", _SIGNAL).described(
     "Requests that failed and were, or will be, retried."
-)
-OTLP_UNREAD = _counter("torchobs.exporter.otlp.unread", "By").described(
-    "Spans and events overwritten in a rank's ring before the push had read them: the rank wrote more of them within a second"
-    " than the ring holds."
 )
 
 # --- events -------------------------------------------------------------------------------------------------------------------

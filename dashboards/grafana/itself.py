@@ -140,10 +140,9 @@ def push() -> tuple[Panel, ...]:
     return (
         panels.lines(
             "Pushed",
-            f"Data points and spans recorded, and sent. Good: the same. {NOT_PUSHED}",
+            f"Data points, spans and log records that the receiver accepted. {NOT_PUSHED}",
             "short",
-            Query(f"sum by (signal) ({rate(catalog.OTLP_RECORDED, *EXPORTERS)})", "{{signal}} recorded"),
-            Query(f"sum by (signal) ({rate(catalog.OTLP_SENT, *EXPORTERS)})", "{{signal}} sent"),
+            Query(f"sum by (signal) ({rate(catalog.OTLP_SENT, *EXPORTERS)})", "{{signal}}"),
         ),
         panels.lines(
             "Not pushed",
@@ -157,12 +156,6 @@ def push() -> tuple[Panel, ...]:
             f"Data points and spans in the queues. Good: it returns to 0. {NOT_PUSHED}",
             "short",
             Query(f"sum by (signal) ({select(catalog.OTLP_QUEUED, *EXPORTERS)})", "{{signal}}"),
-        ),
-        panels.lines(
-            "Overwritten before the push",
-            f"Spans and events that a rank overwrote before the push had read them. Good: 0. {NOT_PUSHED}",
-            "Bps",
-            Query(f"sum({rate(catalog.OTLP_UNREAD, *EXPORTERS)})", "unread"),
         ),
     )
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File
 from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.otlp.batches import Metrics
+from torchobs.exporter.otlp.metrics import Metrics
 from torchobs.exporter.prometheus import text_format
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import Style
@@ -24,7 +23,6 @@ from torchobs.ranks.snapshot import Snapshot
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint, NumberDataPoint
 
 DAY_S = 86_400.0
 JUMPS = pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
@@ -138,17 +136,8 @@ def test_what_is_pushed_has_begun_before_it_ends(
         living.beat(clock.seconds)
         living.save()
         snapshot = scanner.scan()
-        for raw, number in metrics.collect(snapshot.ranks, (), clock().wall_ns, ScrapeInput(snapshot)):
-            points += number
-            for point in every_point(ExportMetricsServiceRequest.FromString(raw)):
-                assert point.start_time_unix_nano <= point.time_unix_nano
-                assert point.time_unix_nano <= max(clock().wall_ns, BORN_WALL_NS + 10**10)
+        for _, point, _ in metrics.collect(snapshot.ranks, (), clock().wall_ns, ScrapeInput(snapshot)):
+            points += 1
+            assert point.start_time_unix_nano <= point.time_unix_nano
+            assert point.time_unix_nano <= max(clock().wall_ns, BORN_WALL_NS + 10**10)
     assert points > 100
-
-
-def every_point(request: ExportMetricsServiceRequest) -> Iterator[NumberDataPoint | HistogramDataPoint]:
-    """The data points of a request."""
-    for resource in request.resource_metrics:
-        for scope in resource.scope_metrics:
-            for metric in scope.metrics:
-                yield from getattr(metric, metric.WhichOneof("data")).data_points

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,9 @@ from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig, parse
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.host import HostMetrics
-from torchobs.exporter.otlp.batches import Metrics
+from torchobs.exporter.otlp import messages
+from torchobs.exporter.otlp.messages import Item
+from torchobs.exporter.otlp.metrics import Metrics
 from torchobs.exporter.otlp.options import PushConfig
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import END, Style, pieces
@@ -380,9 +382,14 @@ def facts(cpu_s: float, *more: Sample) -> ScrapeInput:
     return ScrapeInput(EMPTY, host=HostFacts((said, *more), (own,), BOOTED_NS))
 
 
+def received(items: Iterable[Item]) -> list[Seen]:
+    """Data points as a receiver sees them."""
+    return list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in messages.batches("metrics", [*items])]))
+
+
 def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[Seen]:
     """The points of one push."""
-    return list(points([Request("/v1/metrics", {}, body, 0.0) for body, _ in metrics.collect((), (), at_ns, told)]))
+    return received(metrics.collect((), (), at_ns, told))
 
 
 def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None:
@@ -476,10 +483,7 @@ def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapsh
 def test_over_otlp_an_application_keeps_its_names_as_well(snapshot: Snapshot) -> None:
     """Each is of its own resource; what is forged is not sent."""
     metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
-    requests = metrics.collect(snapshot.ranks, (), NOW_NS)
-    sent: Mapping[str, Any] = {
-        one.metric.name: one.scope for one in points([Request("", {}, body, 0.0) for body, _ in requests])
-    }
+    sent: Mapping[str, Any] = {one.metric.name: one.scope for one in received(metrics.collect(snapshot.ranks, (), NOW_NS))}
     assert {name: scope for name, scope in sent.items() if name.startswith(("system.", "torchobs.host."))} == {
         "system.cpu.time": APPLICATION.name, "system.memory.usage": APPLICATION.name, "system.network.io": APPLICATION.name,
     }  # fmt: skip

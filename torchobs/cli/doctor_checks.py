@@ -38,9 +38,9 @@ _TIME_ERROR = 5
 _EXTRAS = {
     "exporter": (
         *("bcrypt", "msgspec", "prometheus_client", "starlette", "urllib3", "uvicorn", "yaml"),
-        *("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.common"),
+        *("google.rpc", "opentelemetry.proto"),
     ),
-    "otlp-grpc": ("opentelemetry.exporter.otlp.proto.grpc",),
+    "otlp-grpc": ("grpc",),
     "report": ("matplotlib",),
 }
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
-    from torchobs.exporter.otlp.pipeline import PushPipeline
+    from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
 FLUSH_S = 10.0
@@ -220,13 +220,13 @@ class _Service:
         self._web_config.close()
 
 
-def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None]:
+def _optional(config: ExporterConfig) -> tuple[Push | None, HostMetrics | None]:
     """Return the OTLP push and the machine's metrics, as far as configured; what is not configured is not imported."""
     push, host = None, None
     if config.push is not None:
-        from torchobs.exporter.otlp.pipeline import PushPipeline
+        from torchobs.exporter.otlp.push import Push
 
-        push = PushPipeline(config.push, config)
+        push = Push(config.push, config)
     if config.collect_host:
         from torchobs.exporter.host import HostMetrics
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torchobs.catalog import Metric
-    from torchobs.exporter.otlp.delivery import Counts
     from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary, Snapshot
 
 _BUILD = {"version": __version__, "python": platform.python_version()}
@@ -31,6 +30,17 @@ class Scrapes(NamedTuple):
     """from a request to its last byte, of all together"""
 
 
+class PushCounts(NamedTuple):
+    """Data points, spans or log records of one signal of the OTLP push."""
+
+    sent: int
+    dropped: Mapping[str, int]
+    """by reason"""
+    queued: int
+    failures: int
+    """requests that failed and are retried"""
+
+
 class ScrapeInput(NamedTuple):
     """Input of a metrics page."""
 
@@ -39,7 +49,7 @@ class ScrapeInput(NamedTuple):
     """scans that took too long"""
     problems: tuple[str, ...] = ()
     """configuration problems besides those in the snapshot"""
-    pushed: Mapping[str, Counts] | None = None
+    pushed: Mapping[str, PushCounts] | None = None
     """counts of the OTLP push by signal; ``None``: nothing is pushed"""
     failed_writes: Mapping[str, int] = NO_FAILED_WRITES
     """by what was to be written"""
@@ -138,14 +148,11 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
         yield from _of_run(run)
     for signal, counts in (scrape.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
-    if of_rings := [counts for signal, counts in (scrape.pushed or {}).items() if signal != "metrics"]:  # of the same rings
-        yield Sample(catalog.OTLP_UNREAD, {}, max(counts.unread_bytes for counts in of_rings))
     if scrape.host is not None:
         yield from scrape.host.own
 
 
-def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Sample]:
-    yield Sample(catalog.OTLP_RECORDED, signal, counts.recorded)
+def _of_push(signal: Mapping[str, str], counts: PushCounts) -> Iterator[Sample]:
     yield Sample(catalog.OTLP_SENT, signal, counts.sent)
     for reason, number in counts.dropped.items():
         yield Sample(catalog.OTLP_DROPPED, {**signal, "reason": reason}, number)

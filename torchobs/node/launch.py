@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Iterable, Mapping
 
-NEEDED = ("msgspec", "opentelemetry.sdk", "prometheus_client", "starlette", "uvicorn", "yaml")
+NEEDED = ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml")
 """Modules of the extra ``exporter`` that it needs."""
 
 _INHERITED = frozenset(

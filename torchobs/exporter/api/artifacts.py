@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.serializers import instant
-from torchobs.exporter.otlp.transport import printable
 from torchobs.flight.files import artifacts, lock
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.files.create import lock_name
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torchobs.flight.files.artifacts import ArtifactName
 
 CHUNK = 1 << 20
+_LONGEST_DETAIL = 200
 _MEDIA_TYPES = {PROFILE: "application/gzip"}
 _FAILURES = {catalog.EVENT_STACKS_FAILED.name, catalog.EVENT_PROFILE_FAILED.name}
 _REMEDIES = {
@@ -212,5 +213,5 @@ def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:
     reason = failure.get("reason")
     what = _REMEDIES.get(reason, "failed at it.") if isinstance(reason, str) else "failed at it."
     given = [failure.get(name) for name in ("detail", "exception.type")]
-    details = "; ".join(printable(text) for text in given if isinstance(text, str))
+    details = "; ".join(clean(text, _LONGEST_DETAIL) for text in given if isinstance(text, str))
     return Problem(410, "evidence-failed", f"Rank {rank} {what}" + (f" ({details})" if details else ""))

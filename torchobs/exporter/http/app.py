@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
+from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, PushCounts, ScrapeInput, Scrapes
 from torchobs.exporter.prometheus.handler import MetricsPage
 from torchobs.exporter.ui.routes import LivePage
 from torchobs.ranks.snapshot import EMPTY
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
-    from torchobs.exporter.otlp.delivery import Counts
     from torchobs.exporter.prometheus.page_cache import PageCache
     from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
     from torchobs.exporter.snapshot_cache import SnapshotCache
@@ -38,7 +37,7 @@ class Site:
     ) -> None:  # fmt: skip
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
         self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)
-        self.pushed: Mapping[str, Counts] | None = None
+        self.pushed: Mapping[str, PushCounts] | None = None
         self.failed_writes: Mapping[str, int] = NO_FAILED_WRITES
         self.scrapes = Scrapes()
         self.host: HostMetrics | None = None

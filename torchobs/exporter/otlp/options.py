@@ -133,7 +133,7 @@ OPTIONS = (
     _option("protocol", _PROTOCOL, "grpc needs the extra otlp-grpc.", "http/protobuf"),
     _option("headers", _HEADERS, _HEADERS_BRIEF, "none"),
     _option("compression", _COMPRESSION, "How requests are compressed.", "none"),
-    _option("timeout", _SECONDS, "How long a request may take.", "10s"),
+    _option("timeout", _SECONDS, "How long a receiver may be silent.", "10s"),
     _option("certificate", _PATH, "Certificates to trust.", "the system's"),
     _option("client_certificate", _PATH, "The exporter's own certificate.", "none"),
     _option("client_key", _PATH, "The key of that certificate.", "none"),

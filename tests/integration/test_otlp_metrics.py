@@ -1,4 +1,4 @@
-"""The push against a receiver that answers as receivers do: what arrives, and that nothing is lost without being counted."""
+"""Metrics over OTLP: what arrives is what the files hold, from a rank's birth to its end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import itertools
 import math
 import random
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.otlp import NO_VALUE, Fast, Pushing, Receiver, attributes, balanced, only_metrics, points
+from tests.otlp import NO_VALUE, Fast, Pushing, Receiver, attributes, only_metrics, points, to
 from tests.rank_files import BORN_WALL_NS, File
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
+from torchobs.exporter.otlp.options import PushConfig
 from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format.layout import Exit
 from torchobs.flight.format.series import Scope
 
 USER = Scope("my.package", "1.0", "https://example.org/1", (("a", 1),))
@@ -41,7 +44,7 @@ def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, fi
         pushing.look(1.0)
         counts = pushing.push.counts["metrics"]
     of_rank = [one for one in points(receiver.taken) if one.resource["service.name"] == "gpt"]
-    assert counts.recorded == counts.sent == len([*points(receiver.taken)])
+    assert counts.sent == len([*points(receiver.taken)])
     assert all({"job_name": "gpt", "run_id": "run-1", "rank": "0"}.items() <= one.attributes.items() for one in of_rank)
     mine = {one.metric.name: one for one in of_rank if one.scope == USER.name}
     requests, level, share = mine["my.requests"], mine["my.level"], mine["my.share"]
@@ -63,23 +66,6 @@ def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, fi
     assert ours["torchobs.steps"].point.as_int == 1
     assert ours["torchobs.loss"].point.as_double == 3.5
     assert ours["torchobs.rank.up"].point.as_double == 1.0
-
-
-def test_a_resource_is_an_incarnation(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """Named by the semantic conventions; what the user and Kubernetes said of it keeps its name."""
-    given: dict[str, Any] = {"k8s.pod.name": "pod-1", "team": "vision", "service.version": "7"}
-    restarted = File(flight_dir, seed=2, rank=1, **given).save()
-    file.save()
-    with Pushing(flight_dir, only_metrics(receiver)) as pushing:
-        pushing.look(1.0)
-    found = {one.resource["service.instance.id"]: one.resource for one in points(receiver.taken)}
-    of_rank = found[restarted.header.incarnation.hex()]
-    expected = {"service.name": "gpt", "host.name": "node-1", "process.pid": 4321, "process.runtime.version": "3.11.7"}
-    own = {"torchobs.run_id": "run-1", "torchobs.rank": 1, "torchobs.torch_version": "2.13.0"}
-    assert {**expected, **own, **given}.items() <= of_rank.items()
-    assert file.header.incarnation.hex() in found
-    assert len(found) == 3  # the exporter is the third
-    assert "torchobs-exporter" in {resource["service.name"] for resource in found.values()}
 
 
 @pytest.mark.parametrize("path", ["/v1/metrics", "", "/otlp/in?tenant=a%2Fb"])
@@ -113,7 +99,6 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
         pushing.look(20.0, final=False)
         wait_until(lambda: len(receiver.taken) == 3)
         wait_until(lambda: pushing.push.settled)  # the answer has to come, too
-        assert balanced(pushing.push.counts["metrics"])
     before, at_end, gone = (
         {(one.metric.name, one.attributes.get("state", one.attributes.get("reason"))): one.point for one in points([request])}
         for request in receiver.taken
@@ -237,7 +222,7 @@ def test_requests_are_cut_to_what_receivers_take(
     flight_dir: Path, receiver: Receiver, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most so many points each; nothing is lost between two of them, nor where a rank's points are cut."""
-    monkeypatch.setattr("torchobs.exporter.otlp.metric_encoder.MOST_POINTS", 100)
+    monkeypatch.setattr("torchobs.exporter.otlp.messages.MOST_ITEMS", {"metrics": 100})
     for number in range(400):
         file.set(user("my.c"), 1, USER, number=number)
     file.save()
@@ -248,7 +233,7 @@ def test_requests_are_cut_to_what_receivers_take(
         counts = pushing.push.counts["metrics"]
     sizes = [len([*points([request])]) for request in receiver.taken]
     assert max(sizes) == 100
-    assert sum(sizes) == counts.recorded
+    assert sum(sizes) == counts.sent
     numbers = [one.attributes["number"] for one in points(receiver.taken) if one.metric.name == "my.c"]
     assert sorted(numbers) == [*range(400)]
 
@@ -291,3 +276,126 @@ def test_a_rank_that_gets_another_label_has_its_end_and_its_values_in_one_reques
     assert found[-1] != ("0", False)
     assert ("0-00000001", False) in found
     assert {"my.d", "torchobs.steps"} <= {one.metric.name for one in points(receiver.taken[:1]) if one.scope == "torchobs"}
+
+
+@pytest.fixture
+def life(flight_dir: Path) -> Iterator[Callable[[int, float], File]]:
+    """Begins one by its number, at a moment of the clock."""
+    made = []
+
+    def begin(number: int, born_s: float) -> File:
+        made.append(File(flight_dir, seed=number, born_s=born_s).hold().save())
+        return made[-1]
+
+    yield begin
+    for file in made:
+        file.release()
+
+
+def train(file: File, steps: int, from_s: float) -> None:
+    """Take that many steps, 10 ms each, and finish."""
+    for number in range(1, steps + 1):
+        file.step(number, from_s + number / 100)
+    header = file.header
+    identity = {"trace_id": identifiers.trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs"]}
+    file.writer.events.append({"k": "span", "name": "epoch", "t0": header.wall_ns, "t1": header.wall_ns + 1, **identity})
+    file.beat(from_s + steps / 100)
+    file.writer.exit(Exit.FINISHED, 0)
+    file.save().release()
+
+
+def both(receiver: Receiver, *, delta: bool = False) -> PushConfig:
+    """Metrics and spans, at long intervals."""
+    return PushConfig(to(receiver), to(receiver, path="/v1/traces"), interval_s=3600.0, span_delay_s=3600.0, delta=delta)
+
+
+def named(receiver: Receiver) -> dict[str, list[str]]:
+    """The names of the spans that came, by incarnation."""
+    found: dict[str, list[str]] = {}
+    for of in (of for request in receiver.of("/v1/traces") for of in request.traces.resource_spans):
+        names = [span.name for scope in of.scope_spans for span in scope.spans]
+        found.setdefault(str(attributes(of.resource.attributes)["service.instance.id"]), []).extend(names)
+    return found
+
+
+def steps(receiver: Receiver, file: File) -> list[int | None]:
+    """An incarnation's numbers of steps as they came; None: no value any more."""
+    of = file.header.incarnation.hex()
+    found = (one for one in points(receiver.of("/v1/metrics")) if one.resource["service.instance.id"] == of)
+    return [None if one.point.flags & NO_VALUE else one.point.as_int for one in found if one.metric.name == "torchobs.steps"]
+
+
+@pytest.mark.parametrize(("delta", "expected"), [(False, [0, 40, None]), (True, [40])])
+def test_what_a_replaced_incarnation_counted_last_arrives(
+    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File], *, delta: bool, expected: list[int | None]
+) -> None:
+    """Its counters, its spans and its run, once; also where the scan that saw the change was made for somebody else."""
+    with Pushing(flight_dir, both(receiver, delta=delta)) as pushing:
+        first = life(1, 0.0)
+        pushing.look(0.5, final=False)
+        wait_until(lambda: receiver.of("/v1/metrics") and pushing.push._scrape is None)
+        train(first, 40, 0.5)
+        second = life(2, 1.0)
+        pushing.clock.seconds = 1.2
+        pushing.scanner.scan()  # for a scrape
+        for second_s in (1.5, 2.5, 3.5):
+            second.beat(second_s)
+            second.save()
+            pushing.look(second_s)
+        pushing.scanner.scan()
+    assert [value for value in steps(receiver, first) if value != 0 or not delta] == expected
+    assert named(receiver)[first.header.incarnation.hex()] == ["epoch", "torchobs.run"]
+    last = [one for one in points(receiver.of("/v1/metrics")) if one.metric.name == "torchobs.rank.exit"]
+    ways = {one.attributes["reason"] for one in last if one.point.as_double == 1.0}
+    assert ways == {"finished"}
+
+
+def test_one_that_lived_between_two_looks_arrives(
+    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
+) -> None:
+    """Nobody has ever seen it alive, nor as the newest."""
+    with Pushing(flight_dir, both(receiver)) as pushing:
+        first = life(1, 0.0)
+        pushing.look(0.5, final=False)
+        train(first, 3, 0.5)
+        short = life(2, 0.6)
+        train(short, 5, 0.7)
+        life(3, 0.8)
+        pushing.look(1.5)
+        pushing.look(2.5)
+    assert steps(receiver, short) == [5, None]
+    assert named(receiver)[short.header.incarnation.hex()] == ["epoch", "torchobs.run"]
+
+
+def test_what_waits_is_taken_though_the_push_comes_late(
+    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
+) -> None:
+    """Of the snapshots that a busy push does not get to, the ends stay."""
+    with Pushing(flight_dir, both(receiver)) as pushing:
+        first = life(1, 0.0)
+        pushing.look(0.5)
+        train(first, 40, 0.5)
+        second = life(2, 1.0)
+        with pushing.push._changed:  # it has no turn meanwhile
+            for second_s in (1.5, 30.0):
+                second.beat(second_s)
+                second.save()
+                pushing.look(second_s, final=False, wait=False)
+        pushing.look(31.0)
+    assert 40 in steps(receiver, first)
+
+
+def test_one_that_ended_before_the_exporter_came_is_left_alone(
+    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
+) -> None:
+    """The exporter before it has told of it."""
+    first = life(1, 0.0)
+    train(first, 3, 0.5)
+    second = life(2, 1.0)
+    second.beat(60.0)
+    second.save()
+    with Pushing(flight_dir, both(receiver)) as pushing:
+        pushing.look(60.0)
+        pushing.look(61.0)
+    assert steps(receiver, first) == []
+    assert steps(receiver, second) == [0, 0]

@@ -1,0 +1,619 @@
+"""Receivers that refuse, hang, flap or are away, over HTTP and gRPC: what may be sent again is, and what is lost is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import socket
+import ssl
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+
+from tests.exporters import Service, start_program
+from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, to
+from tests.rank_files import File, live_rank, train
+from tests.support import clean_environment, free_port, wait_until
+from tests.web_configs import certify
+from torchobs.catalog import Kind, Metric
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http
+from torchobs.flight.format.series import Scope
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
+SOON_S = 30.0
+
+
+class Misbehaving:
+    """Answers by a list, then takes everything."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self._answers = iter(answers)
+
+    def __call__(self, _: Request) -> Answer:
+        """The next answer."""
+        return next(self._answers, Answer())
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_what_may_be_sent_again_is(flight_dir: Path, file: File, status: int) -> None:
+    """The same request, once more; the failure is counted, nothing is dropped."""
+    file.save()
+    with (
+        Receiver(Misbehaving(Answer(status), Answer(status))) as receiver,
+        Pushing(flight_dir, only_metrics(receiver), Fast(100.0)) as pushing,
+    ):
+        pushing.look(1.0, wait=False)
+        wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
+        counts = pushing.push.counts["metrics"]
+    assert counts.failures == 2
+    assert counts.sent == recorded(counts) > 20
+    assert [request.body for request in receiver.requests] == [receiver.taken[0].body] * 3
+
+
+@pytest.mark.parametrize(("status", "requests"), [(301, 1), (401, 1), (404, 1), (400, 3), (413, 3), (500, 3)])
+def test_what_is_refused_is_dropped_and_counted(
+    flight_dir: Path, file: File, status: int, requests: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any other error would be the same the next time; what the receiver says of it is on the log, as one line.
+
+    Where the data may be the cause, the rank's and the exporter's own are sent once more, each by itself.
+    """
+    file.save()
+    answer = Answer(status, {"Location": "http://example.org"}, b"no\nsuch tenant")
+    with Receiver(lambda _: answer) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        pushing.look(1.0)
+        counts = pushing.push.counts["metrics"]
+    assert len(receiver.requests) == requests
+    assert counts.dropped["refused"] == recorded(counts) > 20
+    assert counts.queued == 0
+    wait_until(lambda: "no such tenant" in caplog.text)  # said after the books
+    assert caplog.text.count("the receiver refuses") == 1
+    assert f"{status}" in caplog.text
+
+
+@pytest.mark.parametrize("gzip", [False, True])
+def test_a_rank_that_is_refused_costs_the_others_nothing(
+    flight_dir: Path,
+    file: File,
+    gzip: bool,  # noqa: FBT001  # a case
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A refused request goes out once more, a rank at a time; what is refused again is dropped, and its cause logged once."""
+    file.save()
+    File(flight_dir, seed=2, rank=1).save()
+
+    def answer(request: Request) -> Answer:
+        has_rank_1 = any(one.attributes.get("rank") == "1" for one in points([request]))
+        return Answer(400, {}, f"out of bounds at {request.at_s}".encode()) if has_rank_1 else Answer()
+
+    with Receiver(answer) as receiver, Pushing(flight_dir, only_metrics(receiver, gzip=gzip)) as pushing:
+        for second in range(1, 4):
+            pushing.look(second)
+        counts = pushing.push.counts["metrics"]
+        wait_until(lambda: "out of bounds" in caplog.text)
+    assert len(receiver.requests) == 3 * 4
+    assert {one.attributes.get("rank") for one in points(receiver.taken)} == {"0", None}
+    refused = [request for request in receiver.requests if request not in receiver.taken]
+    again = [
+        len([*points([request])]) for request in refused if {one.attributes.get("rank") for one in points([request])} == {"1"}
+    ]
+    assert len(again) == 3
+    assert counts.dropped["refused"] == sum(again)
+    assert counts.sent == recorded(counts) - sum(again)
+    (line,) = (record.message for record in caplog.records if "refuses" in record.message)
+    assert line.startswith("OTLP metrics: the receiver refuses those of job gpt, run run-1, rank 1: 400 ")
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+def test_a_receiver_may_say_when_to_come_again(flight_dir: Path, file: File, as_date: bool) -> None:  # noqa: FBT001  # a case
+    """In seconds or as a date; no attempt is made before."""
+    file.save()
+    clock = Fast(20.0)
+
+    first: list[Request] = []
+
+    def later(request: Request) -> Answer:
+        if first:
+            return Answer()
+        first.append(request)
+        after = formatdate(time.time() + 12, usegmt=True) if as_date else "12"
+        return Answer(503, {"Retry-After": after})
+
+    with Receiver(later) as receiver, Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
+        pushing.look(1.0, final=False)
+        wait_until(lambda: receiver.taken, timeout_s=SOON_S)
+    assert (receiver.taken[0].at_s - first[0].at_s) * 20.0 >= 9.0
+
+
+def test_what_a_receiver_rejects_in_part_is_counted(flight_dir: Path, file: File) -> None:
+    """Partial success is success, and is not sent again."""
+    file.save()
+    answer = ExportMetricsServiceResponse()
+    answer.partial_success.rejected_data_points = 3
+    answer.partial_success.error_message = "too old"
+    said = Answer(200, {"Content-Type": "application/x-protobuf"}, answer.SerializeToString())
+    with Receiver(lambda _: said) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        pushing.look(1.0)
+        counts = pushing.push.counts["metrics"]
+    assert counts.dropped["rejected"] == 3
+    assert counts.sent == recorded(counts) - 3
+    assert len(receiver.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(hold_s=60.0),
+        Answer(200, {"Content-Length": "no number"}),
+    ],
+    ids=["silent", "without an end"],
+)
+def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file: File, answer: Answer) -> None:
+    """Then the request is sent again."""
+    file.save()
+    with (
+        Receiver(Misbehaving(answer)) as receiver,
+        Pushing(flight_dir, only_metrics(receiver, timeout_s=0.3), Fast(50.0)) as pushing,
+    ):
+        pushing.look(1.0, wait=False)
+        wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
+        counts = pushing.push.counts["metrics"]
+    assert counts.failures >= 1
+    assert counts.sent == recorded(counts) > 20
+
+
+class Early:
+    """A server that answers each connection as soon as it is there and reads no body, inside a `with` block."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = answers
+
+    def __enter__(self) -> Self:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.target = f"http://127.0.0.1:{self._server.getsockname()[1]}/v1/metrics"
+        self._thread = Thread(target=self._answer)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._server.close()
+
+    def _answer(self) -> None:
+        for answer in self._answers:
+            connection, _ = self._server.accept()
+            with connection:
+                connection.recv(1)
+                connection.sendall(answer)  # and closes with the rest unread, which resets the connection
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 11\r\n\r\nno such key", "refused", "401 Unauthorized: no such key"),
+        (b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\nno", "refused", "403 Forbidden: no"),
+        (b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n", "refused", "413 Too Large:"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nRetry-After: 7\r\n\r\n", "retry", "503 Busy:"),
+        (b"HTTP/1.1 408 Timeout\r\nContent-Length: 0\r\n\r\n", "retry", "408 Timeout:"),
+        (b"", "retry", ""),
+    ],
+    ids=["401", "403", "413", "503", "408", "nothing"],
+)
+def test_a_refusal_before_the_body_was_read_is_one(answer: bytes, kind: str, words: str) -> None:
+    """The answer that is there counts, not the connection that broke."""
+    with Early(answer) as server:
+        web = Http("metrics", PushTarget(server.target))
+        outcome = web.send(b"x" * 32 * 1024**2)
+        web.close()
+    assert outcome.kind == kind
+    assert outcome.words == words if words else "connection" in outcome.words.lower()
+    assert outcome.after_s == (7.0 if b"Retry-After" in answer else None)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that nobody else gets and nobody listens on, until a receiver does."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File, silent_port: int) -> None:
+    """Nobody listens for ten minutes (scaled): what was recorded is sent when it is back, or counted as dropped."""
+    clock = Fast(120.0)
+    file.set(CALLS, 0, USER)
+    file.save()
+    target = PushTarget(f"http://127.0.0.1:{silent_port}/v1/metrics")
+    config = PushConfig(metrics=target, interval_s=10.0, queue_bytes=40_000)
+    with Pushing(flight_dir, config, clock) as pushing:
+        added = 0
+        while clock.now() < 600.0:
+            file.set(CALLS, 1, USER)
+            added += 1
+            file.save()
+            pushing.look(1.0, final=False, wait=False)
+            assert pushing.push.counts["metrics"].queued * 20 < 40_000
+            wait_until(lambda: pushing.push._scrape is None)
+        down = pushing.push.counts["metrics"]
+        with Receiver(port=silent_port) as receiver:
+            pushing.look(1.0, wait=False)
+            wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
+            counts = pushing.push.counts["metrics"]
+    assert down.sent == 0
+    assert down.failures > 5
+    assert down.dropped["overflow"] > 0
+    assert counts.queued == 0
+    assert counts.sent == len([*points(receiver.taken)])
+    last = [one.point.as_int for one in points(receiver.taken) if one.metric.name == "my.c"]
+    assert last[-1] == added
+    assert last == sorted(last)
+
+
+def test_what_is_left_at_the_end_is_counted(flight_dir: Path, file: File) -> None:
+    """An exporter that must go drops what it could not send, and says so."""
+    file.save()
+    with Receiver(lambda _: Answer(503)) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        pushing.look(1.0, wait=False)
+        wait_until(lambda: receiver.requests)
+        pushing.push.close()
+        counts = pushing.push.counts["metrics"]
+    assert counts.dropped["shutdown"] == recorded(counts) > 20
+    assert counts.queued == 0
+
+
+class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Fails as the list says, then takes everything; `got` are (metadata, request)."""
+
+    def __init__(self, *failures: tuple[grpc.StatusCode, bytes]) -> None:
+        self._failures = iter(failures)
+        self.answer = ExportMetricsServiceResponse()
+        self.got: list[tuple[dict[str, str], bytes]] = []
+
+    def service(self, handler_call_details: Any) -> Any:
+        """See grpc."""
+        assert handler_call_details.method == GRPC_METHODS["metrics"]
+        return grpc.unary_unary_rpc_method_handler(self._export)
+
+    def _export(self, request: bytes, context: Any) -> bytes:
+        self.got.append((dict(context.invocation_metadata()), request))
+        code, details = next(self._failures, (grpc.StatusCode.OK, b""))
+        if code is not grpc.StatusCode.OK:
+            context.set_trailing_metadata((("grpc-status-details-bin", details),) if details else ())
+            context.abort(code, "not now")
+        return bytes(self.answer.SerializeToString())
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads of the server's."""
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+def pushed(directory: Path, pool: ThreadPoolExecutor, server: Server) -> Any:
+    """The books after one push to that server."""
+    File(directory).save()
+    running = grpc.server(pool, handlers=(server,))
+    port = running.add_insecure_port("127.0.0.1:0")
+    running.start()
+    target = PushTarget(f"http://127.0.0.1:{port}", "grpc", headers=(("Api-Key", "x y"),), gzip=True)
+    try:
+        with Pushing(directory, PushConfig(metrics=target), Fast(100.0)) as pushing:
+            pushing.look(0.1, wait=False)
+            wait_until(lambda: pushing.push.settled, timeout_s=30)
+            return pushing.push.counts["metrics"]
+    finally:
+        running.stop(None).wait()
+
+
+def retry_info(seconds: int) -> bytes:
+    """When to come again, as a status has it."""
+    detail = Packed()
+    detail.Pack(RetryInfo(retry_delay=Duration(seconds=seconds)))
+    return bytes(Status(code=8, details=[detail]).SerializeToString())
+
+
+def serving(pool: ThreadPoolExecutor, server: Server, certificate: Path, port: int = 0) -> tuple[Any, int]:
+    """A running server behind TLS, and its port."""
+    running = grpc.server(pool, handlers=(server,))
+    pair = certificate.with_suffix(".key").read_bytes(), certificate.read_bytes()
+    port = running.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([pair]))
+    running.start()
+    return running, port
+
+
+def test_a_certificate_of_grpc_may_be_renewed(program: Callable[[str], str], tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """Whom to trust is read again after a failure; what was sent before a receiver's change is sent after it as well."""
+    first, second = (certify(program("openssl"), tmp_path, name) for name in ("first", "second"))
+    trusted, server = tmp_path / "trusted.pem", Server()
+    trusted.write_bytes(first.read_bytes())
+    running, port = serving(pool, server, first)
+    rpc = Grpc("metrics", PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)))
+    try:
+        assert rpc.send(b"").kind == "sent"
+        running.stop(None).wait()
+        running, _ = serving(pool, server, second, port)
+        assert rpc.send(b"").kind == "retry"
+        trusted.write_bytes(second.read_bytes())
+        wait_until(lambda: rpc.send(b"").kind == "sent")
+    finally:
+        rpc.close()
+        running.stop(None).wait()
+
+
+@pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"])
+def test_what_grpc_says_may_be_sent_again_is(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
+    """The specification's list; headers go along as metadata."""
+    server = Server((grpc.StatusCode[code], b""))
+    counts = pushed(flight_dir, pool, server)
+    assert (counts.failures, counts.sent) == (1, recorded(counts))
+    assert server.got[0][1] == server.got[1][1]
+    assert server.got[0][0]["api-key"] == "x y"
+
+
+def test_one_that_is_exhausted_is_asked_again_only_if_it_says_when(flight_dir: Path, pool: ThreadPoolExecutor) -> None:
+    """By RetryInfo."""
+    counts = pushed(flight_dir, pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1))))
+    assert (counts.failures, counts.sent) == (1, recorded(counts))
+    counts = pushed(flight_dir, pool, Server(*[(grpc.StatusCode.RESOURCE_EXHAUSTED, b"")] * 3))
+    assert (counts.failures, counts.dropped["refused"]) == (0, recorded(counts))
+
+
+@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "UNIMPLEMENTED"])
+def test_what_grpc_refuses_is_dropped_and_counted(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
+    """It would be refused the next time, too."""
+    counts = pushed(flight_dir, pool, Server((grpc.StatusCode[code], b"")))
+    assert (counts.failures, counts.dropped["refused"]) == (0, recorded(counts))
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED"])
+def test_what_is_refused_for_its_data_goes_out_once_more_in_parts(
+    flight_dir: Path, pool: ThreadPoolExecutor, code: str
+) -> None:
+    """One for each resource, here the rank and the exporter: what is refused again is dropped, the rest arrives."""
+    refusal = grpc.StatusCode[code], b""
+    server = Server(refusal, refusal)
+    counts = pushed(flight_dir, pool, server)
+    assert len(server.got) == 3
+    assert (counts.failures, counts.queued) == (0, 0)
+    assert counts.sent > 0
+    assert counts.dropped["refused"] > 0
+
+
+def test_what_is_rejected_in_part_is_counted(flight_dir: Path, pool: ThreadPoolExecutor) -> None:
+    """And the rest is sent."""
+    server = Server()
+    server.answer.partial_success.rejected_data_points = 2
+    counts = pushed(flight_dir, pool, server)
+    assert (counts.dropped["rejected"], counts.sent) == (2, recorded(counts) - 2)
+
+
+OFF = """
+import sys
+from torchobs.cli.exporter import main
+import torchobs.exporter.daemon
+from torchobs.exporter.config import ExporterConfig
+torchobs.exporter.daemon._optional(ExporterConfig())
+heavy = ("google", "grpc", "requests", "urllib3", "opentelemetry.proto", "opentelemetry.sdk", "psutil")
+print([name for name in sys.modules if name.startswith(heavy)])
+"""
+
+
+def test_nothing_of_it_is_imported_where_it_is_off() -> None:
+    """An exporter that is scraped pays nothing for those that push, or that tell of the machine."""
+    done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, check=True, env=clean_environment())
+    assert done.stdout == "[]\n"
+
+
+def test_the_page_has_no_word_of_it_where_it_is_off(flight_dir: Path) -> None:
+    """Series of a thing that is not there would only puzzle."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
+        assert "otlp" not in service.page()
+
+
+@pytest.mark.serial
+def test_a_receiver_that_hangs_holds_up_no_scrape_and_no_end(flight_dir: Path) -> None:
+    """While requests hang, the page comes as ever; an exporter that has done its duty leaves in its time."""
+    for seed in range(1, 9):
+        File(flight_dir, seed=seed, rank=seed).save()
+    with Receiver(lambda _: Answer(hold_s=120.0)) as receiver:
+        push = PushConfig(metrics=to(receiver), traces=to(receiver, path="/v1/traces"), interval_s=0.5)
+        config = ExporterConfig(flight_dir=str(flight_dir), push=push, drain_timeout_s=1.0, grace_s=1e9)
+        with Service(config) as service:
+            wait_until(lambda: receiver.requests)
+            times_s = []
+            for _ in range(20):
+                began_s = time.perf_counter()
+                service.page()
+                times_s.append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+        assert time.perf_counter() - began_s < 5.0
+    assert statistics.median(times_s) < 0.1
+
+
+def test_sigterm_waits_for_the_final_state_to_be_pushed(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
+) -> None:
+    """A sidecar's last word: what the rank counted last, and how it ended; sent within the drain, after a first failure."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 3))
+    with Receiver() as receiver:
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret%20key"}
+        exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
+        wait_until(lambda: receiver.of("/v1/metrics"))
+        failures = iter([Answer(503)] * 2)
+        receiver.answer = lambda _: next(failures, Answer())
+        train(writer, range(3, 8))
+        writer.exit(1, 0)
+        writer.close()
+        exporter.process.send_signal(signal.SIGTERM)
+        assert exporter.process.wait(timeout=30) == 0
+        last = {one.metric.name: one.point for one in points(receiver.of("/v1/metrics"))}
+        states = [one for one in points(receiver.of("/v1/metrics")) if one.attributes.get("state") == "finished"]
+        assert last["torchobs.steps"].as_int == 7
+        assert states[-1].point.as_double == 1
+        assert receiver.of("/v1/traces")
+        assert {request.headers["api-key"] for request in receiver.requests} == {"secret key"}
+    assert "secret" not in exporter.log
+
+
+def test_a_receiver_that_is_not_there_is_no_reason_to_stay(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
+) -> None:
+    """SIGTERM ends the exporter within the drain, and the log says what was left behind."""
+    live_rank(flight_dir).close()
+    with socket.socket() as held:  # bound, so that nobody else gets the port, and not listening
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", endpoint, "--drain-timeout", "2s")
+        exporter = start_program(start, tmp_path / "log", free_port(), *options)
+        exporter.process.send_signal(signal.SIGTERM)
+        assert exporter.process.wait(timeout=20) == 0
+    assert "OTLP" in exporter.log
+
+
+def test_a_wrong_option_of_a_sidecar_is_a_problem_and_no_end(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
+) -> None:
+    """The exporter serves; the page says that the configuration is not honoured."""
+    options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", "collector:4318")
+    exporter = start_program(start, tmp_path / "log", free_port(), *options, KUBERNETES_SERVICE_HOST="10.96.0.1")
+    assert exporter.value("torchobs_exporter_config_ok") == 0
+    assert "--otlp.endpoint" in exporter.log
+
+
+def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
+    program: Callable[[str], str], flight_dir: Path, tmp_path: Path
+) -> None:
+    """A receiver that wants a certificate gets it; one that nobody vouches for gets nothing, and the log says why."""
+    server, client = (certify(program("openssl"), tmp_path, name) for name in ("server", "client"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server, tmp_path / "server.key")
+    context.load_verify_locations(client)
+    context.verify_mode = ssl.CERT_REQUIRED
+    File(flight_dir).save()
+    own = {"client_certificate": str(client), "client_key": str(tmp_path / "client.key")}
+    with Receiver(tls=context) as receiver:
+        trusting, doubting = to(receiver, certificate=str(server), **own), to(receiver, **own)
+        push = PushConfig(metrics=trusting, traces=doubting)
+        with Pushing(flight_dir, push) as pushing:
+            pushing.look(1.0, wait=False)
+            wait_until(lambda: pushing.push.counts["metrics"].sent and pushing.push.counts["traces"].failures)
+            assert pushing.push.counts["traces"].sent == 0
+        counts = pushing.push.counts["traces"]
+        assert recorded(counts) == counts.dropped["shutdown"] > 0
+        assert [*points(receiver.taken)]
+        anonymous = PushConfig(metrics=to(receiver, certificate=str(server)))
+        with Pushing(flight_dir, anonymous) as pushing:
+            pushing.look(1.0, wait=False)
+            wait_until(lambda: pushing.push.counts["metrics"].failures)
+            assert pushing.push.counts["metrics"].sent == 0
+
+
+def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for the whole address, with its own user; NO_PROXY goes around it."""
+    File(flight_dir).save()
+    with Receiver() as proxy, Receiver() as direct:
+        monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//user:pass%20word@"))
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        push = PushConfig(metrics=PushTarget("http://collector.example:4318/v1/metrics"), traces=to(direct, path="/v1/traces"))
+        with Service(ExporterConfig(flight_dir=str(flight_dir), push=push, grace_s=1e9)):
+            wait_until(lambda: proxy.taken and direct.taken)
+    (request, *_) = proxy.taken
+    assert request.path == "http://collector.example:4318/v1/metrics"
+    assert request.headers["host"] == "collector.example:4318"
+    assert request.headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
+    assert "proxy-authorization" not in direct.taken[0].headers
+
+
+class Tunnel:
+    """A proxy for CONNECT that leads wherever it is told, inside a `with` block; `asked` is the head of the last request."""
+
+    def __init__(self, to_url: str) -> None:
+        self._to = ("127.0.0.1", int(to_url.rpartition(":")[2]))
+        self.asked = b""
+
+    def __enter__(self) -> Self:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://user:pass@127.0.0.1:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._lead)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+
+    def _lead(self) -> None:
+        with contextlib.suppress(OSError):
+            near, _ = self._server.accept()
+            with near, socket.create_connection(self._to) as far:
+                while b"\r\n\r\n" not in self.asked:
+                    self.asked += near.recv(4096)
+                near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                while (ready := select.select([near, far], [], [])[0]) and (data := ready[0].recv(65536)):
+                    (far if ready[0] is near else near).sendall(data)
+
+
+def test_tls_goes_through_a_proxy_s_tunnel(
+    program: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy hears where to, and its own user; the receiver, whose certificate is checked, hears nothing of that."""
+    certificate = certify(program("openssl"), tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, tmp_path / "server.key")
+    with Receiver(tls=context) as receiver, Tunnel(receiver.url) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "")
+        url = receiver.url + "/v1/metrics"
+        web = Http("metrics", PushTarget(url, certificate=str(certificate)))
+        outcomes = [web.send(b"1"), web.send(b"2")]
+        web.close()
+    assert [outcome.kind for outcome in outcomes] == ["sent", "sent"], outcomes
+    assert proxy.asked.startswith(f"CONNECT {url.split('/')[2]} HTTP/1.".encode())
+    assert b"Proxy-Authorization: Basic dXNlcjpwYXNz\r\n" in proxy.asked.replace(b"proxy-authorization", b"Proxy-Authorization")
+    assert [request.body for request in receiver.taken] == [b"1", b"2"]
+    assert not any("proxy-authorization" in request.headers for request in receiver.taken)
+
+
+def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: Path) -> None:
+    """The files are read for each connection; nothing has to be started again."""
+    certificate, other = (certify(program("openssl"), tmp_path, name) for name in ("server", "other"))
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(other.read_bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, tmp_path / "server.key")
+    with Receiver(tls=context) as receiver:
+        web = Http("metrics", to(receiver, certificate=str(trusted)))
+        before = web.send(b"x")
+        trusted.write_bytes(certificate.read_bytes())
+        after = web.send(b"x")
+        web.close()
+    assert (before.kind, after.kind) == ("retry", "sent")
+    assert "CERTIFICATE_VERIFY_FAILED" in before.words

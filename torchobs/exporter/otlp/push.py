@@ -1,0 +1,345 @@
+"""The push: one thread makes requests of snapshots, and one for each signal sends them, from a bounded queue with its counters.
+
+The event loop only hands over each snapshot. A rank that has ended, is gone or is new is pushed at once: when a pod is deleted,
+no time is left after the training's end; and a counter that the receiver knows from 0 on loses no first increase.
+
+The oldest requests go first, and each is tried until it is accepted or refused. A refused one goes out once more in parts, one
+for each rank: one rank's data may be the cause, and must not cost the others theirs. When the queue is full, the oldest are
+dropped: the newest are worth most, for they hold the final state of ranks that have ended, and cumulative points supersede
+older ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from dataclasses import replace
+from random import Random
+from threading import Condition, Thread
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.exporter.exporter_metrics import PushCounts
+from torchobs.exporter.otlp import messages, send
+from torchobs.exporter.otlp.metrics import OLDER_NS, Metrics, key_of
+from torchobs.exporter.otlp.rings import Rings
+from torchobs.support.rate_limit import RateLimiter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.exporter_metrics import ScrapeInput
+    from torchobs.exporter.otlp.messages import Batch, Item
+    from torchobs.exporter.otlp.options import PushConfig
+    from torchobs.exporter.otlp.send import Outcome, Transport
+    from torchobs.ranks.snapshot import Rank
+
+REASONS = catalog.OTLP_DROPPED.attributes[1].values
+
+FIRST_S, MOST_S = 1.0, 60.0
+"""First and longest pause between attempts: doubled each time, half of it random, as in OpenTelemetry's exporters."""
+
+LAST_S = 2.0
+"""Pause between attempts while the exporter shuts down: after a long outage the usual pauses would outlast it."""
+
+LONGEST_RETRY_AFTER_S = 300.0
+"""Upper limit of ``Retry-After``: a mistaken value of a year must not stop the push."""
+
+_NUMBER = re.compile(r"[0-9]+")
+_LOG_EVERY_S = 3600.0
+_log = logging.getLogger(__name__)
+
+
+class Clock:
+    """The machine's clock; a test has another, to simulate an outage of ten minutes in seconds."""
+
+    def now(self) -> float:
+        """Return monotonic time in seconds."""
+        return time.monotonic()
+
+    def wall_ns(self) -> int:
+        """Return Unix time in ns."""
+        return time.time_ns()
+
+    def wait(self, condition: Condition, seconds: float) -> None:
+        """Wait on a condition, which the caller holds, for at most ``seconds``."""
+        condition.wait(seconds)
+
+
+class Sender:
+    """The queue of one signal, and the thread that sends it: a receiver of spans that hangs does not delay metrics."""
+
+    def __init__(self, signal: str, transport: Transport, limit_bytes: int, clock: Clock) -> None:
+        self._signal, self._transport, self._limit, self._clock = signal, transport, limit_bytes, clock
+        self._waiting: deque[Batch] = deque()
+        self._in_hand: Batch | None = None
+        """what is being sent; it is counted as queued, too"""
+        self._bytes = self._queued = self._sent = self._failures = 0
+        self._dropped = dict.fromkeys(REASONS, 0)
+        self._changed = Condition()
+        self._closed = self._hurried = self._ends = False
+        self._attempts = 0
+        """failed ones since the last success"""
+        self._random = Random()  # noqa: S311  # spreads retries, protects nothing
+        self._causes = RateLimiter(_LOG_EVERY_S)
+        self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
+
+    @property
+    def counts(self) -> PushCounts:
+        """The counters at one moment."""
+        with self._changed:
+            return PushCounts(self._sent, dict(self._dropped), self._queued, self._failures)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, batch: Batch) -> None:
+        """Add a request; older ones, or this one, are dropped if there is no room."""
+        with self._changed:
+            self._waiting.append(batch)
+            self._bytes += len(batch.body)
+            self._queued += batch.items
+            if self._closed:
+                self._drop_oldest("shutdown")
+            self._make_room()
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Shorten the pauses, because the exporter shuts down: the next attempt is made now, later ones soon."""
+        with self._changed:
+            self._hurried = self._ends = True
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Stop. Unsent requests are dropped, the one in progress among them. Idempotent."""
+        with self._changed:
+            self._closed = True
+            if self._in_hand is not None:
+                self._waiting.appendleft(self._in_hand)
+                self._in_hand = None
+            while self._waiting:
+                self._drop_oldest("shutdown")
+            self._changed.notify_all()
+        self._transport.close()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (batch := self._take()) is not None:
+            outcome, parts = self._transport.send(batch.body), [batch]
+            if outcome.kind == "refused" and not outcome.of_address and not batch.rank:
+                parts = messages.divided(self._signal, batch)
+            if len(parts) > 1:
+                self._divide(batch, parts)
+                continue
+            self._settle(batch, outcome)
+            self._log_outcome(outcome, parts[0].rank)
+            if outcome.kind == "retry":
+                self._pause(outcome.after_s)
+
+    def _take(self) -> Batch | None:
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            self._in_hand = None if self._closed else self._waiting.popleft()
+            return self._in_hand
+
+    def _settle(self, batch: Batch, outcome: Outcome) -> None:
+        """Count the outcome of the request in hand; one to be retried becomes the oldest in the queue again."""
+        with self._changed:
+            if self._in_hand is not batch:
+                return  # closed meanwhile, which counted it as dropped
+            self._in_hand = None
+            if outcome.kind == "retry":
+                self._failures += 1
+                self._attempts += 1
+                self._waiting.appendleft(batch)
+                self._make_room()
+                return
+            self._attempts = 0
+            self._forget(batch)
+            rejected = batch.items if outcome.kind == "refused" else min(outcome.rejected, batch.items)
+            self._dropped["refused" if outcome.kind == "refused" else "rejected"] += rejected
+            self._sent += batch.items - rejected
+
+    def _divide(self, batch: Batch, parts: Sequence[Batch]) -> None:
+        """Replace the request in hand by its parts, which have as many items and are the oldest then."""
+        with self._changed:
+            if self._in_hand is batch:
+                self._in_hand = None
+                self._waiting.extendleft(reversed(parts))
+                self._bytes += sum(len(part.body) for part in parts) - len(batch.body)
+                self._make_room()
+
+    def _make_room(self) -> None:
+        while self._waiting and self._bytes > self._limit:
+            self._drop_oldest("overflow")
+
+    def _drop_oldest(self, reason: str) -> None:
+        batch = self._waiting.popleft()
+        self._forget(batch)
+        self._dropped[reason] += batch.items
+
+    def _forget(self, batch: Batch) -> None:
+        self._bytes -= len(batch.body)
+        self._queued -= batch.items
+
+    def _pause(self, after_s: float | None) -> None:
+        """Wait before the next attempt: shorter during shutdown, and not at all before the first one after its start.
+
+        ``after_s``: what the receiver asked for, which holds during shutdown, too.
+        """
+        asked_s = min(after_s or 0.0, LONGEST_RETRY_AFTER_S)
+        longest_s = min(FIRST_S * 2.0 ** (self._attempts - 1), MOST_S)
+        pause_s = max(longest_s * (0.5 + self._random.random() / 2), asked_s)
+        with self._changed:
+            end = self._clock.now() + (min(pause_s, max(LAST_S, asked_s)) if self._ends else pause_s)
+            while not (self._closed or self._hurried) and (left := end - self._clock.now()) > 0:
+                self._clock.wait(self._changed, left)
+            self._hurried = False
+
+    def _log_outcome(self, outcome: Outcome, rank: str) -> None:
+        """Log what went wrong; ``rank``: the only one that the request was of, or empty.
+
+        Each cause of a refusal is logged once an hour: a receiver without this signal would fill the log. Numbers in the
+        receiver's words, such as times, make no other cause.
+        """
+        if outcome.kind == "retry":
+            _log.warning("OTLP %s: not sent, they will be sent again: %s", self._signal, outcome.words)
+        elif outcome.kind == "refused":
+            if self._causes.take(self._clock.now(), (bool(rank), _NUMBER.sub("0", outcome.words))):
+                refused = f"those of {rank}" if rank else "them"
+                _log.error("OTLP %s: the receiver refuses %s: %s", self._signal, refused, outcome.words)
+        elif outcome.rejected or outcome.words:
+            _log.warning("OTLP %s: the receiver rejected %d: %s", self._signal, outcome.rejected, outcome.words)
+
+
+class Push:
+    """Pushes all signals. Call from one thread; ``counts`` and ``settled`` may be called from any."""
+
+    def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
+        self._config, self._clock = config, clock or Clock()
+        self._senders = {
+            signal: Sender(signal, send.transport(signal, target), config.queue_bytes, self._clock)
+            for signal, target in config.targets()
+        }
+        born_ns = self._clock.wall_ns()
+        self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
+        self._rings = Rings(exporter, born_ns - OLDER_NS, spans="traces" in self._senders, span_events=config.span_events)
+        self._spans: list[Item] = []
+        """spans that wait for their time"""
+        self._ended: set[str] = set()
+        self._replaced_since: dict[str, Rank] = {}
+        """ranks replaced by other incarnations since the last snapshot that was processed"""
+        self._next_metrics_s = self._next_spans_s = 0.0
+        self._changed = Condition()
+        self._scrape: ScrapeInput | None = None
+        self._closed = self._final = False
+        self._thread = Thread(target=self._run, name="otlp", daemon=True)
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._next_metrics_s = self._clock.now() + self._config.interval_s
+        for sender in self._senders.values():
+            sender.start()
+        self._thread.start()
+
+    @property
+    def counts(self) -> Mapping[str, PushCounts]:
+        """What was sent and dropped, by signal."""
+        return {signal: sender.counts for signal, sender in self._senders.items()}
+
+    @property
+    def settled(self) -> bool:
+        """True once the final state was processed and everything is sent or dropped."""
+        return not self._final and not any(counts.queued for counts in self.counts.values())
+
+    @property
+    def due(self) -> bool:
+        """True if the next snapshot will be pushed as metrics."""
+        return "metrics" in self._senders and self._clock.now() >= self._next_metrics_s
+
+    def look(self, scrape: ScrapeInput, *, final: bool = False) -> None:
+        """Hand over a snapshot to push what is due; ``final``: everything, because the exporter ends. Returns at once."""
+        with self._changed:
+            self._scrape, self._final = scrape, final or self._final
+            self._replaced_since |= {rank.incarnation: rank for rank in scrape.snapshot.left}
+            self._changed.notify_all()
+        if final:
+            for sender in self._senders.values():
+                sender.hurry()
+
+    def close(self, timeout_s: float = 0.5) -> None:
+        """Stop; unsent items are dropped and counted. Waits at most ``timeout_s`` for each thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sender in self._senders.values():
+            sender.close(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            scrape, final = work
+            snapshot = scrape.snapshot
+            # their streams end one snapshot later
+            replaced = [rank for rank in snapshot.left if rank.incarnation not in self._ended]
+            self._push_rings((*snapshot.ranks, *replaced), final=final)
+            self._push_metrics(scrape, replaced, final=final)
+            self._ended = {rank.incarnation for rank in (*snapshot.ranks, *snapshot.left) if not rank.up}
+            with self._changed:
+                self._final = self._final and self._scrape is not None  # one handed over meanwhile is the final one
+        self._rings.close()
+
+    def _next(self) -> tuple[ScrapeInput, bool] | None:
+        with self._changed:
+            while self._scrape is None and not self._closed:
+                self._changed.wait()
+            if self._closed or self._scrape is None:
+                return None
+            scrape, self._scrape = self._scrape, None
+            left, self._replaced_since = self._replaced_since, {}
+            served = {rank.incarnation for rank in scrape.snapshot.ranks}
+            left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
+            return scrape._replace(snapshot=replace(scrape.snapshot, left=(*left.values(),))), self._final
+
+    def _push_rings(self, ranks: Sequence[Rank], *, final: bool) -> None:
+        """Push new events at once: whoever is to hear of an anomaly should not wait for it. Spans wait for their time."""
+        if not {"traces", "logs"} & self._senders.keys():
+            return
+        spans, records = self._rings.read(ranks, self._clock.wall_ns())
+        self._spans += spans
+        self._put("logs", records)
+        now_s, most = self._clock.now(), messages.MOST_ITEMS["traces"]
+        if final or now_s >= self._next_spans_s or len(self._spans) >= most or any(map(self._has_just_ended, ranks)):
+            self._next_spans_s = now_s + self._config.span_delay_s
+            spans, self._spans = self._spans, []
+            self._put("traces", spans)
+
+    def _push_metrics(self, scrape: ScrapeInput, replaced: Sequence[Rank], *, final: bool) -> None:
+        if "metrics" not in self._senders:
+            return
+        ranks, now_s = scrape.snapshot.ranks, self._clock.now()
+        gone, everything = self._metrics.gone((*ranks, *replaced)), final or now_s >= self._next_metrics_s
+        if everything:
+            self._next_metrics_s = now_s + self._config.interval_s
+        else:
+            new = {key_of(rank) for rank in self._metrics.unknown(ranks)}
+            ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
+        ranks = (*ranks, *(rank for rank in replaced if final or not rank.up))
+        if ranks or gone or everything:
+            own = scrape._replace(pushed=self.counts) if everything else None
+            self._put("metrics", [*self._metrics.collect(ranks, gone, self._clock.wall_ns(), own)])
+
+    def _has_just_ended(self, rank: Rank) -> bool:
+        return not rank.up and rank.incarnation not in self._ended
+
+    def _put(self, signal: str, items: Sequence[Item]) -> None:
+        if signal in self._senders:
+            for batch in messages.batches(signal, items):
+                self._senders[signal].put(batch)
