@@ -19,11 +19,10 @@ from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until, why_missing
 from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, USERS, certify
-from torchobs.exporter import daemon
+from torchobs.exporter import daemon, web_config
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.http import client_scope
-from torchobs.exporter.http.auth import tls, web_config
-from torchobs.exporter.http.auth.basic import BusyError, Passwords
+from torchobs.exporter.web_config import BusyError, Passwords
 
 METRICS = "torchobs_build_info"
 
@@ -112,7 +111,7 @@ def _accepts(home: Path, text: str) -> bool:
     try:
         found = web_config.parse(text)
         if found.tls is not None:
-            tls.context(found.tls, home)
+            web_config.server_context(found.tls, home)
     except web_config.WebConfigError:
         return False
     return True

@@ -22,12 +22,12 @@ from torchobs.exporter import file_sd, gc_tuning, log_format
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.http.app import Site
-from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
 from torchobs.exporter.http.listeners import ApiSocket, Listeners
 from torchobs.exporter.http.server import allow_files
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.node.lifetime import ServiceStatus
 from torchobs.ranks import memory_budget
 from torchobs.ranks.scanner import Scanner

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
+    from torchobs.exporter.web_config import WebConfigMiddleware
 
 RETRY_S = 5.0
 """Pause before listening is tried again."""

@@ -1,0 +1,422 @@
+"""TLS, client certificates, passwords and headers, configured as in every Prometheus exporter: ``--web.config.file``.
+
+The format is that of Prometheus' exporter-toolkit, whose ``promtool check web-config`` is the tests' reference:
+https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, an unknown key is an error: a
+misspelt ``basic_auth_users`` must not disable authentication. What Python cannot do is an error, too: never less security than
+asked, but for TLS before 1.2, which is never offered.
+
+The file is checked for changes every second. If a changed one is invalid, the previous configuration stays in force. If it is
+invalid from the start, everything but health is answered with 503, because it is unknown what was to be protected. Either way
+``torchobs_exporter_config_ok`` is 0 until the file is valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import re
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+import yaml
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+
+from torchobs.exporter.http.client_scope import LET_IN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEALTH = ("/-/healthy", "/-/ready")
+"""Paths without authentication: kubelet's probes have no password, and the responses reveal nothing."""
+
+_MOST_BYTES = 1 << 20
+_BCRYPT = re.compile(r"\$2[abxy]\$(0[4-9]|[12]\d|3[01])\$[./A-Za-z0-9]{53}", re.ASCII)
+_HEADERS: dict[str, tuple[str, ...]] = {
+    "Content-Security-Policy": (),
+    "Strict-Transport-Security": (),
+    "X-Content-Type-Options": ("nosniff",),
+    "X-Frame-Options": ("deny", "sameorigin"),
+    "X-XSS-Protection": (),
+}
+"""Headers that the toolkit allows, with their permitted values (empty: any)."""
+_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
+_VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
+_CURVES = {"CurveP256": "prime256v1", "CurveP384": "secp384r1", "CurveP521": "secp521r1", "X25519": "X25519"}
+_MODES = {"VerifyClientCertIfGiven": ssl.CERT_OPTIONAL, "RequireAndVerifyClientCert": ssl.CERT_REQUIRED}
+_SUITES = {
+    "TLS_AES_128_GCM_SHA256": "",
+    "TLS_AES_256_GCM_SHA384": "",
+    "TLS_CHACHA20_POLY1305_SHA256": "",
+    "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA": "ECDHE-ECDSA-AES128-SHA",
+    "TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA": "ECDHE-ECDSA-AES256-SHA",
+    "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA": "ECDHE-RSA-AES128-SHA",
+    "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA": "ECDHE-RSA-AES256-SHA",
+    "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
+    "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
+    "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256": "ECDHE-RSA-AES128-GCM-SHA256",
+    "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384": "ECDHE-RSA-AES256-GCM-SHA384",
+    "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-ECDSA-CHACHA20-POLY1305",
+    "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-RSA-CHACHA20-POLY1305",
+}
+"""OpenSSL's names by Go's (``tls.CipherSuites()`` of Go 1.22); "" for TLS 1.3, whose suites cannot be chosen."""
+
+_REMEMBERED = 100
+_WAITING = 16
+"""Most comparisons of passwords in the queue: at 50 ms each (cost 10) the last one waits for a second."""
+_LONGEST = 4096
+_BCRYPT_BYTES = 72
+"""Longest password of bcrypt; Go's and Apache's implementations truncate longer ones, Python's raises."""
+_NOBODY = "$2b$10$NDTPvuJp.Y6.k7P5xOPl9uHMGmHin0gthQKVMWozjAxUPresC9eq2"
+"""A hash for unknown users, so that the time of a refusal does not reveal whether a user exists."""
+
+_log = logging.getLogger(__name__)
+
+
+class WebConfigError(ValueError):
+    """The file is invalid; the message is for the log and contains no secret."""
+
+
+class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``tls_server_config``. Paths are relative to the file's directory."""
+
+    cert_file: str = ""
+    key_file: str = ""
+    client_auth_type: Literal[
+        "", "NoClientCert", "RequestClientCert", "RequireClientCert", "RequireAnyClientCert",
+        "VerifyClientCertIfGiven", "RequireAndVerifyClientCert",
+    ] = ""  # fmt: skip
+    client_ca_file: str = ""
+    min_version: Literal["TLS10", "TLS11", "TLS12", "TLS13"] = "TLS12"
+    max_version: Literal["TLS10", "TLS11", "TLS12", "TLS13"] = "TLS13"
+    cipher_suites: tuple[str, ...] = ()
+    curve_preferences: tuple[Literal["CurveP256", "CurveP384", "CurveP521", "X25519"], ...] = ()
+    prefer_server_cipher_suites: bool = True
+
+
+class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``http_server_config``."""
+
+    http2: bool = True
+    headers: dict[str, str] | None = None
+
+
+class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file. ``basic_auth_users`` are bcrypt hashes by user."""
+
+    tls_server_config: Tls | None = None
+    http_server_config: Http | None = None
+    basic_auth_users: dict[str | int, str] | None = None
+
+    @property
+    def tls(self) -> Tls | None:
+        """The TLS configuration, if the toolkit would enable TLS for it."""
+        tls = self.tls_server_config
+        return tls if tls and (tls.cert_file or tls.key_file or tls.client_auth_type or tls.client_ca_file) else None
+
+    @property
+    def users(self) -> Mapping[str, str]:
+        """Hashes (bcrypt) by user; empty: no authentication by password."""
+        return {str(user): hashed for user, hashed in (self.basic_auth_users or {}).items()}
+
+    @property
+    def authenticates(self) -> bool:
+        """True if every request that passes is authenticated, by a password or a client certificate."""
+        return bool(self.users) or (self.tls is not None and self.tls.client_auth_type == "RequireAndVerifyClientCert")
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers to add to every response."""
+        return (self.http_server_config and self.http_server_config.headers) or {}
+
+
+def parse(text: str) -> WebConfig:
+    """Return the parsed file. Raises :class:`WebConfigError`; an empty file configures nothing, as in the toolkit."""
+    if len(text) > _MOST_BYTES:
+        raise WebConfigError("the file is larger than 1 MiB")
+    try:
+        _refuse_duplicate_keys(yaml.compose(text, yaml.SafeLoader))
+        content = yaml.safe_load(text)
+        config = msgspec.convert({} if content is None else content, WebConfig, strict=True, str_keys=True)
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)  # not the parser's message: it quotes the line, which may contain a hash
+        at = f"line {mark.line + 1}: " if mark else ""
+        raise WebConfigError(f"{at}{getattr(problem, 'problem', None) or 'no YAML'}") from None
+    except msgspec.ValidationError as problem:
+        raise WebConfigError(str(problem)) from None
+    except ValueError:  # of Python's types for a date in month 13, or for a number of 5,000 digits
+        raise WebConfigError("it has a date or a number that there is not") from None
+    except RecursionError:
+        raise WebConfigError("it is nested too deeply") from None
+    if wrong := next(iter(_problems(config)), None):
+        raise WebConfigError(wrong)
+    return config
+
+
+def _refuse_duplicate_keys(node: yaml.Node | None) -> None:
+    """Raise :class:`WebConfigError` for duplicate keys, as the toolkit does; PyYAML lets the last one win."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        if duplicates := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise WebConfigError(f"line {node.start_mark.line + 1}: {', '.join(duplicates)} is there twice")
+    if isinstance(node, yaml.CollectionNode):
+        for child in node.value:
+            for part in child if isinstance(child, tuple) else (child,):
+                _refuse_duplicate_keys(part)
+
+
+def _problems(config: WebConfig) -> Iterable[str]:
+    """Yield what is wrong with a file whose keys and types are right."""
+    for user, hashed in config.users.items():
+        if not _BCRYPT.fullmatch(hashed):
+            yield f"basic_auth_users: what stands for {user!r} is no bcrypt hash"
+        if ":" in user:
+            yield f"basic_auth_users: {user!r} has a colon, which ends a user's name"
+    for name, value in config.headers.items():
+        if name not in _HEADERS:
+            yield f"http_server_config: the header {name!r} cannot be configured"
+        elif _HEADERS[name] and value not in _HEADERS[name]:
+            yield f"http_server_config: {name} may be {' or '.join(_HEADERS[name])}"
+        if not _HEADER_VALUE.fullmatch(value):
+            yield f"http_server_config: {name} has characters that no header may have"
+    if config.tls is not None:
+        yield from _problems_of_tls(config.tls)
+
+
+def _problems_of_tls(tls: Tls) -> Iterable[str]:
+    for field, path in (("cert_file", tls.cert_file), ("key_file", tls.key_file)):
+        if not path:
+            yield f"tls_server_config: {field} is missing"
+    if tls.client_ca_file and tls.client_auth_type in {"", "NoClientCert"}:
+        yield "tls_server_config: client_ca_file without a client_auth_type that verifies"
+    if tls.client_auth_type in {"RequireClientCert", "RequireAnyClientCert"}:
+        yield (
+            f"tls_server_config: {tls.client_auth_type} verifies no certificate, which Python's ssl cannot do: "
+            "RequireAndVerifyClientCert does, against client_ca_file"
+        )
+    if unknown := [name for name in tls.cipher_suites if name not in _SUITES]:
+        yield f"tls_server_config: unknown cipher {unknown[0]!r}"
+    if len(tls.curve_preferences) > 1:
+        yield "tls_server_config: curve_preferences: Python's ssl takes one curve"
+    least, most = _VERSIONS.get(tls.min_version, ssl.TLSVersion.TLSv1_2), _VERSIONS.get(tls.max_version)
+    if most is None or most < least:
+        yield f"tls_server_config: there is nothing from {least.name} to max_version {tls.max_version}"
+
+
+def server_context(tls: Tls, directory: Path) -> ssl.SSLContext:
+    """Return the context of a server. Raises :class:`WebConfigError`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    names = f"{tls.cert_file} and {tls.key_file} are no certificate and its key: "  # OpenSSL does not say which is bad
+    try:
+        # the password "" instead of none: OpenSSL would prompt for one on the terminal
+        context.load_cert_chain(directory / tls.cert_file, directory / tls.key_file, password="")
+        names = ""
+        context.verify_mode = _MODES.get(tls.client_auth_type, ssl.CERT_NONE)
+        if context.verify_mode != ssl.CERT_NONE and tls.client_ca_file:
+            context.load_verify_locations(directory / tls.client_ca_file)
+        elif context.verify_mode != ssl.CERT_NONE:
+            context.load_default_certs(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = _VERSIONS.get(tls.min_version, ssl.TLSVersion.TLSv1_2)
+        context.maximum_version = _VERSIONS[tls.max_version]
+        if older := [_SUITES[name] for name in tls.cipher_suites if _SUITES[name]]:
+            context.set_ciphers(":".join(older))
+        elif tls.cipher_suites:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+        for curve in tls.curve_preferences:
+            context.set_ecdh_curve(_CURVES[curve])
+    except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
+        raise WebConfigError(f"tls_server_config: {names}{_reason(problem)}") from None
+    if not tls.prefer_server_cipher_suites:
+        context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _reason(problem: OSError | ValueError) -> str:
+    if isinstance(problem, OSError) and problem.filename is not None:
+        return f"{problem.strerror}: {problem.filename}"
+    reason = getattr(problem, "reason", None)  # OpenSSL's, such as KEY_VALUES_MISMATCH
+    return reason.lower().replace("_", " ") if isinstance(reason, str) else getattr(problem, "strerror", None) or str(problem)
+
+
+class BusyError(Exception):
+    """The queue of password comparisons is full."""
+
+
+class Passwords:
+    """Checks passwords with bcrypt, one at a time, off the event loop. To be used in one event loop.
+
+    Results are cached by a hash of user, bcrypt hash and password, keyed with a random key of this process, so that no password
+    stays in memory. Accepted and refused ones have separate caches, so that guessing does not evict a scraper's entry.
+    """
+
+    def __init__(self) -> None:
+        self._key = os.urandom(32)
+        self._accepted: dict[bytes, None] = {}
+        self._refused: dict[bytes, None] = {}
+        self._thread = ThreadPoolExecutor(1, "bcrypt")
+        self._waiting = 0
+        self.compared = 0
+        """number of bcrypt comparisons"""
+
+    async def allowed(self, header: str | None, users: Mapping[str, str]) -> bool:
+        """Return True if an ``Authorization`` header has a valid user and password. Raises :class:`BusyError`."""
+        credentials = _credentials(header)
+        if credentials is None:
+            return False
+        user, password = credentials
+        hashed = users.get(user, _NOBODY)
+        parts = user.encode(), hashed.encode(), password
+        key = hmac.digest(self._key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), hashlib.sha256)
+        if key not in self._accepted and key not in self._refused:
+            cache = self._accepted if await self._compare(password, hashed) and user in users else self._refused
+            cache[key] = None
+            if len(cache) > _REMEMBERED:
+                del cache[next(iter(cache))]
+        return key in self._accepted
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compare(self, password: bytes, hashed: str) -> bool:
+        import bcrypt
+
+        if self._waiting >= _WAITING:
+            raise BusyError
+        self._waiting += 1
+        self.compared += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, bcrypt.checkpw, password[:_BCRYPT_BYTES], hashed.encode())
+        finally:
+            self._waiting -= 1
+
+
+def _credentials(header: str | None) -> tuple[str, bytes] | None:
+    """Return the user and password of an ``Authorization`` header (RFC 7617), or ``None``."""
+    scheme, _, encoded = (header or "").partition(" ")
+    if scheme.lower() != "basic" or len(encoded) > _LONGEST:
+        return None
+    try:
+        user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+        return (user.decode(), password) if colon and b"\0" not in password else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+class _Active(NamedTuple):
+    """The configuration in force. ``context``: of TLS."""
+
+    config: WebConfig
+    context: ssl.SSLContext | None
+
+
+class WebConfigMiddleware:
+    """Enforces a web configuration file, if there is one. To be used in one event loop."""
+
+    def __init__(self, path: str | None) -> None:
+        self.problem = ""
+        """the file's error; empty if there is none"""
+        self._path = Path(path) if path is not None else None
+        self._active: _Active | None = None if path is not None else _Active(WebConfig(), None)
+        self._versions: dict[Path, tuple[int, ...]] = {}
+        self._passwords: Passwords | None = None
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """The TLS context for new connections (``None``: no TLS): another object after every change."""
+        return self._active.context if self._active is not None else None
+
+    async def reload(self) -> None:
+        """Reload the file if it, or a certificate file that it names, has changed."""
+        if self._path is not None:
+            await asyncio.to_thread(self._load, self._path)
+
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """Return the application with authentication and the configured headers."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            active, answer = self._active, None
+            if active is not None:
+                send = _with_headers(active.config, send)
+            if scope["path"] not in HEALTH:
+                answer = await self._refusal(active.config if active is not None else None, scope)
+            scope[LET_IN] = answer is None and active is not None and active.config.authenticates
+            await (answer or app)(scope, receive, send)
+
+        return guarded
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        if self._passwords is not None:
+            self._passwords.close()
+
+    async def _refusal(self, config: WebConfig | None, scope: Scope) -> PlainTextResponse | None:
+        if config is None:
+            return PlainTextResponse(
+                "the web configuration is broken: nothing is served until it is mended; see the log\n", 503
+            )
+        if not config.users:
+            return None
+        self._passwords = self._passwords or Passwords()
+        try:
+            if await self._passwords.allowed(Headers(scope=scope).get("authorization"), config.users):
+                return None
+        except BusyError:
+            return PlainTextResponse("Too many passwords to look at.\n", 503, {"Retry-After": "1"})
+        return PlainTextResponse("Unauthorized\n", 401, {"WWW-Authenticate": 'Basic realm="torchobs", charset="UTF-8"'})
+
+    def _load(self, path: Path) -> None:
+        if self._versions and self._versions == {watched: _version(watched) for watched in self._versions}:
+            return
+        self._versions = {path: _version(path)}  # before it is read, so that a change meanwhile is noticed
+        try:
+            config = parse(path.read_text("utf-8"))
+            tls, directory = config.tls, path.parent
+            if tls is not None:
+                files = [directory / name for name in (tls.cert_file, tls.key_file, tls.client_ca_file) if name]
+                self._versions |= {file: _version(file) for file in files}
+            self._active = _Active(config, server_context(tls, directory) if tls is not None else None)
+        except (OSError, ValueError) as problem:
+            of_system = getattr(problem, "strerror", None) or "it is no UTF-8"
+            words = str(problem) if isinstance(problem, WebConfigError) else of_system
+            kept = "the one before stays in force" if self._active is not None else "nothing is served"
+            self.problem = f"--web.config.file {path}: {words}; {kept}"
+            _log.error("%s", self.problem)
+            return
+        self.problem = ""
+        _log.info("web configuration in force: %s", path, extra={"good_news": True})
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file; empty if there is none."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  # follows symbolic links: Kubernetes replaces one
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _with_headers(config: WebConfig, send: Send) -> Send:
+    if not config.headers:
+        return send
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in config.headers.items():
+                headers.setdefault(name, value)  # a policy that our own pages set is stricter
+        await send(message)
+
+    return sending
