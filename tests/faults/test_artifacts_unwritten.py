@@ -16,7 +16,7 @@ import pytest
 
 from tests.api import Caller, Reply
 from tests.exporters import Service
-from tests.faults.test_flight_full import mounted
+from tests.faults.test_flight_files import mounted
 from tests.support import NEEDS_MOUNT, ROOT, clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.artifacts import END

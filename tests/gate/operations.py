@@ -1,7 +1,7 @@
 """What torchobs executes in a training step, counted: the same on every machine, and however busy it is.
 
 Counted are the calls of our functions, in Python and compiled, those that Python's make of C's, and the bytecode instructions
-of our code, in the training thread alone. That steps leave no memory behind is tests/faults/test_no_growth.py's.
+of our code, in the training thread alone. That steps leave no memory behind is tests/faults/test_training.py's.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.faults.test_flight_full import mounted
+from tests.faults.test_flight_files import mounted
 from tests.support import ROOT, wait_until
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog

@@ -1,4 +1,6 @@
-"""The step record and its fold: the one function that the sampler and every reader must agree on to the last bit."""
+"""From step records to metrics: one pure function, whatever the batches; losses that diverge, goodput, throughput."""
+
+from __future__ import annotations
 
 import struct
 from itertools import pairwise
@@ -16,8 +18,10 @@ from torchobs.detect.spikes import CALM
 from torchobs.detect.vanishing import LASTING
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
-from torchobs.flight.metrics import fold
-from torchobs.flight.metrics.totals import WORDS, Anomaly, Totals, Word, core_series
+from torchobs.flight.metrics import fold, throughput
+from torchobs.flight.metrics.goodput import STATES, clear_credit, credit, credited
+from torchobs.flight.metrics.throughput import LEAST_STEPS, pace, speed, time_left_s
+from torchobs.flight.metrics.totals import DIVERGED, WORDS, Anomaly, Totals, Word, core_series, is_active
 
 HEADER = flights.header()
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
@@ -400,3 +404,291 @@ def test_what_the_last_values_of_a_model_were_is_decided_when_another_begins() -
     ]
     assert points[catalog.ANOMALIES.name, (("kind", "loss_spike"),)] == 3
     assert fold_steps(*usual, high, usual[0], begin, *usual, high, *usual[:2])[1] == [found[0]]
+
+
+def step(number: int, loss: float, flags: int = StepFlag.LOSS) -> StepRecord:
+    """A record of one."""
+    return flights.step_record(HEADER, number, step=number, loss=loss, flags=flags)
+
+
+def folded_loss(batches: list[list[StepRecord]]) -> tuple[bool, list[Anomaly]]:
+    """Whether it is away in the end, and what was found."""
+    totals, found = flights.totals(HEADER), list[Anomaly]()
+    for batch in batches:
+        fold.fold(totals, batch, found)
+    return is_active(totals, DIVERGED), found
+
+
+@pytest.mark.parametrize(
+    ("losses", "at"),
+    [
+        ([4.1, 60.0, 271.0, *[100.0] * 100], 52),
+        ([0.2] * 19 + [12.0] * 60, 70),
+        ([2.0] * 300, None),
+        ([4.1, 271.0, *[100.0] * 20], None),
+        ([4.1, 271.0, *[100.0] * 30, 5.0, *[100.0] * 100], None),
+        ([4.1, 5.0, *[5.0 + number for number in range(300)]], None),
+        ([0.01, 0.9, *[1.9] * 200], None),
+        ([-4.0, 50.0, *[-3.0, 60.0] * 60], None),
+        ([*[2.0] * 30, *[200.0] * 100], None),
+        ([4.1, 271.0, *[100.0] * 30, nan, *[100.0] * 100], None),
+        ([18.0 * min(number, 100) for number in range(1, 300)], None),
+        ([0.0, 1e-6, *[10.8 - number / 100 for number in range(300)]], None),
+        ([0.0, 4.0, 271.0, *[100.0] * 100], 53),
+    ],
+    ids=[
+        "at once", "in the twentieth step", "healthy", "too early to say", "came back once", "grows", "begins near zero",
+        "both signs", "later", "not finite: another anomaly", "a weight that is ramped up", "a first batch of nothing",
+        "a first batch of nothing, and then away",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_a_loss_that_leaves_its_start_for_good_has_diverged(losses: list[float], at: int | None, batch: int) -> None:
+    """Told once, beside its first value; twenty times that is no spike by its own past, which is too short."""
+    records = [step(number, loss) for number, loss in enumerate(losses, 1)]
+    is_away, found = folded_loss([records[begin : begin + batch] for begin in range(0, len(records), batch)])
+    told = [(one.step, one.baseline) for one in found if one.kind == "diverged"]
+    assert told == ([] if at is None else [(at, next(loss for loss in losses if loss))])
+    assert is_away == (at is not None)
+
+
+def test_a_diverged_loss_is_active_until_it_comes_back_or_another_model_begins() -> None:
+    """Late values of earlier steps change nothing."""
+    away = [step(1, 4.0), *(step(number, 90.0) for number in range(2, 62))]
+    late = flights.step_record(HEADER, 62, step=5, loss=1.0, flags=StepFlag.LOSS, kind=RecordKind.LATE)
+    assert folded_loss([away, [late]])[0]
+    assert not folded_loss([away, [step(62, 7.0)]])[0]
+    assert not folded_loss([away, [step(62, 90.0, StepFlag.LOSS | StepFlag.NEW_MODEL)]])[0]
+
+
+def measured(losses: list[float], rate: float, norm: float) -> list[StepRecord]:
+    """Steps with a learning rate, and norms of which every third is known."""
+    rated, normed = StepFlag.LOSS | StepFlag.LEARNING_RATE, StepFlag.LOSS | StepFlag.LEARNING_RATE | StepFlag.GRAD_NORM
+    return [
+        flights.step_record(
+            HEADER, number, step=number, loss=loss, learning_rate=rate, grad_norm=norm, flags=rated if number % 3 else normed
+        )
+        for number, loss in enumerate(losses, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "norm", "is_away"),
+    [(5e-4, 22.0, False), (1e-3, 330.0, False), (0.03, 0.3, False), (18.0, 0.85, True), (1.2, 300.0, True), (0.1, 1e5, True)],
+    ids=["SGD on a sum", "Adam on a sum", "SGD on a mean", "hot SGD", "hot AdamW", "explodes"],
+)
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_steps_too_short_to_have_taken_the_loss_away_have_not(rate: float, norm: float, batch: int, *, is_away: bool) -> None:
+    """A contrastive loss rises as its queue fills, and a term's weight may be raised."""
+    records = measured([0.4, 180.0, 300.0, *[360.0] * 100], rate, norm)
+    away, found = folded_loss([records[begin : begin + batch] for begin in range(0, len(records), batch)])
+    assert (away, [one.step for one in found if one.kind == "diverged"]) == (is_away, [52] * is_away)
+
+
+def test_steps_that_become_long_are_told_then() -> None:
+    """The rate of a warm-up that goes on to where the loss stays away."""
+    records = measured([2.0, *[90.0] * 300], 0.001, 40.0)
+    later = [record._replace(learning_rate=1.0) if record.step > 100 else record for record in records]
+    for batch in (1, 50):
+        _, found = folded_loss([later[begin : begin + batch] for begin in range(0, len(later), batch)])
+        assert [one.step for one in found if one.kind == "diverged"] == [101]
+
+
+def test_long_first_steps_prove_nothing_of_a_loss_that_stays_where_it_is() -> None:
+    """MoCo's norm is 30 in its first steps, and then 0.25."""
+    first, then = measured([0.2, 10.5, 10.5, 10.1], 0.03, 30.0), measured([10.0] * 200, 0.03, 0.25)
+    records = [*first, *(one._replace(seq=number, step=number) for number, one in enumerate(then[4:], 5))]
+    assert folded_loss([records]) == (False, [])
+
+
+SHARES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+
+
+def empty() -> Totals:
+    """No step_goodput yet."""
+    totals = Totals(bytearray(8 * 512))
+    totals.clear(0)
+    return totals
+
+
+def step_goodput(number: int, **spent_s: float) -> StepRecord:
+    """A step_goodput with these seconds."""
+    phases = tuple(spent_s.get(name, 0.0) for name in SHARES)
+    return StepRecord(number, number, number, RecordKind.STEP, 0, 0, sum(phases[:5]), 0.0, 0.0, 0.0, phases, 0, 0, 1.0)
+
+
+def give(totals: Totals, after: int, whole_s: float, **seconds: float) -> None:
+    """Credit so much of the step_goodput after that one."""
+    credit(totals, after, [seconds.get(state, 0.0) for state in STATES], whole_s)
+
+
+def goodput(totals: Totals) -> dict[str, float]:
+    """What is not zero."""
+    values = totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)]
+    return {state: value for state, value in zip(catalog.GOODPUT_STATES, values, strict=True) if value}
+
+
+def test_an_evaluation_is_shown_while_it_lasts_and_counted_once() -> None:
+    """Ten seconds in, then twelve, then the step_goodput's record with fifteen: fifteen."""
+    totals = empty()
+    fold.fold(totals, [step_goodput(1, forward=1.0)])
+    give(totals, 1, 10.0, evaluation=10.0)
+    assert goodput(totals) == {"productive": 1.0, "evaluation": 10.0}
+    give(totals, 1, 12.0, evaluation=12.0)
+    give(totals, 1, 12.0, evaluation=11.0)
+    assert goodput(totals)["evaluation"] == 12.0
+    fold.fold(totals, [step_goodput(2, evaluation=15.0, forward=2.0)])
+    assert goodput(totals) == {"productive": 3.0, "evaluation": 15.0}
+    assert not any(credited(totals))
+    fold.fold(totals, [step_goodput(3, forward=1.0)])
+    assert goodput(totals) == {"productive": 4.0, "evaluation": 15.0}
+
+
+def test_no_state_steps_back_and_the_whole_is_right_when_it_turns_out_otherwise() -> None:
+    """What was shown as waiting for data was an evaluation: the data keeps it, the evaluation gets less."""
+    totals = empty()
+    give(totals, 0, 8.0, data=8.0)
+    fold.fold(totals, [step_goodput(1, evaluation=9.0, forward=3.0)])
+    assert goodput(totals) == pytest.approx({"data": 8.0, "evaluation": 3.0, "productive": 1.0})
+    assert sum(goodput(totals).values()) == pytest.approx(12.0)
+
+
+def test_idle_stays_idle_when_training_goes_on() -> None:
+    """A step_goodput that stood still for a minute was not productive for it."""
+    totals = empty()
+    give(totals, 0, 60.0, idle=60.0)
+    fold.fold(totals, [step_goodput(1, forward=61.0, backward=1.0)])
+    assert goodput(totals) == pytest.approx({"idle": 60.0, "productive": 2.0})
+
+
+def test_a_skipped_step_has_what_is_left_of_it() -> None:
+    """Not what was shown as something else."""
+    totals = empty()
+    give(totals, 0, 2.0, data=2.0)
+    fold.fold(totals, [step_goodput(1, data=2.0, forward=1.0)._replace(flags=StepFlag.SKIPPED)])
+    assert goodput(totals) == {"data": 2.0, "skipped": 1.0}
+
+
+def test_more_credit_than_a_step_had_is_the_next_one_s() -> None:
+    """An end that was provisional: what was credited after it belongs to the step_goodput after."""
+    totals = empty()
+    give(totals, 0, 20.0, evaluation=19.0)
+    fold.fold(totals, [step_goodput(1, forward=1.0)])
+    assert goodput(totals) == {"evaluation": 19.0}
+    fold.fold(totals, [step_goodput(2, evaluation=19.0, forward=2.0)])
+    assert sum(goodput(totals).values()) == pytest.approx(22.0)
+    assert sum(credited(totals)) == pytest.approx(0.0)
+
+
+def test_never_more_than_has_passed() -> None:
+    """Shown first as waiting for data, then as an evaluation: together what has passed."""
+    totals = empty()
+    give(totals, 0, 10.0, data=10.0)
+    give(totals, 0, 12.0, evaluation=12.0)
+    assert goodput(totals) == pytest.approx({"data": 10.0, "evaluation": 2.0})
+
+
+def test_credit_for_a_step_that_has_ended_is_none() -> None:
+    """The sampler looked before its record came."""
+    totals = empty()
+    fold.fold(totals, [step_goodput(1, forward=1.0)])
+    give(totals, 0, 10.0, evaluation=10.0)
+    assert goodput(totals) == {"productive": 1.0}
+
+
+def test_credit_without_a_record_to_come_stays() -> None:
+    """Hooks were off for a while: nothing is taken from the next step_goodput."""
+    totals = empty()
+    give(totals, 0, 5.0, idle=5.0)
+    clear_credit(totals)
+    fold.fold(totals, [step_goodput(1, forward=1.0)])
+    assert goodput(totals) == {"idle": 5.0, "productive": 1.0}
+
+
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_how_records_are_cut_into_batches_does_not_matter(cut: int) -> None:
+    """To the last bit, as everything that is folded."""
+    steps = [step_goodput(number, forward=0.1 * number, evaluation=0.3) for number in range(1, 5)]
+    whole, parts = empty(), empty()
+    for totals in (whole, parts):
+        give(totals, 0, 0.7, evaluation=0.7)
+    fold.fold(whole, steps)
+    fold.fold(parts, steps[:cut])
+    fold.fold(parts, steps[cut:])
+    assert bytes(whole.buffer) == bytes(parts.buffer)
+
+
+def record(seq: int, *, end_s: float, duration_s: float = 0.5, flags: int = 0, **fields: object) -> StepRecord:
+    """A step's record."""
+    phases = (0.1,) * 5 + (0.0,) * 3
+    made = StepRecord(seq, seq, round(end_s * 1e9), RecordKind.STEP, flags, 0, duration_s, 0.0, 0.0, 0.0, phases, 10, 1, 1.0)
+    return made._replace(**fields)  # type: ignore[arg-type]  # what a test wants
+
+
+def test_the_pace_is_that_of_the_clock() -> None:
+    """What lies between two steps counts for the speed, and not for the step time."""
+    found = pace([record(1, end_s=1.0), record(2, end_s=1.5), record(3, end_s=4.0)])
+    assert found is not None
+    assert (found.steps, found.step_s) == (3, 0.5)
+    assert (found.per_s, found.tokens_per_s) == pytest.approx((2 / 3, 20 / 3))
+    assert found.shares == pytest.approx((0.2,) * 5)
+
+
+def test_no_pace_of_what_has_no_time() -> None:
+    """The first step's start is unknown, and a late value is no step."""
+    assert pace([record(1, end_s=1.0, flags=StepFlag.UNTIMED), record(9, end_s=1.0, kind=RecordKind.LATE)]) is None
+    (only,) = [pace([record(1, end_s=1.0)])]
+    assert only is not None
+    assert only.per_s is None
+
+
+def evenly(count: int, every_s: float) -> list[StepRecord]:
+    """Steps that end so many seconds apart."""
+    return [record(number, end_s=number * every_s) for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("count", "every_s", "steps"), [(1000, 0.001, throughput.RECORDS), (200, 1.0, 61), (50, 100.0, LEAST_STEPS)]
+)
+def test_the_window_is_a_minute_where_that_is_neither_too_long_nor_too_short(count: int, every_s: float, steps: int) -> None:
+    """However many records somebody has read."""
+    found = pace(evenly(count, every_s))
+    assert found is not None
+    assert found.steps == steps
+    assert found.per_s == pytest.approx(1 / every_s)
+    assert found.window_s == pytest.approx((steps - 1) * every_s)
+    assert pace(evenly(count, every_s)[-throughput.RECORDS :]) == found
+
+
+def test_what_was_long_ago_is_not_the_speed_of_now() -> None:
+    """After a pause of an hour the steps before it do not count, once there are enough behind it."""
+    later = [one._replace(end_ns=one.end_ns + 3600 * 10**9) for one in evenly(20, 0.5)]
+    found = pace([*evenly(100, 0.1), *later])
+    assert found is not None
+    assert found.steps == 20
+    assert found.per_s == pytest.approx(2.0)
+
+
+def test_programs_are_told_what_the_speed_is_over() -> None:
+    """And nothing where there is none."""
+    assert speed(pace(evenly(11, 0.5))) == {
+        "steps_per_s": pytest.approx(2.0), "tokens_per_s": pytest.approx(20.0), "samples_per_s": pytest.approx(2.0),
+        "steps": 11, "window_s": pytest.approx(5.0),
+    }  # fmt: skip
+    assert speed(None) is None
+    assert speed(pace(evenly(1, 0.5))) is None
+
+
+def test_the_time_left_is_that_of_the_steps_to_come_and_of_the_evaluations_between_them() -> None:
+    """A hundred steps of half a second, of which each had cost a tenth more in evaluations."""
+    found = pace(evenly(20, 0.5))
+    assert time_left_s(found, 20, 120, 0.0) == pytest.approx(50.0)
+    assert time_left_s(found, 20, 120, 2.0) == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize(("done", "total"), [(20, 0), (0, 100), (100, 100), (150, 100), (20, inf), (20, nan)])
+def test_where_no_end_is_in_sight_nothing_is_said(done: int, total: float) -> None:
+    """No total, no step, or more steps than were announced."""
+    assert time_left_s(pace(evenly(20, 0.5)), done, total, 0.0) is None
+    assert time_left_s(pace(evenly(1, 0.5)), 1, 100, 0.0) is None
+    assert time_left_s(None, 20, 100, 0.0) is None

@@ -1,16 +1,24 @@
-"""What a process leaves behind that is killed between any two of its stores, or whose stores are seen out of order."""
+"""A rank that dies at any point: between two stores, in the middle of one, by a SIGKILL at a random moment."""
 
+import os
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import flights
+from tests import flights, support
+from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import BadFlightFileError, Region
 from torchobs.flight.format.step_record import unpack
 from torchobs.flight.reader import reader
+from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import FlightFile, names, open_path
 from torchobs.flight.writer.series_table import USER
 
 RECORDS = 16
@@ -183,3 +191,116 @@ def test_any_subset_of_all_stores_is_readable(life: Life, image: flights.Image) 
         except BadFlightFileError:
             continue
         assert len({seen[metric.name, ()] for metric in EQUAL if (metric.name, ()) in seen}) <= 1
+
+
+Kill = Callable[[str, float], tuple[reader.View, int]]
+
+
+@pytest.fixture
+def kill(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Kill:
+    """Let a child of that role live for some seconds, kill it, and tell what it left and what it had acknowledged."""
+    program = start(
+        sys.executable, "-m", "tests.faults.flight_victims", flight_dir, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    directory_fd = open_directory(str(flight_dir))
+
+    def one(role: str, life_s: float) -> tuple[reader.View, int]:
+        assert program.stdin
+        assert program.stdout
+        program.stdin.write(f"{role} {life_s}\n")
+        program.stdin.flush()
+        name, acknowledged = program.stdout.readline().split()
+        file = reader.open_file(directory_fd, name)
+        view = file.read(final=True)
+        file.close()
+        (flight_dir / name).unlink()
+        (flight_dir / lock_name(name)).unlink()
+        return view, int(acknowledged)
+
+    return one
+
+
+@pytest.mark.long
+def test_a_block_that_is_only_published_is_never_unreadable_and_never_mixed(kill: Kill, share_of: Callable[[int], int]) -> None:
+    """400 kills of a process that only publishes 306 words: each time all words of one publication, the last acknowledged."""
+    chance = random.Random(400)
+    published, kills = 0, share_of(400)
+    for _ in range(kills):
+        view, acknowledged = kill("publish", chance.uniform(0.0, 0.003))
+        shown = flights.values(view)
+        one, other = (shown[metric.name, ()] for metric in HISTOGRAMS)
+        number = sum(one.counts)
+        assert number in {acknowledged, acknowledged + 1}
+        assert one == other
+        assert one.counts == tuple((number - rest) // BUCKETS + (rest > 0) for rest in range(BUCKETS))
+        published += acknowledged
+    assert published > kills
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)  # 10 s of work, but two thousand processes on a busy machine
+def test_no_acknowledged_step_is_lost_in_a_thousand_kills(kill: Kill, share_of: Callable[[int], int]) -> None:
+    """1,000 ranks killed at random moments, the sampler folding meanwhile: each step whose append returned counts, once."""
+    chance = random.Random(1000)
+    appended, kills = 0, share_of(1000)
+    for _ in range(kills):
+        view, acknowledged = kill("rank", chance.uniform(0.0, 0.003))
+        steps = flights.whole(flights.value(view, catalog.STEPS))
+        assert acknowledged <= steps <= acknowledged + 1
+        assert flights.value(view, catalog.TOKENS) == 16 * steps
+        assert flights.value(view, catalog.FLIGHT_DROPPED, what="record") == 0
+        if steps:
+            assert flights.value(view, catalog.LOSS) == steps / 64
+        appended += acknowledged
+    assert appended > kills
+
+
+VICTIM = """
+import os, signal, sys
+from pathlib import Path
+from tests import otel
+from torchobs.otel import FlightMeterProvider, FlightTracerProvider
+
+writer = otel.new_file(Path(sys.argv[1]))
+meter = FlightMeterProvider(lambda: writer).get_meter("m")
+tracer = FlightTracerProvider(lambda: writer).get_tracer("t")
+counter, histogram, gauge = meter.create_counter("c"), meter.create_histogram("h"), meter.create_gauge("g")
+unfinished = tracer.start_span("unfinished")
+for step in range(int(sys.argv[2])):
+    counter.add(1, {"step": "all"})
+    histogram.record(step, {"step": "all"})
+    gauge.set(step)
+    with tracer.start_as_current_span(f"step {step}"):
+        pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def file(flight_dir: Path) -> Iterator[FlightFile]:
+    """What a victim of 57 steps left behind."""
+    done = subprocess.run(
+        [sys.executable, "-c", VICTIM, flight_dir, "57"], cwd=support.ROOT, env=support.clean_environment(), check=False
+    )
+    assert done.returncode == -9
+    fd = os.open(flight_dir, os.O_RDONLY)
+    (name,) = names(fd)
+    os.close(fd)
+    opened = open_path(str(flight_dir / name))
+    yield opened
+    opened.close()
+
+
+def test_every_measurement_survives(file: FlightFile) -> None:
+    """The last one included, though no thread of ours ever ran and nothing was flushed."""
+    found = {point.series.name: point.value for point in file.read(final=True).points if point.series.scope}
+    assert found["c"] == 57
+    assert found["g"] == 56
+    assert isinstance(found["h"], Distribution)
+    assert sum(found["h"].counts) == 57
+
+
+def test_every_ended_span_survives(file: FlightFile) -> None:
+    """A span that was not ended leaves nothing."""
+    found = [(fields["k"], fields["name"]) for _, fields in file.events()]
+    assert found == [("span", f"step {step}") for step in range(57)]

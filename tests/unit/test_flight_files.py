@@ -1,0 +1,587 @@
+"""Where flight files go, whether there is room, how they are cleaned up, and what is kept beside them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import flights
+from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
+from torchobs.flight.files import artifacts, entries, location, lock
+from torchobs.flight.files.artifacts import KINDS, LIMITS, PROFILE, STACKS, STUCK, NoEvidenceError, named, parse
+from torchobs.flight.files.cleanup import SETTLED_S, STALE_S, clean
+from torchobs.flight.files.create import file_name, lock_name
+from torchobs.flight.files.headroom import cgroup_headroom, cgroup_limit
+from torchobs.flight.files.location import NoPlaceError, candidates, filesystem_type, find_existing, open_directory, open_place
+from torchobs.flight.format.layout import MIN_SIZE, Header, Live, Region, encode_header
+from torchobs.flight.writer.writer import open_writer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+ME = os.getuid()
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+23 22 0:21 / /dev rw,nosuid shared:2 - devtmpfs devtmpfs rw,size=4096k
+24 23 0:22 / /dev/shm rw,nosuid,nodev shared:3 - tmpfs tmpfs rw
+25 22 0:23 / /home rw shared:4 master:1 - nfs4 server:/home rw,vers=4.2
+26 22 0:24 / /mnt/with\\040blank\\011tab\\134back rw - fuse.sshfs me@there:/ rw
+27 22 0:25 /sub /data rw unbindable - lustre 10.0.0.1@tcp:/scratch rw
+28 25 0:26 / /home/me/local rw - xfs /dev/vdb rw
+29 22 0:27 / /over rw - nfs 10.0.0.1:/x rw
+30 22 0:28 / /over rw - tmpfs tmpfs rw
+garbage
+31 22 0:29 / /odd rw -
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/", "ext4"),
+        ("/dev/shm/torchobs-0", "tmpfs"),
+        ("/dev/shmoo", "devtmpfs"),
+        ("/home/me", "nfs4"),
+        ("/home/me/local/x", "xfs"),
+        ("/homely", "ext4"),
+        ("/mnt/with blank\ttab\\back/x", "fuse.sshfs"),
+        ("/data", "lustre"),
+        ("/over/there", "tmpfs"),
+        ("/odd/x", "ext4"),
+    ],
+)
+def test_the_file_system_is_that_of_the_longest_mount_and_the_last_of_equals(path: str, expected: str) -> None:
+    """By the text of mountinfo, escapes undone."""
+    assert filesystem_type(MOUNTS, path) == expected
+
+
+def test_without_mountinfo_the_type_is_unknown() -> None:
+    """Not Linux."""
+    assert filesystem_type("", "/tmp") == ""
+
+
+@pytest.fixture
+def parent(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that everybody may write to, as /tmp and /dev/shm are: the only candidate's parent."""
+    flight_dir.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(flight_dir))
+    monkeypatch.setattr(location, "_roomy", lambda _: False)
+    return flight_dir
+
+
+def test_a_directory_that_was_given_is_the_only_candidate() -> None:
+    """Nobody wants files elsewhere than where they said."""
+    assert candidates("/x/y", "/run/user/0") == ["/x/y"]
+
+
+def test_the_runtime_directory_comes_first_if_it_is_mine(parent: Path) -> None:
+    """Then shared memory with room, then the temporary directory."""
+    runtime = parent / "runtime"
+    runtime.mkdir()
+    temporary = str(parent / f"torchobs-{ME}")
+    assert candidates(None, str(runtime)) == [str(runtime / "torchobs"), temporary]
+    assert candidates(None, str(parent / "absent")) == [temporary]
+    assert candidates(None, None) == [temporary]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "free", "roomy"),
+    [(1 << 18, 1 << 17, True), (1 << 18, 1 << 15, False), ((1 << 18) - 1, 1 << 17, False), (16_000, 16_000, False)],
+)
+def test_shared_memory_is_taken_only_with_a_gibibyte_and_a_quarter_free(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, free: int, *, roomy: bool
+) -> None:
+    """A container's 64 MiB belong to NCCL and the DataLoader."""
+
+    def statvfs(_: str) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert any(path.startswith("/dev/shm/") for path in candidates(None, None)) is roomy
+
+
+def test_the_directory_is_made_private(parent: Path) -> None:
+    """0700, whatever the umask; the same one the next time."""
+    before = os.umask(0)
+    first = open_place(None, None)
+    os.umask(before)
+    assert first.path == str(parent / f"torchobs-{ME}")
+    assert stat.S_IMODE(os.fstat(first.fd).st_mode) == 0o700
+    assert not os.get_inheritable(first.fd)
+    second = open_place(None, None)
+    assert os.path.samestat(os.fstat(first.fd), os.fstat(second.fd))
+    assert (second.shared, second.given) == (False, False)
+    os.close(first.fd)
+    os.close(second.fd)
+
+
+def foreign_directory(path: Path) -> None:
+    """Made by another user (as root), or open to others."""
+    path.mkdir()
+    path.chmod(0o777)
+    if ME == 0:
+        os.chown(path, 12345, 12345)
+
+
+def open_to_others(path: Path) -> None:
+    """Mine, but anybody may write to it."""
+    path.mkdir()
+    path.chmod(0o770)
+
+
+def link_to_mine(path: Path) -> None:
+    """A symbolic link to a directory that is all right."""
+    target = path.with_name("target")
+    target.mkdir(mode=0o700)
+    path.symlink_to(target)
+
+
+def dangling_link(path: Path) -> None:
+    """A symbolic link to nothing."""
+    path.symlink_to("/nonexistent/x")
+
+
+def plain_file(path: Path) -> None:
+    """No directory at all."""
+    path.write_text("")
+
+
+HOSTILE = [foreign_directory, open_to_others, link_to_mine, dangling_link, plain_file]
+
+
+@pytest.mark.parametrize("prepare", HOSTILE)
+def test_a_name_that_somebody_took_gets_a_number(parent: Path, prepare: object) -> None:
+    """Nothing is put where another user could read or replace it; all ranks and their exporter meet in the next one."""
+    assert callable(prepare)
+    prepare(parent / f"torchobs-{ME}")
+    first, second = open_place(None, None), open_place(None, None)
+    assert first.path == second.path == find_existing(None, None) == str(parent / f"torchobs-{ME}-1")
+    assert stat.S_IMODE(os.fstat(first.fd).st_mode) == 0o700
+    os.close(first.fd)
+    os.close(second.fd)
+
+
+def test_when_every_name_is_taken_there_is_no_place_and_the_message_says_what_to_do(parent: Path) -> None:
+    """Training goes on without us."""
+    for name in location.numbered_names(str(parent / f"torchobs-{ME}")):
+        Path(name).write_text("")
+    with pytest.raises(NoPlaceError, match="TORCHOBS_DIR"):
+        open_place(None, None)
+    assert find_existing(None, None) is None
+
+
+def test_a_directory_that_is_not_there_yet_is_not_found(parent: Path) -> None:
+    """A reader makes none."""
+    assert find_existing(None, None) is None
+    assert find_existing(str(parent / "given"), None) is None
+    assert list(parent.iterdir()) == []
+
+
+def test_a_given_directory_is_made_with_its_parents_and_taken_as_it_is(flight_dir: Path) -> None:
+    """Whoever it belongs to; files are shared by group where it is another user's or gives its group to them."""
+    given = flight_dir / "a" / "b"
+    made = open_place(str(given), None)
+    assert (made.given, made.shared) == (True, False)
+    assert stat.S_IMODE(given.stat().st_mode) == 0o700
+    os.close(made.fd)
+    for mode, shared in ((0o755, False), (0o770, False), (0o2770, True), (0o3777, True)):
+        given.chmod(mode)
+        made = open_place(str(given), None)
+        assert made.shared is shared
+        os.close(made.fd)
+    assert find_existing(str(given), None) == str(given)
+
+
+def test_a_given_symbolic_link_is_refused(flight_dir: Path) -> None:
+    """It could lead somewhere else tomorrow."""
+    (flight_dir / "link").symlink_to(flight_dir)
+    with pytest.raises(NoPlaceError, match="link"):
+        open_place(str(flight_dir / "link"), None)
+    with pytest.raises(OSError, match="directory"):
+        open_directory(str(flight_dir / "link"))
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "fuse", "fuse.sshfs", "ceph", "9p", "cifs", "beegfs", "virtiofs"])
+def test_a_network_file_system_is_refused(flight_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A store into a page of it blocks for as long as the server is away."""
+    monkeypatch.setattr(location, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(NoPlaceError, match=kind.partition(".")[0]):
+        open_place(str(flight_dir), None)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_memory"), [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), ("fuseblk", False)]
+)
+def test_only_memory_is_stored_to_directly(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, in_memory: bool
+) -> None:
+    """On anything else the sampler writes."""
+    monkeypatch.setattr(location, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} x rw\n")
+    made = open_place(str(flight_dir), None)
+    assert made.in_memory is in_memory
+    os.close(made.fd)
+
+
+def test_a_pod_s_mount_is_used_where_it_is(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are for the sidecar's group; nothing is made, and nothing else is tried."""
+    mount = flight_dir / "mount"
+    mount.mkdir(mode=0o777)
+    monkeypatch.setattr(location, "KUBERNETES_MOUNT", str(mount))
+    assert candidates(None, None) == [str(mount)]
+    assert find_existing(None, None) == str(mount)
+    made = open_place(None, None)
+    assert (made.path, made.shared, made.given) == (str(mount), True, True)
+    os.close(made.fd)
+
+
+def test_files_of_a_shared_place_are_for_the_group(flight_dir: Path) -> None:
+    """0640 there, 0600 elsewhere, whatever the umask."""
+    from torchobs.flight.format.layout import MIN_SIZE
+    from torchobs.flight.writer.writer import open_writer
+
+    for mode, expected in ((0o2770, 0o640), (0o700, 0o600)):
+        flight_dir.chmod(mode)
+        before = os.umask(0o777)
+        made = open_writer(open_place(str(flight_dir), None), {"rank": 0}, MIN_SIZE)
+        os.umask(before)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in flight_dir.iterdir()} == {expected}
+        made.close()
+        for path in flight_dir.iterdir():
+            path.unlink()
+
+
+def test_a_renewed_place_keeps_its_descriptor(parent: Path) -> None:
+    """Whoever holds the number goes on with the new directory."""
+    made = open_place(None, None)
+    Path(made.path).rmdir()
+    location.renew(made)
+    assert os.path.samestat(os.fstat(made.fd), (parent / f"torchobs-{ME}").stat())
+    assert not os.get_inheritable(made.fd)
+    os.close(made.fd)
+
+
+MIB = 1 << 20
+UNLIMITED_V1 = str(2**63 - 4096)
+
+
+def v2(**groups: tuple[str, int, int]) -> dict[str, str]:
+    """Files of a v2 tree: limit, usage and inactive file pages by path (`_` for `/`)."""
+    files = {"proc/self/mountinfo": V2_MOUNT.format(root="/")}
+    for path, (limit, usage, inactive) in groups.items():
+        directory = "sys/fs/cgroup" + ("/" + path.replace("_", "/")).rstrip("/")
+        files[f"{directory}/memory.max"] = f"{limit}\n"
+        files[f"{directory}/memory.current"] = f"{usage}\n"
+        files[f"{directory}/memory.stat"] = f"anon 1\nfile 2\ninactive_anon 9\ninactive_file {inactive}\nactive_file 4\n"
+    return files
+
+
+def v1(**groups: tuple[str, int, int]) -> dict[str, str]:
+    """The same for the v1 memory controller."""
+    files = {"proc/self/mountinfo": V1_MOUNTS.format(root="/")}
+    for path, (limit, usage, inactive) in groups.items():
+        directory = "sys/fs/cgroup/memory" + ("/" + path.replace("_", "/")).rstrip("/")
+        files[f"{directory}/memory.limit_in_bytes"] = f"{limit}\n"
+        files[f"{directory}/memory.usage_in_bytes"] = f"{usage}\n"
+        files[f"{directory}/memory.stat"] = f"cache 1\ninactive_file 7\ntotal_inactive_file {inactive}\n"
+    return files
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        pytest.param("", {}, None, id="no cgroups"),
+        pytest.param("0::/\n", v2(), None, id="v2 root, which has no limit"),
+        pytest.param("0::/a\n", v2(a=("max", 9 * MIB, 0)), None, id="no limit"),
+        pytest.param("0::/a\n", v2(a=(str(64 * MIB), 60 * MIB, 0)), 4 * MIB, id="a limit"),
+        pytest.param("0::/a\n", v2(a=(str(64 * MIB), 70 * MIB, 0)), 0, id="over its limit"),
+        pytest.param("0::/a\n", v2(a=(str(64 * MIB), 64 * MIB, 50 * MIB)), 50 * MIB, id="full of page cache"),
+        pytest.param("0::/a/b\n", v2(a=(str(8 * MIB), MIB, 0), a_b=(str(4 * MIB), MIB, 0)), 3 * MIB, id="the inner is tighter"),
+        pytest.param("0::/a/b\n", v2(a=(str(8 * MIB), 6 * MIB, 0), a_b=("max", MIB, 0)), 2 * MIB, id="the outer is tighter"),
+        pytest.param("0::/\n", v2(**{"": (str(16 * MIB), 3 * MIB, 0)}), 13 * MIB, id="container with a namespace"),
+        pytest.param("0::/../../x\n", v2(**{"": (str(16 * MIB), MIB, 0)}), 15 * MIB, id="a path outside the namespace"),
+        pytest.param(
+            "0::/kubepods/pod1/c1\n", v2(**{"": (str(16 * MIB), MIB, 0)}), 15 * MIB, id="the host's path, not mounted"
+        ),
+        pytest.param("5:cpu:/x\n4:memory:/d/c\n", v1(d_c=(str(32 * MIB), 30 * MIB, 0)), 2 * MIB, id="v1"),
+        pytest.param(
+            "4:memory,hugetlb:/c\n", v1(c=(str(32 * MIB), 30 * MIB, 8 * MIB)), 10 * MIB, id="v1 with another controller"
+        ),
+        pytest.param("4:memory:/c\n", v1(c=(UNLIMITED_V1, 30 * MIB, 0)), None, id="v1 without a limit"),
+        pytest.param("4:memory:/docker/abc\n", v1(**{"": (str(8 * MIB), MIB, 0)}), 7 * MIB, id="v1 in a container"),
+        pytest.param("4:memory:/c\n0::/c\n", v1(c=(str(8 * MIB), MIB, 0)), 7 * MIB, id="hybrid"),
+        pytest.param("3:name=systemd:/c\n1:cpuset:/c\n", v1(c=(str(8 * MIB), MIB, 0)), None, id="no memory controller"),
+        pytest.param("0::/a\n", {**v2(), "sys/fs/cgroup/a/memory.max": "64"}, None, id="usage cannot be read"),
+        pytest.param("0::/a\n", v2(a=("garbage", 1, 1)), None, id="a limit that is no number"),
+        pytest.param("0::/a:b\n", v2(**{"a:b": (str(8 * MIB), MIB, 0)}), 7 * MIB, id="a colon in the path"),
+        pytest.param("garbage\n\n::\n", {}, None, id="garbage"),
+    ],
+)
+def test_headroom_is_what_the_tightest_cgroup_has_left(
+    tmp_path: Path, membership: str, files: Mapping[str, str], expected: int | None
+) -> None:
+    """v1 and v2, nested, in containers, and page cache that the kernel would give back is not taken."""
+    assert cgroup_headroom(plant(tmp_path, {"proc/self/cgroup": membership, **files})) == expected
+
+
+def test_the_limit_is_the_tightest_one(tmp_path: Path) -> None:
+    """Of the groups from the own one up; one without a limit has none."""
+    files = v2(a=(str(8 * MIB), 6 * MIB, 0), a_b=("max", MIB, 0))
+    assert cgroup_limit(plant(tmp_path, {"proc/self/cgroup": "0::/a/b\n", **files})) == 8 * MIB
+
+
+HOUR_NS = 3600 * 1_000_000_000
+NOW = time.monotonic_ns() + 1000 * HOUR_NS
+"""A moment so late that a file's age is what the test says, not what the machine's uptime allows."""
+
+
+Make = Callable[..., str]
+
+
+@pytest.fixture
+def make(flight_dir: Path) -> Make:
+    """Make a flight file whose last heartbeat was some hours before NOW."""
+
+    def one(hours: float, *, lock_file: bool = True, other_boot: bool = False, of: Header | None = None) -> str:
+        header = of or flights.header()
+        if other_boot:
+            header = replace(header, boot_id=bytes(range(16)))
+        raw = bytearray(header.file_size)
+        raw[: len(encode_header(header))] = encode_header(header)
+        beat = header.regions[Region.LIVE].offset + 8 * Live.HEARTBEAT_NS
+        raw[beat : beat + 8] = (NOW - int(hours * HOUR_NS)).to_bytes(8, "little")
+        name = file_name(header)
+        (flight_dir / name).write_bytes(raw)
+        if lock_file:
+            (flight_dir / lock_name(name)).touch()
+        return name
+
+    return one
+
+
+def age(path: Path, seconds: float) -> Path:
+    """Make a file that much older by its mtime."""
+    then = time.time() - seconds
+    os.utime(path, (then, then), follow_symlinks=False)
+    return path
+
+
+def test_a_dead_file_goes_when_it_is_old_enough_and_takes_its_lock_along(
+    directory_fd: int, flight_dir: Path, make: Make
+) -> None:
+    """By the last heartbeat in it, not by its mtime, which stores through a map do not move."""
+    old, young = make(25), age(flight_dir / make(23), 10 * 24 * 3600).name
+    assert clean(directory_fd, now=NOW, min_age_s=24 * 3600) == [old]
+    assert sorted(path.name for path in flight_dir.iterdir()) == sorted([young, lock_name(young)])
+
+
+def test_beyond_the_total_size_the_oldest_go_first(directory_fd: int, make: Make) -> None:
+    """As many as it takes."""
+    names = {hours: make(hours) for hours in (1, 5, 3, 2, 4)}
+    assert clean(directory_fd, now=NOW, max_total_bytes=3 * MIN_SIZE) == [names[5], names[4]]
+    assert clean(directory_fd, now=NOW, max_total_bytes=3 * MIN_SIZE) == []
+
+
+def test_a_living_rank_s_file_never_goes(directory_fd: int, flight_dir: Path) -> None:
+    """However old its heartbeat: a rank may be stopped for days. And asking does not drop its lock."""
+    writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
+    assert (flight_dir / writer.name).exists()
+    assert lock.is_held(directory_fd, lock_name(writer.name))
+    writer.close()
+
+
+def test_a_rank_that_lost_its_lock_is_known_by_its_heartbeat(directory_fd: int, make: Make) -> None:
+    """A program that closes all descriptors drops our lock and lives on; so it does when the lock was deleted."""
+    beat_ago_h = (SETTLED_S - 1) / 3600
+    make(beat_ago_h)
+    make(beat_ago_h, lock_file=False)
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
+    dead = make(2 * SETTLED_S / 3600, lock_file=False)
+    assert clean(directory_fd, now=NOW, min_age_s=0.0) == [dead]
+
+
+def test_a_file_of_another_boot_is_as_old_as_this_one_at_least(directory_fd: int, make: Make) -> None:
+    """Its heartbeat counts from another zero; but whoever beat then is gone since this boot began."""
+    dead = make(0, other_boot=True)
+    assert clean(directory_fd, now=24 * HOUR_NS, min_age_s=25 * 3600) == []
+    assert clean(directory_fd, now=24 * HOUR_NS, min_age_s=23 * 3600) == [dead]
+
+
+def test_a_file_that_cannot_be_read_is_as_old_as_its_mtime(directory_fd: int, flight_dir: Path) -> None:
+    """Garbage under one of our names, or a later version's file, whose lock is free."""
+    name = file_name(flights.header())
+    (flight_dir / name).write_bytes(b"garbage")
+    assert clean(directory_fd, now=NOW, min_age_s=3600) == []
+    age(flight_dir / name, 7200)
+    assert clean(directory_fd, now=NOW, min_age_s=3600) == [name]
+
+
+def test_names_that_are_not_ours_are_never_touched(directory_fd: int, flight_dir: Path, make: Make) -> None:
+    """Nor what has one of our names and is no file of ours: links, directories, pipes, hard links."""
+    target = age(flight_dir / make(500), STALE_S * 10)
+    foreign = ["exporter.json", "exporter.lock", "control", "x.flight", ".tmp-x", ".tmp-" + "g" * 16, "r0-x.lock", "data"]
+    for name in foreign:
+        (flight_dir / name).touch()
+    names = [file_name(flights.header()) for _ in range(4)]
+    (flight_dir / names[0]).symlink_to(target)
+    (flight_dir / names[1]).mkdir()
+    os.mkfifo(flight_dir / names[2])
+    (flight_dir / names[3]).hardlink_to(target)
+    for name in (*foreign, *names):
+        age(flight_dir / name, STALE_S * 10)
+    before = {path.name for path in flight_dir.iterdir()}
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
+    assert {path.name for path in flight_dir.iterdir()} == before
+
+
+def test_what_a_birth_that_was_killed_left_goes_after_an_hour(directory_fd: int, flight_dir: Path) -> None:
+    """Temporary files, and locks without their file; the young ones may belong to a birth that goes on."""
+    orphan = lock_name(file_name(flights.header()))
+    for name in (".tmp-0123456789abcdef", orphan):
+        (flight_dir / name).touch()
+    assert clean(directory_fd, now=NOW) == []
+    for name in (".tmp-0123456789abcdef", orphan):
+        age(flight_dir / name, STALE_S + 1)
+    assert sorted(clean(directory_fd, now=NOW)) == [".tmp-0123456789abcdef", orphan]
+    assert list(flight_dir.iterdir()) == []
+
+
+def test_a_lock_that_is_held_stays_without_its_file(directory_fd: int, flight_dir: Path) -> None:
+    """Its rank is about to make the file anew."""
+    writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
+    (flight_dir / writer.name).unlink()
+    age(flight_dir / lock_name(writer.name), STALE_S * 2)
+    assert clean(directory_fd, now=NOW) == []
+    writer.close()
+
+
+def test_a_file_of_another_user_stays(directory_fd: int, flight_dir: Path, make: Make) -> None:
+    """Root may remove it, and does not."""
+    name = make(100)
+    if os.getuid() == 0:
+        os.chown(flight_dir / name, 12345, 12345)
+        assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
+    else:
+        assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == [name]
+
+
+def test_a_name_that_was_given_to_another_file_meanwhile_stays(
+    directory_fd: int, flight_dir: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is removed is what was looked at."""
+    header = flights.header()
+    name = make(100, of=header)
+
+    def replace_it(directory_fd: int, name: str) -> int:
+        (flight_dir / name).unlink()
+        make(100, of=header)
+        return inode(directory_fd, name)
+
+    inode = entries.inode
+    monkeypatch.setattr(entries, "inode", replace_it)
+    assert clean(directory_fd, now=NOW) == []
+    assert (flight_dir / name).exists()
+
+
+FLIGHT = f"r7-{'ab' * 16}.flight"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_says_whose_it_is(kind: str) -> None:
+    """And is found again from what it says."""
+    made = named(FLIGHT, kind, 12)
+    assert parse(made.name) == made
+    assert (made.flight, made.rank, made.incarnation, made.kind, made.number) == (FLIGHT, "7", "ab" * 16, kind, 12)
+    assert len(made.id) == 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", FLIGHT, f"r7-{'ab' * 16}.stacks-12.json.gz", f"r7-{'ab' * 16}.stacks-.txt", f"r7-{'AB' * 16}.stacks-1.txt",
+     f"../r7-{'ab' * 16}.stacks-1.txt", f"r7-{'ab' * 16}.stacks-1.txt\n", f"r7-{'ab' * 16}.passwd-1.txt"],
+)  # fmt: skip
+def test_other_names_are_no_evidence(name: str) -> None:
+    """Whatever they look like."""
+    assert parse(name) is None
+
+
+def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: Path, directory_fd: int) -> None:
+    """No link, no FIFO (which would hold the opener), nothing empty, nothing too large, nothing of another user."""
+    one = named(FLIGHT, STACKS, 1)
+    path = flight_dir / one.name
+    (flight_dir / "secret").write_text("secret")
+
+    def refused(owner: int | None = None) -> bool:
+        try:
+            artifacts.look(directory_fd, one, owner)
+        except OSError:
+            with pytest.raises(OSError):  # noqa: PT011  # ELOOP, ENOENT, NoEvidenceError: none is opened
+                artifacts.open_checked(directory_fd, one, owner)
+            return True
+        fd, size = artifacts.open_checked(directory_fd, one, owner)
+        os.close(fd)
+        assert size == path.stat().st_size
+        return False
+
+    assert refused()
+    path.symlink_to(flight_dir / "secret")
+    assert refused()
+    path.unlink()
+    path.hardlink_to(flight_dir / "secret")
+    assert refused()
+    path.unlink()
+    os.mkfifo(path)
+    assert refused()
+    path.unlink()
+    path.touch()
+    assert refused()
+    os.truncate(path, LIMITS[STACKS] + 1)
+    assert refused()
+    path.write_text("stacks")
+    assert refused(os.getuid() + 1)
+    assert not refused(os.getuid())
+
+
+def test_a_rank_keeps_its_newest(flight_dir: Path) -> None:
+    """Of each kind by itself, and nothing of another rank's is touched."""
+    place = open_place(str(flight_dir), None)
+    other = named(f"r8-{'cd' * 16}.flight", PROFILE, 1)
+    for one in [other, *(named(FLIGHT, PROFILE, number) for number in (3, 10, 20)), named(FLIGHT, STUCK, 0)]:
+        with artifacts.new(place, one):
+            pass
+    assert sorted(one.number for one in artifacts.names(place.fd) if one.flight == FLIGHT) == [0, 10, 20]
+    assert other in artifacts.names(place.fd)
+    assert not list(flight_dir.glob(".tmp*"))
+    os.close(place.fd)
+
+
+def test_evidence_goes_with_its_flight_file(flight_dir: Path, directory_fd: int) -> None:
+    """What is left without one goes after an hour."""
+    header = flights.header()
+    (flight_dir / file_name(header)).write_bytes(bytes(header.file_size))
+    (flight_dir / lock_name(file_name(header))).touch()
+    beside, lone, new = named(file_name(header), STACKS, 1), named(FLIGHT, STACKS, 2), named(FLIGHT, STACKS, 3)
+    for one in (beside, lone, new):
+        (flight_dir / one.name).write_text("x")
+    for name in (file_name(header), beside.name, lone.name):
+        os.utime(flight_dir / name, (1.0, 1.0))
+    removed = clean(directory_fd, now=1, min_age_s=STALE_S)
+    assert sorted(removed) == sorted([file_name(header), beside.name, lone.name])
+    assert [path.name for path in flight_dir.iterdir()] == [new.name]
+
+
+def test_what_is_wrong_with_it_is_an_os_error() -> None:
+    """So that whoever serves it has one thing to catch."""
+    assert issubclass(NoEvidenceError, OSError)

@@ -1,0 +1,493 @@
+"""The format of a flight file: header and regions, series, documents, events, identifiers of spans."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import struct
+import zlib
+from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchobs.flight
+from tests import flights
+from tests.flights import header, plain_step, recorded, step
+from tests.rank_files import File
+from torchobs import catalog
+from torchobs.flight.format import event_ring, layout, span_ids
+from torchobs.flight.format.documents import Document, decode_history, encode_history, newest
+from torchobs.flight.format.layout import (
+    DEFAULT_SIZE,
+    HEADER_SIZE,
+    MAX_SIZE,
+    MIN_SIZE,
+    RECORD_SIZE,
+    BadFlightFileError,
+    Extent,
+    Header,
+    Region,
+    decode_header,
+    encode_header,
+    plan,
+)
+from torchobs.flight.format.series import Scope, Series, ValueType, decode, encode
+from torchobs.flight.reader.reader import open_path
+from torchobs.flight.writer.storage import Storage
+from torchobs.flight.writer.writer import open_writer
+
+HEADER = flights.header()
+MOVES = ("writer.py", "memory.py")
+"""Where `Memory.move` is defined and called: another file, not `mmap.move`."""
+
+
+def test_nothing_in_the_flight_file_s_code_packs_into_memory() -> None:
+    """CPython zeroes the target of pack_into first, and a reader saw those zeros in 3-17 % of its reads."""
+    sources = list(Path(torchobs.flight.__file__).parent.rglob("*.py"))
+    assert len(sources) > 15
+    for path in sources:
+        tree = ast.parse(path.read_text())
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        banned = {"pack_into", "readinto", "memmove", "memset", *(() if path.name in MOVES else ("move",))}
+        assert not names & banned, path
+
+
+def changed(header: Header, offset: int, form: str, value: int) -> bytes:
+    """The header with another value somewhere, its CRC right."""
+    raw = bytearray(encode_header(header))
+    struct.pack_into(form, raw, offset, value)
+    struct.pack_into("<I", raw, HEADER_SIZE - 4, zlib.crc32(raw[: HEADER_SIZE - 4]))
+    return bytes(raw)
+
+
+def test_a_header_is_what_was_put_in() -> None:
+    """Every field, and the description of the rank."""
+    made = replace(HEADER, resource={"rank": 7, "host": "böse\n\"'\\", "n": -5})
+    assert decode_header(encode_header(made), made.file_size) == made
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_header_tells_whether_the_file_was_created_in_memory(flight_dir: Path, *, in_memory: bool) -> None:
+    """Wherever the file is copied to; padding of earlier versions, and what a later one may add, is unknown."""
+    writer = open_writer(flights.place(flight_dir, in_memory=in_memory), {"rank": 0}, MIN_SIZE)
+    made = writer.header
+    writer.close()
+    assert decode_header(encode_header(made), made.file_size).in_memory is in_memory
+    for unknown in (0, 3):
+        assert decode_header(changed(made, 92, "<I", unknown), made.file_size).in_memory is None
+
+
+@pytest.mark.parametrize("size", [MIN_SIZE, 300_032, DEFAULT_SIZE, 1_500_032, MAX_SIZE])
+def test_a_plan_fills_the_file_and_no_region_lies_in_another(size: int) -> None:
+    """Half of it are records, a power of two of them; offsets are multiples of 64."""
+    regions = plan(size)
+    end = HEADER_SIZE
+    for span in regions.values():
+        assert span.offset == end
+        assert span.offset % 64 == 0
+        assert span.count > 0
+        end = span.offset + span.length
+    assert size - 64 < end <= size
+    records = regions[Region.STEPS].count
+    assert records & (records - 1) == 0
+    assert size // 4 < records * RECORD_SIZE <= size // 2
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "value", "why"),
+    [
+        (0, "<Q", 0, "not a flight file"),
+        (8, "<H", 2, "format version 2"),
+        (12, "<I", 4095, "size"),
+        (16, "<Q", MIN_SIZE + 64, "size"),
+        (80, "<I", 4, "missing"),
+        (84, "<I", 3, "JSON"),
+        (96, "<I", 77, "missing"),
+        (100, "<I", 16, "items"),
+        (104, "<Q", 0, "outside"),
+        (112, "<Q", 0, "items"),
+        (112, "<Q", (1 << 64) - 8, "outside"),
+    ],
+)
+def test_a_header_that_lies_is_refused_by_name(offset: int, form: str, value: int, why: str) -> None:
+    """With a right CRC: every offset and count is checked before use."""
+    with pytest.raises(BadFlightFileError, match=why):
+        decode_header(changed(HEADER, offset, form, value), HEADER.file_size)
+
+
+def test_a_later_minor_version_may_add_regions() -> None:
+    """What this reader does not know, it does not read; the rest stands where it stood."""
+    raw = bytearray(encode_header(HEADER))
+    raw[96 + 24 * 7 : 96 + 24 * 8] = struct.pack("<IIQQ", 99, 8, HEADER_SIZE, 1 << 40)
+    raw[10:12], raw[80:84] = b"\x07\x00", struct.pack("<I", 8)
+    raw[HEADER_SIZE - 4 :] = struct.pack("<I", zlib.crc32(raw[: HEADER_SIZE - 4]))
+    assert decode_header(bytes(raw), HEADER.file_size) == replace(HEADER, minor=7)
+
+
+def test_texts_can_be_put_on_a_page_whatever_they_were() -> None:
+    """JSON can spell lone surrogates, UTF-8 cannot."""
+    assert layout.encodable("a\ud800b") == "a?b"
+    assert layout.encodable("grüße 😀") == "grüße 😀"
+
+
+def test_wall_time_is_counted_from_birth() -> None:
+    """By the pair of clocks taken then."""
+    assert HEADER.wall_s(HEADER.monotonic_ns) == pytest.approx(HEADER.wall_ns / 1e9)
+    assert HEADER.wall_s(HEADER.monotonic_ns + 5_000_000_000) == pytest.approx(HEADER.wall_ns / 1e9 + 5)
+
+
+def test_a_file_of_version_1_0_has_neither_details_nor_history() -> None:
+    """It is read as ever."""
+    regions: dict[Region, Extent] = {
+        kind: span for kind, span in HEADER.regions.items() if kind not in {Region.DETAILS, Region.HISTORY}
+    }
+    older = replace(HEADER, minor=0, regions=regions)
+    assert decode_header(encode_header(older), older.file_size) == older
+
+
+SEED = flights.header().seed
+TEXT = st.text(max_size=30)
+SCALARS = TEXT | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+def one_series(**given_fields: Any) -> Series:
+    """A counter, except for what is given."""
+    fields = {
+        "name": "x",
+        "kind": catalog.Kind.COUNTER,
+        "unit": "",
+        "brief": "",
+        "attributes": (),
+        "bounds": (),
+        "value_type": ValueType.INT,
+        "block": 0,
+        "word": 200,
+        **given_fields,
+    }
+    return Series(**fields)
+
+
+@given(
+    TEXT,
+    TEXT,
+    st.dictionaries(TEXT, SCALARS | st.lists(SCALARS, max_size=3), max_size=4),
+    st.none() | st.builds(Scope, TEXT, TEXT, TEXT, st.just(())),
+)
+def test_a_series_is_what_was_put_in(name: str, brief: str, attributes: dict[str, Any], scope: Scope | None) -> None:
+    """Any text, any attribute that OpenTelemetry has; lists become tuples, so that a series can be a key."""
+    pairs = tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in attributes.items()))
+    made = one_series(name=name, brief=brief, attributes=pairs, scope=scope)
+    ((back, end),) = decode(encode(made, SEED), SEED)
+    assert back == made
+    assert hash(back) == hash(made)
+    assert end == len(encode(made, SEED))
+
+
+def test_entries_follow_each_other_and_the_first_bad_one_ends_the_table() -> None:
+    """Append-only, counted by their CRCs alone."""
+    entries = [encode(one_series(name=f"n{index}", word=200 + index), SEED) for index in range(5)]
+    table = b"".join(entries) + bytes(64)
+    assert [made.name for made, _ in decode(table, SEED)] == ["n0", "n1", "n2", "n3", "n4"]
+    broken = bytearray(table)
+    broken[len(entries[0]) + len(entries[1]) + 20] ^= 1
+    assert [made.name for made, _ in decode(bytes(broken), SEED)] == ["n0", "n1"]
+    assert list(decode(table, SEED ^ 1)) == []
+
+
+def test_a_series_over_16_kib_is_refused() -> None:
+    """ValueError; one series cannot take the table."""
+    with pytest.raises(ValueError, match="series table"):
+        encode(one_series(brief="x" * 17_000), SEED)
+
+
+SPAN = Extent(0, 1024, 64)
+
+
+def test_the_newest_version_is_read_and_a_torn_one_is_not() -> None:
+    """Damage to the newest leaves the one before; a version too long for its slot is refused."""
+    raw = bytearray(1024)
+    document = Document(Storage(memoryview(raw)), SPAN, 7)
+    assert newest(bytes(raw), 7) == b""
+    assert document.replace(b"one")
+    assert document.replace(b"two")
+    assert not document.replace(b"x" * (document.room + 1))
+    assert newest(bytes(raw), 7) == b"two"
+    assert newest(bytes(raw), 8) == b""
+    raw[raw.index(b"two")] ^= 1
+    assert newest(bytes(raw), 7) == b"one"
+
+
+def test_a_file_without_the_regions() -> None:
+    """As version 1.0 has none: nothing is stored, nothing is read."""
+    assert not Document(Storage(memoryview(bytearray(1024))), None, 7).replace(b"")
+
+
+def test_history_there_and_back() -> None:
+    """Names that came later have no value in earlier rows; a value that is not finite, or not in an f32, is none."""
+    packed = encode_history(["a", "b{x}"], [(0.5, 1, (1.0,)), (1.0, 2, (nan, 3.0)), (1.5, 3, (1e39, -1e39))])
+    history = decode_history(packed)
+    assert [(row.time_s, row.step, row.values) for row in history.rows] == [
+        (0.5, 1, (1.0, None)), (1.0, 2, (None, 3.0)), (1.5, 3, (None, None)),
+    ]  # fmt: skip
+    assert [(name, [(row.step, value) for row, value in points]) for name, points in history.of("b").items()] == [
+        ("x", [(2, 3.0)])
+    ]
+    assert list(history.of("a")) == [""]
+
+
+def test_both_through_a_file(flight_dir: Path) -> None:
+    """Written by a rank, read by its name."""
+    file = File(flight_dir)
+    assert file.writer.details.replace(b'{"command":["train.py"]}')
+    assert file.writer.history.replace(encode_history(["a"], [(0.5, 1, (1.0,))]))
+    found = open_path(str(file.save().path))
+    assert found.details() == {"command": ["train.py"]}
+    assert found.history().rows[0].values == (1.0,)
+    found.close()
+
+
+class Ring:
+    """An event ring in memory."""
+
+    def __init__(self, size: int = 1024) -> None:
+        self.memory = flights.RecordingMemory(4096 + size)
+        self.ring = event_ring.EventRing(self.memory, 4096, size, SEED, 0)
+
+    @property
+    def head(self) -> int:
+        """Where the newest frame ends."""
+        return self.ring._position
+
+    def content(self) -> bytes:
+        """The ring's bytes."""
+        return self.memory.snapshot()[4096:]
+
+    def seen(self) -> list[Any]:
+        """The numbers of the events in it."""
+        return [fields["n"] for _, fields in event_ring.scan(self.content(), SEED)]
+
+
+def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -> None:
+    """Frames of many lengths over many laps: always the last ones, a run without a hole."""
+    ring = Ring()
+    for number in range(500):
+        ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
+        seen = ring.seen()
+        assert seen[-1] == number
+        tail = [one for one in seen if one > number - 4]
+        assert tail == list(range(max(number - 3, 0), number + 1))
+        assert seen == sorted(seen)
+    assert ring.ring.dropped == 0
+
+
+def test_an_event_that_is_too_long_is_dropped_and_counted() -> None:
+    """A quarter of the ring at most."""
+    ring = Ring()
+    ring.ring.append({"n": "x" * 300})
+    ring.ring.append({"n": 1})
+    assert (ring.seen(), ring.ring.dropped) == ([1], 1)
+
+
+class Reading:
+    """Reads parts of a ring, and counts the bytes."""
+
+    def __init__(self, ring: bytes) -> None:
+        self.bytes = 0
+        self._ring = ring
+
+    def __call__(self, at: int, length: int) -> bytes:
+        self.bytes += length
+        return self._ring[at : at + length]
+
+
+def numbers(payloads: list[bytes]) -> list[Any]:
+    """The numbers of the events in payloads."""
+    return [json.loads(payload)["n"] for payload in payloads]
+
+
+@pytest.mark.parametrize("pause", [1, 3, 5, 40])
+def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
+    """Over many laps, whoever looks often enough misses none; who looks too seldom gets what is left, in order."""
+    ring, tail = Ring(), event_ring.Tail(1024, SEED)
+    taken: list[int] = []
+    for number in range(200):
+        ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
+        if number % pause == pause - 1:
+            reading = Reading(ring.content())
+            taken += numbers(tail.take(ring.head, reading))
+            assert taken[-1] == number
+            assert tail.take(ring.head, lambda *_: pytest.fail("nothing is new")) == []
+            assert reading.bytes <= min(1024, (pause + 1) * 256)
+    assert taken == sorted(set(taken))
+    if pause <= 3:
+        assert taken == list(range(200 // pause * pause))
+
+
+def test_a_tail_knows_what_was_overwritten() -> None:
+    """In bytes, of the call before which it happened: from the first event on, and not the room that a lap's end leaves."""
+    size = 64 * 1024
+    ring, tail = Ring(size), event_ring.Tail(size, SEED)
+    missed, given = [], 0
+    for count in (1000, 10, 0, 2000):
+        for number in range(count):
+            ring.ring.append({"n": number, "text": "x" * 100})
+        given += len(tail.take(ring.head, Reading(ring.content())))
+        missed.append(tail.missed)
+    assert [bool(one) for one in missed] == [True, False, False, True]
+    assert abs(sum(missed) - (3010 - given) * ring.head / 3010) < size / 16
+
+
+def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
+    """Where stores are reordered, the head can be there before the frame: it is given with the next one."""
+    ring, tail = Ring(), event_ring.Tail(1024, SEED)
+    ring.ring.append({"n": 0})
+    assert numbers(tail.take(ring.head, Reading(ring.content()))) == [0]
+    before = ring.content()
+    ring.ring.append({"n": 1})
+    assert tail.take(ring.head, Reading(before)) == []
+    ring.ring.append({"n": 2})
+    assert numbers(tail.take(ring.head, Reading(ring.content()))) == [1, 2]
+
+
+@pytest.mark.parametrize("head", [1, 64, 1 << 40, (1 << 64) - 1])
+def test_a_head_that_is_not_true_hides_nothing(head: int) -> None:
+    """It is a hint: the whole ring is looked at, once."""
+    ring, tail = Ring(), event_ring.Tail(1024, SEED)
+    ring.ring.append({"n": 0, "text": "x" * 100})
+    ring.ring.append({"n": 1})
+    for at in (ring.head, head):
+        taken = numbers(tail.take(at, Reading(ring.content())))
+        assert taken == ([0, 1] if at == ring.head else [])
+    ring.ring.append({"n": 2})
+    assert numbers(tail.take(ring.head, Reading(ring.content()))) == [2]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (nan, "NaN"),
+        (inf, "Infinity"),
+        (-inf, "-Infinity"),
+        pytest.param(10**5000, hex(10**5000), id="large"),
+        ((1, 2.5, None, True), [1, 2.5, None, True]),
+        ({1: {"a": nan}}, {"1": {"a": "NaN"}}),
+        ("\ud800", "?"),
+        (Path("x"), "x"),
+    ],
+)
+def test_every_value_can_be_told(value: object, expected: object) -> None:
+    """A NaN is data; what JSON does not have becomes a text."""
+    ring = Ring(64 * 1024)
+    ring.ring.append({"n": value})
+    assert ring.seen() == [expected]
+
+
+def test_a_value_that_contains_itself_ends_somewhere() -> None:
+    """As text, 32 levels down."""
+    endless: list[Any] = []
+    endless.append(endless)
+    ring = Ring(64 * 1024)
+    ring.ring.append({"n": endless})
+    assert str(ring.seen()[0]).count("[") >= 30
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"[]", b"7", b"{", b"\xff"],
+)
+def test_a_payload_that_is_no_object_is_no_event(payload: bytes) -> None:
+    """It is passed over."""
+    ring = Ring(64 * 1024)
+    ring.ring.put(payload)
+    assert [json.dumps(fields).encode() for _, fields in event_ring.scan(ring.content(), SEED)] == []
+
+
+def test_identifiers_are_functions_of_the_file() -> None:
+    """The same for whoever asks, another for every run, step and phase; a launcher's trace is kept."""
+    one, two = header(), header()
+    run, again, other = (span_ids.SpanIds(each).run.span for each in (one, one, two))
+    assert run == again != other
+    given = replace(one, resource={**one.resource, "trace_id": "0af7651916cd43dd8448eb211c80319c"})
+    assert span_ids.trace_id(given) == "0af7651916cd43dd8448eb211c80319c"
+    steps = {span_ids.SpanIds(one).step(number).span for number in range(1000)}
+    phases = {span_ids.derived(own, phase) for own in steps for phase in ("data", "forward")}
+    assert len(steps | phases | {run}) == 3001
+    assert all(re.fullmatch("[0-9a-f]{16}", own) for own in (*steps, *phases, run))
+
+
+def test_known_identifiers() -> None:
+    """The derivation is part of the format: ``printf torchobs/1234 | b2sum -l 128`` says the same, and so on."""
+    assert span_ids.derived("00f067aa0ba902b7", "17") == "4ffd007c9ccbe63c"
+    ids = span_ids.SpanIds(replace(header(), resource={"run_id": "1234", "rank": 5, "restart": 2}))
+    assert ids.run.trace == "99b9893a94b1aa0f6437987b4d1022e0"
+    assert ids.step(17).trace == "bfb475a693aff9a02a756a9409e7b542"
+    assert ids.segment(3, 1).trace == "b2ca9638023d467de1e4c7c8258699d7"
+
+
+@pytest.mark.parametrize("launcher", [{}, {"trace_id": "0af7651916cd43dd8448eb211c80319c"}])
+def test_all_ranks_of_a_run_share_its_traces(launcher: dict[str, str]) -> None:
+    """Run, segments and steps; each rank has a span of its own in them, and each restart traces of its own but the run's."""
+    made = [
+        span_ids.SpanIds(replace(header(), resource={"run_id": run, "rank": rank, "restart": restart, **launcher}))
+        for run, restart in (("1", 0), ("1", 1), *(() if launcher else (("2", 0),)))
+        for rank in range(3)
+    ]
+    for found, traces in (
+        ([ids.run for ids in made], 1 if launcher else 2),
+        ([ids.segment(1, 0) for ids in made], 2 if launcher else 3),
+        ([ids.step(7) for ids in made], 2 if launcher else 3),
+    ):
+        assert len({one.trace for one in found}) == traces
+        assert len({one.span for one in found}) == len(made)
+    of_one = [
+        made[0].run,
+        *(made[0].segment(epoch, part) for epoch in range(5) for part in range(5)),
+        *map(made[0].step, range(99)),
+    ]
+    assert len({one.trace for one in of_one}) == len({one.span for one in of_one}) == len(of_one)
+    assert all(re.fullmatch("(?!0{32})[0-9a-f]{32}", one.trace) for one in of_one)
+
+
+def test_a_file_that_names_no_run_has_a_trace() -> None:
+    """Of its own: other files without a name are not the same run."""
+    for resource in ({}, {"run_id": ""}, {"run_id": 5}):
+        one = replace(header(), resource=resource)
+        assert span_ids.trace_id(one) == one.incarnation.hex()
+
+
+def test_a_plain_step_s_phases_are_where_they_were() -> None:
+    """Fetch, forward, backward and optimizer, each from its boundary to the next; the rest lies between."""
+    writer, memory = recorded()
+    begun = writer.header.monotonic_ns
+    for number, loader in ((1, True), (2, False)):
+        plain_step(writer, number, loader=loader)
+    at = writer._steps_at
+    first, second = (span_ids.parts(bytes(memory.content[at + 128 * index : at + 128 * (index + 1)])) for index in range(2))
+    ms = 50_000_000
+    assert first == (
+        begun,
+        [
+            ("data", begun, begun + ms),
+            ("forward", begun + ms, begun + 2 * ms),
+            ("backward", begun + 2 * ms, begun + 3 * ms),
+            ("optimizer", begun + 4 * ms, begun + 5 * ms),
+        ],
+    )
+    assert second is not None
+    assert [part.phase for part in second[1]] == ["forward", "backward", "optimizer"]
+    assert second[1][0].begun_ns == second[0]
+
+
+def test_another_step_has_sums_and_no_boundaries() -> None:
+    """An accumulation's four backwards are one number."""
+    writer, memory = recorded()
+    step(writer, 1)
+    at = writer._steps_at
+    assert span_ids.parts(bytes(memory.content[at : at + 128])) is None
