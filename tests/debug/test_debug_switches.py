@@ -1,4 +1,4 @@
-"""``debug.enable``: each switch looks at a real training at its frequency, changes nothing of it, and leaves nothing behind."""
+"""``debug.enable``: each switch looks at a real training at its interval, changes nothing of it, and leaves nothing behind."""
 
 # mypy: disable-error-code="no-untyped-call, attr-defined, union-attr, operator"
 
@@ -13,16 +13,21 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+import torchobs
 from tests.training import Recording
 from torchobs import debug
-from torchobs.debug.presets import PRESETS, SWITCHES
+from torchobs.debug.switches import PRESETS, SWITCHES
+from torchobs.runtime.session import current
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    debug.clear()
+def _session_by_the_environment(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where ``enable()`` records, since it begins the session."""
+    monkeypatch.setenv("TORCHOBS_DIR", str(flight_dir))
+    monkeypatch.setenv("TORCHOBS_EXPORTER", "false")
     yield
     debug.disable()
+    torchobs.shutdown()
 
 
 def state() -> list[Any]:
@@ -78,7 +83,7 @@ def test_all_switches_look_and_change_nothing(tmp_path: Path) -> None:
     found = debug.status()
     debug.disable("validation")
     assert all(map(torch.equal, plain.model.state_dict().values(), watched.model.state_dict().values()))
-    assert (found.enabled, found.steps, found.model) == (SWITCHES, 12, "Sequential")
+    assert (found.enabled, found.steps, found.model) == (tuple(SWITCHES), 12, "Sequential")
     assert looks() == {
         "autograd_anomaly": 0, "autograd_profiler": 2, "tensorboard_traces": 2, "memory_usage": 4, "gradient_norms": 3,
         "forward_pass": 3, "backward_pass": 3, "device_placement": 3, "mixed_precision": 3, "data_loading": 3,
@@ -90,6 +95,7 @@ def test_all_switches_look_and_change_nothing(tmp_path: Path) -> None:
     assert "lr 0.01" in last("lr_scheduling")
     assert len(list(tmp_path.glob("*.pt.trace.json"))) == 2
     assert debug.disable().enabled == ()
+    torchobs.shutdown()
     assert state() == before
     assert hooks(watched.model) == 0
 
@@ -106,6 +112,7 @@ def test_each_alone_is_undone(name: str, tmp_path: Path) -> None:
     debug.disable()
     debug.enable(name, model=training.model)
     debug.disable()
+    torchobs.shutdown()
     assert state() == before
     assert hooks(training.model) == 0
 
@@ -213,7 +220,7 @@ def test_presets_and_arguments() -> None:
     """Modes and levels are sets of the thirteen; `none` switches off; a wrong name is an error that lists them."""
     assert len(SWITCHES) == 13
     assert set(PRESETS["basic"]) < set(PRESETS["intermediate"]) < set(PRESETS["advanced"]) < set(PRESETS["extreme"])
-    assert PRESETS["expert"] == PRESETS["extreme"] == PRESETS["full"] == SWITCHES
+    assert PRESETS["expert"] == PRESETS["extreme"] == PRESETS["full"] == tuple(SWITCHES)
     debug.enable(["memory_profiling", "lr_scheduling"])
     assert debug.status().enabled == ("memory_usage", "lr_scheduling")
     assert debug.enable("none").enabled == ()
@@ -228,15 +235,28 @@ def test_presets_and_arguments() -> None:
     assert debug.status().enabled == ()
 
 
-def test_with_a_session(run: Recording, tmp_path: Path) -> None:
-    """Its probes and the switches share torch's hooks: steps are counted once, and both leave."""
+def test_steps_and_losses_are_those_of_the_session(run: Recording) -> None:
+    """The session records the training as without switches; decisions and numbers are its events and series."""
     training = Training()
-    debug.enable("full", gradients_every=1, memory_every=1, performance_every=1, profile_every=4, trace_dir=tmp_path)
+    debug.enable(["early_stopping", "backward_pass", "data_loading"], gradients_every=1, performance_every=1)
     training.run(5)
-    found = debug.status()
-    debug.disable()
-    training.run(1)
-    assert [row.name for row in found.switches if row.error] == []
-    assert found.steps == 5
-    assert run.errors() == []
+    assert debug.status().steps == 5
+    assert [row.name for row in debug.status().switches if row.error] == []
+    assert "of 5 steps waiting" in last("data_loading") or last("data_loading").startswith("0%")
     assert len(run.frames("torchobs.debug.early_stopping")) == 5
+
+
+def test_a_session_begins_where_none_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By ``init()``; switches end with it; where nothing is recorded, a warning says that nothing is switched on."""
+    training = Training()
+    assert debug.enable("basic").enabled == PRESETS["basic"]
+    training.run(1)
+    debug.disable("basic")
+    assert current() is not None
+    debug.enable("lr_scheduling")
+    torchobs.shutdown()
+    training.run(1)
+    assert debug.status().enabled == ()
+    monkeypatch.setenv("TORCHOBS_ENABLED", "false")
+    assert debug.enable("basic").enabled == ()
+    assert "nothing is switched on" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchobs import debug
-from torchobs.debug.switch_checks import model_of
+from torchobs.debug.switches import model_of
 from torchobs.probes.memory.live_objects import count_objects
 from torchobs.support.living_objects import living, living_optimizers, types_of_objects
 
