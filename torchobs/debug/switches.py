@@ -158,6 +158,7 @@ class _Watch:
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}
         self._session: Any = None
+        self._context: Any = None
         self._handles: list[Any] = []
         self._model_handles: list[Any] = []
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -197,9 +198,8 @@ class _Watch:
             handles, self._handles = self._handles, []
             remove_hooks(handles)
             remove_later()
-            context, self._session = self._session.context, None
-            if context is not None:
-                context.hooks.takes_loss.unregister(_NAME)
+            self._context.hooks.takes_loss.unregister(_NAME)
+            self._session = self._context = None
             self._release_model()
             self._counts.clear()
             self._threads.clear()
@@ -215,7 +215,7 @@ class _Watch:
 
         session = current()
         if self._session is None and session is not None and session.context is not None:
-            self._session = session
+            self._session, self._context = session, session.context
             session.context.hooks.takes_loss.register(session.context.breaker(_NAME), self._take_loss)
             handles = self._handles = []
             handles += [
@@ -232,14 +232,13 @@ class _Watch:
             del args, kwargs
             if handles is not self._handles or torch.compiler.is_compiling():
                 return
-            session = self._session
-            if session is not current():
+            if self._session is not current():
                 disable()
                 return
             if get_ident() not in self._threads:
                 self._threads.add(get_ident())
                 self._stop_for_threads()
-            if get_ident() == session.context.training.thread:  # that which the session records
+            if get_ident() == self._context.training.thread:  # that which the session records
                 function(optimizer)
 
         return hook
@@ -303,7 +302,7 @@ class _Watch:
     def _due_in_forward(self) -> list[_Running]:
         import torch
 
-        if torch.compiler.is_compiling() or get_ident() != self._session.context.training.thread:
+        if torch.compiler.is_compiling() or get_ident() != self._context.training.thread:
             return []
         return [x for x in self._running.values() if x.is_due(self.steps)]
 
