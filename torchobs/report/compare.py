@@ -37,7 +37,8 @@ class Compared:
     second: float | None
     change: float | None
     real: bool | None = None
-    probability: float | None = None
+    judged: bool = False
+    """Whether it is a series, of which a difference may be noise"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
 def _judged(what: str, unit: str, found: Judgment | None) -> Compared:
     if found is None:
         return Compared(what, unit, None, None, None)
-    return Compared(what, unit, found.first, found.second, found.change, found.real, found.probability)
+    return Compared(what, unit, found.first, found.second, found.change, found.real, judged=True)
 
 
 def _plain(what: str, unit: str, first: float | None, second: float | None) -> Compared:
@@ -276,15 +277,15 @@ def _measured(found: Comparison) -> Section:
     )  # fmt: skip
     note = (
         "Step times and curves are medians, without the first steps; a difference counts if it is 2 % or more and the "
-        "probability of such ranks of block medians by chance is below 0.01 (Mann-Whitney). The other figures are single ones."
+        "middle halves of both runs' block medians lie apart. The other figures are single ones."
     )
     table = Table("Speed, memory, curves", ("What", *_NAMES, "Change", "Judgment"), rows, frozenset({0, 4}))
     return section("measured", "Speed, memory and results", table, Text(note, "note"), wide=True)
 
 
 def _judgment(one: Compared) -> str:
-    if one.probability is None:
-        return "too few steps" if one.real is None and (one.unit == "s" or "steps" in one.what) and one.what != "steps" else ""
+    if one.real is None:
+        return "too few steps" if one.judged else ""
     return "differs" if one.real else "noise"
 
 
