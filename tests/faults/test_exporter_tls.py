@@ -20,7 +20,7 @@ from tests.exporters import Service
 from tests.faults.hostile_clients import GOOD, converse, crowd, over_tls
 from tests.support import wait_until
 from tests.web_configs import TLS, certify, outdate
-from torchobs.cli import doctor_checks
+from torchobs.cli import doctor
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.http import listeners, server
@@ -83,16 +83,16 @@ def test_who_is_not_to_come_in_does_not(exporter: Service, home: Path) -> None:
 def test_it_is_told_whether_its_address_has_tls(exporter: Service, home: Path) -> None:
     """When it begins and when that changes, and the doctor asks it that way, with and without an announcement."""
     assert exporter.has_tls is True
-    check = doctor_checks.exporter(None, exporter.address)
+    check = doctor.exporter(None, exporter.address)
     assert (check.status, check.text) == (
-        doctor_checks.OK,
+        doctor.OK,
         f"https://{exporter.address}/ has TLS: it closes connections without a client certificate",
     )
     (home / "web.yml").write_text(f"{TLS}}}")
-    wait_until(lambda: doctor_checks.exporter(None, exporter.address).text == f"https://{exporter.address}/ is ready")
+    wait_until(lambda: doctor.exporter(None, exporter.address).text == f"https://{exporter.address}/ is ready")
     (home / "web.yml").write_text("")
     wait_until(lambda: exporter.has_tls is False)
-    assert doctor_checks.exporter(None, exporter.address).text == f"http://{exporter.address}/ is ready"
+    assert doctor.exporter(None, exporter.address).text == f"http://{exporter.address}/ is ready"
 
 
 def test_handshakes_that_never_end_keep_nobody_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

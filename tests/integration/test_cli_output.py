@@ -119,7 +119,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("name", "module"),
     [("inspect", "torchobs.cli.dispatch"), ("inspect", "torchobs.cli.inspect_view"), ("top", "torchobs.cli.top_view"),
-     ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.selftest")],
+     ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.doctor")],
 )  # fmt: skip
 def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:
     """Ctrl-C at once, when the wrong command was typed."""

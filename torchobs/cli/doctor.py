@@ -1,93 +1,149 @@
-"""``torchobs doctor``: checks whether everything works here, with remedies."""
+"""``torchobs doctor``: a dozen checks whether torchobs can work here, each with its remedy, and a training of five steps.
+
+Inputs of a check are arguments, so that tests can set them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
+import importlib.metadata
+import importlib.util
 import json
+import os
+import re
+import socket
+import ssl
+import stat
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
+from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.cli import arguments, doctor_checks, doctor_system
-from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
-from torchobs.cli.selftest import places, selftest
+from torchobs.cli import arguments
 from torchobs.cli.table import bullets
 from torchobs.cli.terminal_style import TerminalStyle, style_for, tolerant
 from torchobs.config import settings
-from torchobs.diagnosis import text_format
-from torchobs.flight.files.location import find_existing
+from torchobs.diagnosis import load, text_format
+from torchobs.diagnosis.rank_report import RankReport
+from torchobs.exporter import config
+from torchobs.exporter.otlp import options as otlp
+from torchobs.flight.files import headroom, location
+from torchobs.node import announcement
 
 _DESCRIPTION = """\
 Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
 which probes work (by a training of five steps in another process), which flight directory is used and why, its permissions and
-free space, the exporter, clock, shared memory, cgroup, GPUs, optional packages, misspelt environment variables. It changes
-nothing."""
+free space, the exporter, the OTLP endpoint, shared memory, the memory limit, GPUs, optional packages, misspelt environment
+variables. It changes nothing."""
 
 _EXAMPLES = """\
 examples:
   torchobs doctor                                  with the Python that trains
   kubectl exec pod -c trainer -- torchobs doctor   in a pod: volumes, modes and fsGroup
   TORCHOBS_DIR=/data/flight torchobs doctor        would this directory do?
-  torchobs doctor --system                         also torch's build, CUDA, driver, processor, package conflicts
   torchobs doctor --no-training --json | jq '.checks[] | select(.status != "ok")'
 
 Exit status: 1 if a check failed, else 0, also with warnings."""
 
+OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: ("green", "ok  "), WARN: ("yellow", "warn"), FAIL: ("red", "FAIL")}
 VERSION = 1
+LEAST_TORCH = (2, 4)
+"""Minimum version of torch, as stated in README.md."""
+_LEAST_SHM = 1 << 30
+_OWN_DIRECTORY = "set TORCHOBS_DIR to a local directory of your own"
+_WANTS_CERTIFICATE = "it closes connections without a client certificate"
+_EXTRAS = {
+    "exporter": (
+        *("bcrypt", "msgspec", "prometheus_client", "starlette", "urllib3", "uvicorn", "yaml"),
+        *("google.rpc", "opentelemetry.proto"),
+    ),
+    "otlp-grpc": ("grpc",),
+    "report": ("matplotlib",),
+}
+
+
+_STEPS, _LIMIT_S = 5, 120
+_TRAINING = f"""
+import torch, torchobs
+torchobs.init(grad_interval=1, exporter=False)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({_STEPS}):
+    loss = model(torch.ones(2, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(torch.version.cuda or torch.version.hip, torch.cuda.device_count())
+"""
+
+
+class Check(NamedTuple):
+    """Result of a check. ``remedy`` is empty where nothing has to be done."""
+
+    name: str
+    status: str
+    text: str
+    remedy: str = ""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = arguments.parser("doctor", "torchobs doctor [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("--no-training", action="store_true", help="Leave out the training of five steps, which imports torch.")
-    made.add_argument("--system", action="store_true", help="Check also torch's build, CUDA, processor, package conflicts.")
-    made.add_argument("--json", action="store_true", help="Print JSON for programs.")
-    return made
+    command = arguments.parser("doctor", "torchobs doctor [options]", _DESCRIPTION, _EXAMPLES)
+    command.add_argument(
+        "--no-training", action="store_true", help="Leave out the training of five steps, which imports torch."
+    )
+    command.add_argument("--json", action="store_true", help="Print JSON for programs.")
+    return command
 
 
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs doctor`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    out, found = tolerant(sys.stdout), []
+    out, checks = tolerant(sys.stdout), list[Check]()
     style = style_for(out)
-    for check in examine(training=not options.no_training, system=options.system):
-        found.append(check)
+    for check in examine(training=not options.no_training):
+        checks.append(check)
         if not options.json:
             out.write("".join(f"{line}\n" for line in lines_of(check, style)))
             out.flush()
     if options.json:
-        out.write(json.dumps({"version": VERSION, "checks": [check._asdict() for check in found]}, indent=2) + "\n")
+        out.write(json.dumps({"version": VERSION, "checks": [check._asdict() for check in checks]}, indent=2) + "\n")
     else:
-        out.write(f"\n{summary(found)}\n")
-    return int(any(check.status == FAIL for check in found))
+        out.write(f"\n{summary(checks)}\n")
+    return int(any(check.status == FAIL for check in checks))
 
 
-def examine(*, training: bool, system: bool = False) -> Iterator[Check]:
+def examine(*, training: bool) -> Iterator[Check]:
     """Run the checks, the quick ones first."""
     environ = settings.environment()
     chosen, _ = settings.resolve({}, environ)
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
+    version = torch_version()
     yield Check("torchobs", OK, __version__)
-    yield doctor_checks.system()
-    version = doctor_checks.torch_version()
-    yield doctor_checks.torch(version)
+    yield system()
+    yield torch(version)
     if not chosen.enabled:
         yield Check("torchobs", WARN, "switched off by the environment", "unset TORCHOBS_ENABLED and OTEL_SDK_DISABLED")
-    yield from doctor_checks.variables(environ)
-    pod = doctor_checks.kubernetes(environ)
+    yield from variables(environ)
+    pod = kubernetes(environ)
     yield from [pod] if pod else []
-    yield doctor_checks.directory(flight_dir, runtime_dir)
-    path = find_existing(flight_dir, runtime_dir)
-    yield doctor_checks.space(path, chosen.file_size)
-    yield doctor_checks.exporter(path, str(chosen.exporter_address or settings.EXPORTER_ADDRESS))
-    yield doctor_checks.shared_memory()
-    yield doctor_checks.cgroup()
-    yield doctor_checks.clock()
-    yield doctor_checks.gpus()
-    yield from doctor_checks.extras()
-    if system:
-        yield from doctor_system.examine()
+    yield directory(flight_dir, runtime_dir)
+    path = location.find_existing(flight_dir, runtime_dir)
+    yield space(path, chosen.file_size)
+    yield exporter(path, str(chosen.exporter_address or settings.EXPORTER_ADDRESS))
+    yield from otlp_endpoint(environ)
+    yield shared_memory()
+    yield memory_limit()
+    yield gpus()
+    yield from extras()
     if training and version is not None:
         yield from selftest(places(path or flight_dir))
 
@@ -107,3 +163,365 @@ def summary(found: Sequence[Check]) -> str:
         return "All is well."
     told = [text_format.plural(fails, "failure")] if fails else []
     return f"{text_format.joined([*told, text_format.plural(warns, 'warning')] if warns else told)}: each has its remedy above."
+
+
+def system(platform: str = sys.platform, version: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    """Check that torchobs supports this system."""
+    text = f"Python {'.'.join(map(str, version))} on {platform}"
+    if platform not in {"linux", "darwin"}:
+        remedy = "torchobs records on Linux, and on macOS; here init() does nothing, and training goes on"
+        return Check("system", FAIL, text, remedy)
+    return Check("system", OK, text)
+
+
+def torch(version: str | None) -> Check:
+    """Check that torchobs supports this version of torch; ``None``: not installed."""
+    if version is None:
+        return Check("torch", WARN, "not installed in this environment", "run doctor with the Python that trains")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and tuple(map(int, found.groups())) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        return Check("torch", WARN, f"{version} is older than {least}", f"torch {least} or newer; else some probes are off")
+    return Check("torch", OK, version)
+
+
+def torch_version() -> str | None:
+    """Return the version of the torch in this environment, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def variables(environ: Mapping[str, str]) -> Iterator[Check]:
+    """Yield environment variables that would be ignored."""
+    _, problems = settings.resolve({}, environ)
+    known = {name for option in (*config.EVERY_OPTION, *settings.OPTIONS) for name in option.every_variable}
+    for said in config.unknown_variables(environ):
+        yield Check("variables", WARN, said, "correct or unset it")
+    for problem in problems:
+        yield Check("variables", WARN, text_format.clean(problem), "correct or unset it; until then the default holds")
+    if not problems:
+        given = sorted(name for name in environ if name in known)
+        yield Check("variables", OK, f"set and understood: {', '.join(given)}" if given else "none is set: the defaults hold")
+
+
+def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | None = None) -> Check:
+    """Check the flight directory: which one, why, and whether it is usable."""
+    if mountinfo is None:
+        listed = Path("/proc/self/mountinfo")
+        mountinfo = listed.read_text(errors="surrogateescape") if listed.exists() else ""
+    tried = location.candidates(flight_dir, runtime_dir)
+    found = location.find_existing(flight_dir, runtime_dir)
+    why = _why(tried[0], flight_dir)
+    if found is None:
+        return _not_there(tried, flight_dir, mountinfo)
+    status = os.stat(found)  # noqa: PTH116  # the directory may be gone by now
+    kind = location.filesystem_type(mountinfo, os.path.realpath(found))
+    about = f"{found} ({why}; {kind or 'unknown file system'}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
+    if not os.access(found, os.W_OK | os.X_OK):
+        return Check("directory", FAIL, f"{about}: this user may not write there", _remedy_of_access(found, status))
+    try:
+        opened = location.open_place(flight_dir, runtime_dir)
+    except OSError as problem:
+        return Check("directory", FAIL, text_format.clean(problem.strerror or problem), _OWN_DIRECTORY)
+    opened.directory.close()
+    if not opened.in_memory:
+        remedy = "a tmpfs saves the disk a write each 0.1 s: TORCHOBS_DIR=/dev/shm/…"
+        return Check("directory", WARN, f"{about}: no memory file system", remedy)
+    return Check("directory", OK, about)
+
+
+def _why(path: str, flight_dir: str | None) -> str:
+    if flight_dir:
+        return "by TORCHOBS_DIR"
+    if path == location.KUBERNETES_MOUNT:
+        return "the pod's volume"
+    return (
+        "of this user's session"
+        if path.startswith("/run/")
+        else "shared memory"
+        if path.startswith("/dev/shm")  # noqa: S108  # chosen by location.py
+        else "no tmpfs has room"
+    )
+
+
+def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Check:
+    """Return which directory the first training would create, trying the candidates in order."""
+    problems = []
+    for path in tried:
+        for name in (path,) if flight_dir else location.numbered_names(path):
+            problem = _unmakeable(name, mountinfo, parents=bool(flight_dir))
+            if not problem:
+                return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
+            problems.append(problem)
+    return Check("directory", FAIL, problems[0], _OWN_DIRECTORY)
+
+
+def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
+    """Return why a training could not create that directory; empty if it could."""
+    if os.path.lexists(path):
+        return f"{path} is no directory" if not Path(path).is_dir() else f"{path} belongs to another user, or others may use it"
+    above = Path(path).parent
+    while parents and not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir():
+        return f"{path} cannot be made: {above} is no directory"
+    kind = location.filesystem_type(mountinfo, os.path.realpath(above))
+    if kind.partition(".")[0] in location.NETWORK:
+        return f"{path}: {kind} is a network or FUSE file system, on which a training step could block"
+    return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"
+
+
+def _remedy_of_access(path: str, status: os.stat_result) -> str:
+    if path == location.KUBERNETES_MOUNT:
+        return f"securityContext.fsGroup of the pod must be one of this user's groups; the volume's is {status.st_gid}"
+    return "chown it, or set TORCHOBS_DIR to a directory of your own"
+
+
+def space(path: str | None, size: int) -> Check:
+    """Check for ``size`` bytes of space for a flight file, on the file system and in the memory cgroup."""
+    if path is None:
+        return Check("room", OK, f"{text_format.size(size)} for each rank, asked for when there is a directory")
+    try:
+        with location.opened(path) as fd:
+            short = headroom.shortage(fd, size)
+    except OSError as problem:  # a link, which the directory check reports
+        return Check("room", WARN, f"{path} cannot be opened: {text_format.clean(problem.strerror)}", "see the directory above")
+    if short:
+        return Check("room", FAIL, short, "free some, raise the limit, or TORCHOBS_FILE_SIZE=256KiB")
+    usage = os.statvfs(path)
+    return Check("room", OK, f"{text_format.size(usage.f_bavail * usage.f_frsize)} free, a rank takes {text_format.size(size)}")
+
+
+def kubernetes(
+    environ: Mapping[str, str], mount: str = location.KUBERNETES_MOUNT, control: str = location.KUBERNETES_CONTROL
+) -> Check | None:
+    """Check that the pod's volumes are mounted where expected; ``None`` outside of Kubernetes."""
+    if "KUBERNETES_SERVICE_HOST" not in environ:
+        return None
+    if not Path(mount).is_dir():
+        remedy = f"mount the sidecar's emptyDir at {mount}; without it the sidecar sees nothing of this container"
+        return Check("kubernetes", WARN, f"in a pod, and {mount} is no volume", remedy)
+    status = Path(mount).stat()
+    text = f"{mount} has mode {stat.S_IMODE(status.st_mode):04o} and group {status.st_gid}"
+    if not status.st_mode & stat.S_ISGID:
+        remedy = "set securityContext.fsGroup: the sidecar reads by group"
+        return Check("kubernetes", WARN, f"{text}, which is no fsGroup's", remedy)
+    if not Path(control).is_dir():
+        remedy = "mount the second emptyDir there: commands come by it"
+        return Check("kubernetes", WARN, f"{text}; {control} is no volume", remedy)
+    return Check("kubernetes", OK, text)
+
+
+def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its size is read
+    """Check that shared memory is large enough for DataLoader workers and NCCL."""
+    try:
+        usage = os.statvfs(path)
+    except OSError:
+        return Check("shared memory", WARN, f"{path} is not there", "DataLoader workers need it: mount a tmpfs there")
+    size, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    text = f"{path} has {text_format.size(size)}, {text_format.size(free)} of it free"
+    if size < _LEAST_SHM:
+        remedy = "docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory at /dev/shm"  # as above
+        return Check("shared memory", WARN, f"{text}: workers of a DataLoader and NCCL share it", remedy)
+    return Check("shared memory", OK, text)
+
+
+def memory_limit() -> Check:
+    """Check how far the memory limit of this process's cgroup is."""
+    from torchobs.support.cgroup import of_process, tightest
+
+    groups = of_process("memory")
+    found = tightest(groups) if groups else None
+    if found is None:
+        remedy = "a kill for memory is only judged by the machine's memory then"
+        return Check("memory limit", WARN, "no memory cgroup can be read", remedy)
+    level, memory = found
+    limit = f"limit {text_format.size(memory.limit)}" if memory.limit is not None else "no limit"
+    used = f"{text_format.size(memory.working_set)} in use, {limit}"
+    if memory.limit and memory.pinned >= 0.9 * memory.limit:  # hardly any room for a training
+        return Check("memory limit", WARN, f"{level}: {used}", "raise the limit: the kernel kills at 100 %")
+    return Check("memory limit", OK, f"{level}: {used}")
+
+
+def gpus() -> Check:
+    """Check the GPUs through NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        remedy = "pip install nvidia-ml-py, for the GPUs' temperature, power and errors"
+        return Check("nvml", WARN, "nvidia-ml-py is not installed", remedy)
+    try:
+        pynvml.nvmlInit()
+        count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as problem:
+        seen = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+        text = f"no GPU is to be seen: {text_format.clean(problem)}"
+        remedy = "NVIDIA_DRIVER_CAPABILITIES must have `utility` in a container" if seen else ""
+        return Check("nvml", WARN if seen else OK, text, remedy)
+    return Check("nvml", OK, f"{text_format.plural(count, 'GPU')}, driver {text_format.clean(driver)}")
+
+
+def exporter(path: str | None, address: str) -> Check:
+    """Check whether an exporter serves that directory."""
+    announced = None
+    if path is not None:
+        with contextlib.suppress(OSError), location.opened(path) as fd:
+            announced = announcement.read(fd)
+    answer: int | str = ""
+    for url in [announced.url] if announced else [announcement.url(address), announcement.url(address, tls=True)]:
+        answer, shown = _ready(url), text_format.clean(url)
+        if answer == http.HTTPStatus.OK:
+            return Check("exporter", OK, f"{shown} is ready{f', pid {announced.pid}' if announced else ''}")
+        if answer == _WANTS_CERTIFICATE:
+            return Check("exporter", OK, f"{shown} has TLS: {answer}")
+    if announced:
+        text = f"{text_format.clean(announced.url)} was announced and does not answer ({answer})"
+        return Check("exporter", FAIL, text, f"see {path}/exporter.log")
+    if isinstance(answer, int):
+        text = f"{text_format.clean(address)} is another program's, which says {answer}"
+        return Check("exporter", WARN, text, "TORCHOBS_EXPORTER_ADDRESS=127.0.0.1:PORT, with another port")
+    remedy = "`torchobs run` starts one, `torchobs exporter` another; `torchobs top` and `inspect` need none"
+    return Check("exporter", WARN, "none runs for this directory", remedy)
+
+
+def _ready(url: str) -> int | str:
+    """Return the status of ``/-/ready``, or the error. The timeout is generous: only a busy exporter uses it up."""
+    parts = urlsplit(url)
+    host, port, secure = parts.hostname or "", parts.port, parts.scheme == "https"
+    # whether it answers, not who: a certificate is seldom for this name
+    anyone = ssl._create_unverified_context() if secure else None  # noqa: S323, SLF001
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=10, context=anyone)
+        if secure
+        else http.client.HTTPConnection(host, port, timeout=10)
+    )
+    try:
+        connection.connect()
+    except OSError as problem:
+        connection.close()
+        return text_format.clean(problem)
+    try:
+        connection.request("GET", "/-/ready")
+        return connection.getresponse().status
+    except TimeoutError as problem:
+        return text_format.clean(problem)
+    except (OSError, http.client.HTTPException) as problem:  # in TLS 1.3 the client's certificate comes after its handshake
+        return _WANTS_CERTIFICATE if secure else text_format.clean(problem)
+    finally:
+        connection.close()
+
+
+def otlp_endpoint(environ: Mapping[str, str]) -> Iterator[Check]:
+    """Yield whether something listens where the exporter is to push to."""
+    push, _ = otlp.parse({}, environ)
+    places = {urlsplit(target.url)[:2] for _, target in push.targets()} if push is not None else set()
+    for scheme, place in sorted(places):
+        parts = urlsplit(f"//{place}")
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or (443 if scheme == "https" else 80)), 5).close()
+        except OSError as problem:
+            remedy = "is the collector up, and reachable from here? an exporter elsewhere may reach it all the same"
+            yield Check("otlp", WARN, f"{text_format.clean(place)} does not answer: {text_format.clean(problem)}", remedy)
+        else:
+            yield Check("otlp", OK, f"{text_format.clean(place)} accepts connections")
+
+
+def extras() -> Iterator[Check]:
+    """Yield the installed extras, complete or partial."""
+    for extra, modules in _EXTRAS.items():
+        missing = [module for module in modules if not _is_there(module)]
+        if not missing:
+            yield Check("extras", OK, f"{extra} is installed")
+        elif extra == "exporter":
+            text = f"{extra} is not installed here ({', '.join(missing[:3])} missing)"
+            yield Check("extras", WARN, text, "pip install 'torchobs[exporter]', unless a sidecar has it")
+        else:
+            yield Check("extras", OK, f"{extra} is not installed: pip install 'torchobs[{extra}]' if you want it")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def places(flight_dir: str | None) -> tuple[str | None, ...]:
+    """Return possible parents of the test directory: the temporary one, and others for pods without a writable one."""
+    beside = (str(Path(flight_dir).parent),) if flight_dir else ()
+    return (None, *beside, "/dev/shm")  # noqa: S108  # a private directory is created below it
+
+
+def selftest(where: Sequence[str | None]) -> Iterator[Check]:
+    """Check that a training is recorded, and which probes are off and why; ``where``: :func:`places`."""
+    home_directory = _home(where)
+    if home_directory is None:
+        yield Check("probes", WARN, "no place for a trial: no temporary directory can be made", "set TMPDIR to one of your own")
+        return
+    with home_directory as home:
+        environ = {**settings.environment(), "TORCHOBS_DIR": home, "TORCHOBS_CONTROL_DIR": home, "TORCHOBS_ENABLED": "1"}
+        try:
+            argv = [sys.executable, "-c", _TRAINING]
+            ran = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
+            return
+        yield from evaluate(_report(Path(home)), ran.returncode, ran.stderr, ran.stdout)
+
+
+def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | None:
+    for directory in where:
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix="torchobs-doctor-", dir=directory)
+    return None
+
+
+def evaluate(report: RankReport | None, status: int, stderr: str, stdout: str = "") -> Iterator[Check]:
+    """Yield the results of the test, by what it recorded and printed."""
+    lines = [text_format.clean(line) for line in stderr.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it said nothing"
+    if status:
+        text = f"a training of five steps ended with status {status}: {last}"
+        yield Check("probes", FAIL, text, "does `python -c 'import torch'` work?")
+        return
+    if report is None:
+        yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")
+        return
+    yield from [devices(*stdout.split())] if len(stdout.split()) == 2 else []  # noqa: PLR2004  # build and number
+    off = {name: _reason(report, name) for name, value in report.by_attribute(catalog.PROBE_DISABLED).items() if value}
+    probes = sorted(report.by_attribute(catalog.PROBE_DISABLED))
+    at_work = [name for name in probes if name not in off]
+    seen = report.value(catalog.STEPS) == _STEPS and report.value(catalog.LOSS) is not None
+    text = f"a training of five steps was recorded; at work: {', '.join(at_work)}"
+    yield Check("probes", OK if seen else WARN, text, "" if seen else f"only {len(report.steps)} steps were seen")
+    for name, why in off.items():
+        yield Check("probes", WARN, f"{name} is off: {why}", "another version of torch? the log has the line")
+    for name in settings.PROBES:
+        if name not in probes:
+            yield Check("probes", OK, f"{name} is not installed (TORCHOBS_DISABLE_PROBES, or TORCHOBS_LEVEL)")
+
+
+def devices(build: str, count: str) -> Check:
+    """Check that torch sees the GPUs that there are; ``build``: the CUDA or ROCm that it was built with, or ``None``."""
+    text = f"torch is built {'without CUDA' if build == 'None' else f'with CUDA or ROCm {build}'} and sees {count} of the GPUs"
+    if count == "0" and list(Path("/dev").glob("nvidia[0-9]*")):
+        remedy = "a torch built with CUDA, a driver as new as that CUDA, CUDA_VISIBLE_DEVICES; in a container --gpus all"
+        return Check("gpus of torch", WARN, text, remedy)
+    return Check("gpus of torch", OK, text)
+
+
+def _reason(report: RankReport, probe: str) -> str:
+    for fact in report.events_named(catalog.EVENT_PROBE_DISABLED):
+        if fact.text("probe") == probe:
+            return f"{fact.text('exception.type')} at {fact.text('location')}"
+    return "unknown"
+
+
+def _report(home: Path) -> RankReport | None:
+    with contextlib.suppress(OSError):
+        reports, _ = load.load_reports([item.path for item in load.listing(home).found])
+        return reports[0] if reports else None
+    return None
