@@ -99,7 +99,7 @@ def test_a_pod_s_volumes(tmp_path: Path) -> None:
     flight, control = tmp_path / "flight", tmp_path / "control"
     assert doctor.kubernetes({}) is None
     remedies = []
-    for prepare in (lambda: None, flight.mkdir, lambda: flight.chmod(0o3777), control.mkdir):
+    for prepare in (Path, flight.mkdir, lambda: flight.chmod(0o3777), control.mkdir):
         prepare()
         check = doctor.kubernetes({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, str(flight), str(control))
         assert check is not None
