@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.guard_cases import CASES, Batch, Case
 from torchobs import debug, guard
 
 STEPS, BAD_STEP, BAD_RANK = 6, 3, 1
@@ -82,31 +80,6 @@ def averaged_once() -> dict[str, Any]:
     return {"collectives": len(calls), "weights": weights(network), "expected": expected}
 
 
-def weighted(case: Case, network: torch.nn.Module, factor: float, part: Batch) -> torch.Tensor:
-    """The loss, times a number."""
-    return case.loss(network, part) * factor
-
-
-def real_models() -> dict[str, Any]:
-    """Every model trains under DDP, skips together, and keeps equal weights."""
-    said = {}
-    for name, case in CASES.items():
-        torch.manual_seed(0)
-        network = DistributedDataParallel(case.make())
-        recovery = guard.Recovery(
-            network, torch.optim.SGD(network.parameters(), lr=0.01), guard.RecoveryPolicy(agree=True, spikes=0)
-        )
-        torch.manual_seed(dist.get_rank())
-        factors = [1.0, nan if dist.get_rank() == BAD_RANK else 1.0, 1.0]
-        actions = []
-        for factor in factors:
-            outcome = recovery.step(case.batch(), partial(weighted, case, network, factor))
-            actions.append(outcome.action)
-        total = sum(float(parameter.detach().double().sum()) for parameter in network.parameters())
-        said[name] = {"actions": actions, "weights": total, "sound": guard.check_model(network, reference=case.make()).ok}
-    return said
-
-
 def held(*, agree: bool) -> dict[str, Any]:
     """``debug.nan_guard`` where each rank has gradients of its own, as under FSDP: one of them has a NaN."""
     torch.manual_seed(0)
@@ -153,7 +126,6 @@ SCENARIOS = {
     "micro_batches": lambda: one_bad_batch(agree=True, accumulate=True),
     "spike": spike,
     "averaged_once": averaged_once,
-    "real_models": real_models,
     "held": lambda: held(agree=True),
     "held_alone": lambda: held(agree=False),
     "out_of_memory": out_of_memory,  # the last: a process ends in it

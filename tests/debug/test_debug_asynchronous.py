@@ -55,14 +55,6 @@ def test_other_tasks_run_while_a_large_tensor_is_computed(monkeypatch: pytest.Mo
     assert threads[0] is not threading.main_thread()
 
 
-def test_wrong_input_is_told_at_once() -> None:
-    """Before a thread is asked."""
-    with pytest.raises(TypeError, match=r"acheck_tensor\(\) takes a torch.Tensor, not int"):
-        asyncio.run(debug.acheck_tensor(3))
-    with pytest.raises(TypeError, match=r"acheck_gradients\(\) takes a torch.nn.Module, not int"):
-        asyncio.run(debug.acheck_gradients(3))
-
-
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -90,31 +82,6 @@ def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
         ("analyze_tensor: x: 1 NaN of 1 elements", "nonfinite_tensor")
     ]
     assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
-
-
-def test_bridges_may_be_closed_in_any_order() -> None:
-    """Findings reach every one that is open, and after the last they go where they went before; they went nowhere."""
-    kept, own = Kept(), logging.getLogger("training of one's own")
-    own.addHandler(kept)
-    first, second = debug.logging_bridge(own), debug.logging_bridge(own)
-    try:
-        first.close()
-        assert not findings.logger.propagate
-        debug.analyze_tensor(torch.tensor([nan]), "x")
-    finally:
-        second.close()
-        own.removeHandler(kept)
-    assert len(kept.records) == 1
-    assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
-
-
-@pytest.mark.parametrize(
-    ("target", "error"), [("training", TypeError), (logging.getLogger("torchobs.debug"), ValueError)], ids=["name", "itself"]
-)
-def test_a_bridge_to_nowhere_is_refused(target: Any, error: type[Exception]) -> None:
-    """A name is no logger, and a circle no bridge."""
-    with pytest.raises(error):
-        debug.logging_bridge(target)
 
 
 @pytest.mark.parametrize("check", [debug.analyze_tensor, lambda x: asyncio.run(debug.acheck_tensor(x))])

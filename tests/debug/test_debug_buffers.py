@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from torchobs import debug, guard, tune
-from torchobs.support.kept_state import Buffers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of sparse, quantised and nested tensors
 
@@ -67,44 +65,3 @@ def test_a_buffer_may_be_of_any_kind(kind: str) -> None:
     for run in RUNS.values():
         run(model, x)
         assert model.odd is buffer
-
-
-def test_what_expand_has_made_is_put_back() -> None:
-    """Promise: also where a forward pass has changed the one number behind it."""
-    one = torch.arange(3.0)
-    model = nn.Module()
-    model.register_buffer("odd", one[:, None].expand(3, 5))
-    kept = Buffers(model)
-    one.mul_(7)
-    kept.put_back()
-    assert one.tolist() == [0, 1, 2]
-
-
-def test_a_sparse_buffer_is_counted_with_its_indices() -> None:
-    """Promise: its bytes are those of indices and values, and what of them is kept for the backward pass is no activation."""
-
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.adjacency = nn.Linear(4, 4), nn.Buffer(torch.eye(4).to_sparse())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            product: torch.Tensor = torch.sparse.mm(self.adjacency, self.layer(x).t())
-            return product
-
-    found = debug.memory_usage(Graph(), torch.randn(8, 4))
-    assert (found.buffers, found.activations) == (4 * (2 * 8 + 4), 0)
-
-
-class _Quantised(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.quantize_per_tensor(WHOLE[:1] + index, 0.1, 0, torch.qint8)
-
-
-def test_workers_may_give_quantised_samples() -> None:
-    """Promise: the batch that a worker begins with is read, not its process ended."""
-    loader = DataLoader(_Quantised(), batch_size=None, num_workers=1)
-    assert debug.dataloader(loader, batches=2).batches == 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training import Recording, batch, loss_of, mlp, norm_of
+from tests.training import Recording, loss_of, mlp, norm_of
 from torchobs import debug
 from torchobs.debug import findings
 
@@ -62,22 +62,6 @@ def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCap
     ]  # fmt: skip
 
 
-def test_without_any_gradient_it_asks_for_backward() -> None:
-    """Called too late or too early."""
-    found = debug.check_gradients(mlp())
-    assert found.anomalies == ("no parameter of Sequential has a gradient: was backward() called, and not yet zero_grad()?",)
-    assert isnan(found.total_norm)
-    assert debug.check_gradients(torch.nn.Module()).anomalies == ()
-
-
-def test_an_exact_zero_is_named_so() -> None:
-    """Dead units before a layer."""
-    model = mlp()
-    loss_of(model).backward()
-    model[2].weight.grad.zero_()
-    assert debug.check_gradients(model).anomalies == ("2.weight: the gradient is exactly zero (vanishing)",)
-
-
 def scaled(*, fused: bool) -> tuple[Any, Any, Any]:
     """A model, an optimizer that changes nothing, a scaler."""
     model = mlp()
@@ -123,20 +107,6 @@ def test_findings_are_events_in_the_flight_file(run: Recording) -> None:
     assert "1 NaN" in attributes["message"]
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), "high", [1.0]])
-def test_a_loss_of_many_numbers_is_refused(loss: Any) -> None:
-    """It says what to do."""
-    with pytest.raises(TypeError, match=r"check_gradients\(\) takes a loss of one number, not .*: reduce it, or leave it out"):
-        debug.check_gradients(mlp(), loss)
-
-
-@pytest.mark.parametrize("call", [lambda check: check.exploding(0.0), lambda check: check.vanishing(nan)])
-def test_a_threshold_is_positive(call: Callable[[Any], object]) -> None:
-    """Anything else would say nothing, or everything."""
-    with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
-        call(debug.check_gradients(mlp()))
-
-
 def test_a_flood_is_logged_and_recorded_in_part(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
     """Of a hundred sick parameters eight are logged and recorded; the result has them all."""
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(50)])
@@ -144,34 +114,6 @@ def test_a_flood_is_logged_and_recorded_in_part(run: Recording, caplog: pytest.L
         parameter.grad = torch.full_like(parameter, nan)
     assert len(debug.check_gradients(model).anomalies) == 100
     assert len(caplog.records) == len(run.frames("torchobs.debug.finding")) == findings.FLOOD
-
-
-def test_sparse_gradients_are_added_up() -> None:
-    """An embedding's rows that occur twice in a batch."""
-    model = torch.nn.Embedding(10, 2, sparse=True)
-    model(torch.tensor([1, 1, 2])).sum().backward()
-    assert debug.check_gradients(model).total_norm == pytest.approx((2 * 4 + 2 * 1) ** 0.5)
-
-
-def test_training_is_the_same_with_checks(flight_dir: Any) -> None:
-    """Bit for bit, twice in a row."""
-    del flight_dir
-
-    def train(*, checked: bool) -> list[torch.Tensor]:
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for seed in range(5):
-            optimizer.zero_grad()
-            loss = loss_of(model, seed)
-            loss.backward()
-            if checked:
-                debug.check_gradients(model, loss)
-                debug.analyze_tensor(batch(seed)[0], "batch")
-                debug.analyze_parameters(model)
-            optimizer.step()
-        return list(model.parameters())
-
-    assert all(map(torch.equal, train(checked=False), train(checked=True)))
 
 
 class _Adapted(torch.nn.Module):
@@ -219,17 +161,6 @@ def test_zeros_that_are_about_to_learn_are_no_anomaly(make: Callable[[], torch.n
     assert [check.remarks for check in checks] == [(remark,), (), ()]
     model.get_parameter(zero).grad.zero_()
     assert debug.check_gradients(model).anomalies == (f"{zero}: the gradient is exactly zero (vanishing)",)
-
-
-def test_biases_of_zeros_excuse_nothing() -> None:
-    """They are usual, and pass all gradients on: dead units before them are an anomaly."""
-    model = mlp()
-    torch.nn.init.zeros_(model.get_parameter("2.bias"))
-    torch.nn.init.constant_(model.get_parameter("0.bias"), -1e3)
-    loss_of(model).backward()
-    found = debug.check_gradients(model)
-    assert found.remarks == ()
-    assert "0.weight: the gradient is exactly zero (vanishing)" in found.anomalies
 
 
 @pytest.mark.parametrize("kind", ["strided", "sparse"])

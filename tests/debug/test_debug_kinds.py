@@ -2,9 +2,7 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
-from collections import UserDict
 from dataclasses import dataclass
-from math import isnan
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.debug.models import Slope
 from torchobs import debug
 
 
@@ -57,23 +54,6 @@ def test_scripted_modules_take_no_hooks_and_are_looked_at_from_outside() -> None
         assert debug.trace_nan(model, x) is None
 
 
-def test_a_complex_output_has_a_sum_to_differentiate() -> None:
-    """Promise: without a loss function real and imaginary parts are summed."""
-
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = torch.fft.fft(x) @ self.weight
-            return out
-
-    model, x = Complex(), torch.randn(3, 4)
-    assert debug.count_flops(model, x).backward > 0
-    assert debug.memory_usage(model, x).gradients == 4 * 4 * 8
-
-
 @dataclass
 class _Output:
     logits: torch.Tensor
@@ -89,79 +69,6 @@ def test_what_is_in_a_dataclass_is_looked_at() -> None:
 
     found = debug.forward_pass(Model(), torch.tensor([-1.0, 1.0]))
     assert found.anomalies == ("output.hidden[0]: 1 NaN of 2 elements",)
-
-
-def test_a_gradient_without_numbers_neither_vanishes_nor_explodes() -> None:
-    """Promise: of the device meta nothing is known, and nothing is said."""
-    model = nn.Linear(4, 4, device="meta")
-    model(torch.randn(2, 4, device="meta")).sum().backward()
-    check = debug.check_gradients(model)
-    assert (check.anomalies, check.exploding(), check.vanishing()) == ((), (), ())
-    assert isnan(check.parameters[0].norm)
-    assert isnan(debug.analyze_parameters(model).norm)
-
-
-def test_statistics_within_a_context_are_no_finding() -> None:
-    """Promise: what `forward_pass` computes for itself, with NaN for what there is nothing of, is not the program's."""
-    empty = {"x": torch.full((3,), float("nan")), "none": torch.zeros(0)}
-
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, none
-
-    with debug.context("looked at", anomaly="warn") as info:
-        debug.forward_pass(Model(), empty)
-        debug.analyze_tensor(empty["x"])
-    assert info.anomalies == ()
-
-
-class _Inputs(UserDict[str, Any]):
-    """As a tokenizer's batch: a mapping that is no dictionary."""
-
-
-class _OfStructures(nn.Module):
-    """Takes a dataclass, a tuple in a mapping, and gives back a mapping of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 64)
-
-    def forward(self, given: _Output, more: _Inputs) -> dict[str, Any]:
-        assert isinstance(given, _Output)
-        assert isinstance(more["pair"], tuple)
-        return {"out": [self.layer(given.logits).tanh(), _Output(self.layer(more["pair"][0]).tanh())], "name": more["name"]}
-
-
-def test_batches_may_be_structures() -> None:
-    """Promise: `memory_usage` and `count_flops` take dataclasses, tuples and mappings."""
-    model = _OfStructures()
-    batch = (_Output(torch.randn(6, 4)), _Inputs(pair=(torch.randn(6, 4), 3), name="x"))
-    usage = debug.memory_usage(model, batch)
-    assert (usage.batch_size, usage.activations) == (6, 2 * 6 * 64 * 4)
-    assert debug.count_flops(model, batch).forward == 2 * 2 * 6 * 4 * 64
-
-
-def test_a_batch_without_a_tensor_is_refused_in_words() -> None:
-    """Promise: the error says what a batch needs."""
-    with pytest.raises(TypeError, match="takes a batch with a tensor of at least one sample, not dict"):
-        debug.memory_usage(nn.Linear(4, 2), {"texts": ["a", "b"]})
-
-
-def test_of_the_device_meta_no_nan_is_traced() -> None:
-    """Promise: where nothing is computed, no operator is blamed."""
-    with pytest.raises(ValueError, match="is on the device meta, where nothing is computed"):
-        debug.trace_nan(nn.Linear(4, 4, device="meta"), torch.randn(2, 4, device="meta"))
-
-
-def test_a_model_that_differentiates_in_its_forward_pass() -> None:
-    """Promise: its operations are counted, its devices judged, and what it cannot do without gradients is no mistake of it."""
-    model, x = Slope(), torch.randn(4, 2)
-    counted = debug.count_flops(model, x)
-    # twice 2 x 8 and 8 x 1, and the gradient of each of both by its input
-    assert counted.forward == 2 * 4 * 2 * (2 * 8 + 8)
-    assert counted.backward > 0
-    assert debug.devices(model, x).error is None
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 wrong: Any = debug

@@ -1,8 +1,7 @@
 """``debug.dataloader``: what a loader gives, how its workers share the work, what is wrong with its batches."""
 
 import time
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -114,29 +113,3 @@ def test_bad_batches() -> None:
     sorted_data = DataLoader(samples([0] * 120 + [1] * 120), batch_size=20)
     assert debug.dataloader(sorted_data, batches=6).anomalies[0].startswith("all 120 labels seen are 0")
     assert debug.dataloader([]).anomalies == ("the loader gives no batch",)
-
-
-def test_arguments() -> None:
-    """The errors say what to give."""
-    with pytest.raises(TypeError, match="iterable of batches"):
-        debug.dataloader(3)
-    with pytest.raises(ValueError, match="at least one"):
-        debug.dataloader([], batches=0)
-
-
-@dataclass
-class _Batch:
-    labels: torch.Tensor
-    x: torch.Tensor
-
-
-class _Named(NamedTuple):
-    y: torch.Tensor
-    x: torch.Tensor
-
-
-@pytest.mark.parametrize("kind", [_Batch, _Named])
-def test_labels_are_found_by_their_names_in_batches_of_other_kinds(kind: Any) -> None:
-    """Promise: in a dataclass and in a named tuple as in a mapping, wherever they stand."""
-    found = debug.dataloader([kind(torch.tensor([0, 1, 1]), torch.randint(9, (3, 2)))] * 2)
-    assert found.classes == {"0": 2, "1": 4}

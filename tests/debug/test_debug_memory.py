@@ -71,33 +71,6 @@ def test_the_state_of_an_optimizer_that_has_not_stepped(optimizer: Callable[...,
     assert debug.memory_usage(model, torch.randn(4, 64), optimizer=made).optimizer_state == foretold
 
 
-class _ByDimension(torch.optim.Optimizer):
-    """Keeps of a matrix what Shampoo and Adafactor do, of each parameter a flat copy, a table of its own, and a number."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state."""
-        assert closure is None
-        for x in self.param_groups[0]["params"]:
-            kept = {"flat": torch.zeros(x.numel()), "table": torch.zeros(256), "step": torch.zeros(())}
-            if x.dim() > 1:
-                kept |= {"left": torch.zeros(x.shape[0], x.shape[0]), "columns": torch.zeros(1, *x.shape[1:])}
-            self.state[x] = kept
-
-
-def test_the_state_of_an_optimizer_goes_by_dimensions() -> None:
-    """Promise: what has some of a parameter's dimensions grows with those alone."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(300, 1), torch.nn.Linear(1, 36), torch.nn.Unflatten(1, (4, 3, 3)), torch.nn.Conv2d(4, 6, 3)
-    )
-    optimizer = _ByDimension(model.parameters())
-    foretold = debug.memory_usage(model, torch.randn(4, 300), optimizer=optimizer).optimizer_state
-    optimizer.step()
-    assert debug.memory_usage(model, torch.randn(4, 300), optimizer=optimizer).optimizer_state == foretold
-
-
 def test_lines_and_objects_that_grew_are_named() -> None:
     """Tensors by the line that made them, without those that are gone; Python's memory by ``tracemalloc``."""
     kept: list[Any] = []
@@ -142,34 +115,3 @@ def test_a_point_has_the_tensors_by_shape() -> None:
     assert found.host > 10 << 20
     assert (found.label, found.devices, len(views)) == ("here", (), 2)
     assert found.tensor_size >= 492_000
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: debug.memory_usage(3, torch.ones(1)), TypeError, "takes a torch.nn.Module"),
-        (lambda: debug.memory_usage(wide(), "text"), TypeError, "takes a batch with a tensor"),
-    ],
-)
-def test_wrong_input_is_told(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    """With what to do."""
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_inputs_in_the_same_memory_are_counted_once() -> None:
-    """Promise: views that overlap take no more than their storage, and a small one does not hide a large one."""
-
-    class First(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-            return (x * self.scale).sum()
-
-    t = torch.ones(4, 9)
-    for inputs, size in (
-        ((t[:, :-1], t[:, 1:]), 144), ((t, t[:, :1]), 144), ((t[:, :1], t), 144), ((t[:, :1], t[:, 1:2]), 32), ((t, t), 144),
-    ):  # fmt: skip
-        assert debug.memory_usage(First(), inputs).inputs == size

@@ -2,8 +2,6 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
@@ -53,20 +51,6 @@ def test_a_parameter_and_an_input_elsewhere_are_named() -> None:
     assert "misplaced" in str(found)
 
 
-def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    """Of nine inputs elsewhere eight are logged, and the forward pass that failed for them as well."""
-    found = debug.devices(nn.Linear(4, 2), [torch.zeros(3, 4, device="meta") for _ in range(9)])
-    kinds = Counter(vars(record)["torchobs_kind"] for record in caplog.records)
-    assert kinds == {"misplaced_input": 8, "forward_error": 1}
-    assert len(found.anomalies) == 10
-
-
-def test_a_lazy_module_has_parameters_without_bytes() -> None:
-    """Whose number of elements torch refuses to say."""
-    (row,) = debug.devices(nn.LazyLinear(3)).devices
-    assert (row.parameters, row.size) == (2, 0)
-
-
 def test_state_of_the_optimizer_elsewhere() -> None:
     """Its step counts belong on the CPU and are not meant."""
     model = nn.Linear(4, 2)
@@ -84,9 +68,3 @@ def test_a_silent_copy_is_told_with_its_line() -> None:
     (copy,) = debug.devices(Copying(), torch.zeros(3, 4)).copies
     assert (copy.operator, copy.source, copy.target, copy.count, copy.size) == ("_to_copy", "cpu", "meta", 1, 48)
     assert f"{__file__}:" in copy.location
-
-
-def test_only_a_module() -> None:
-    """The error says what to give."""
-    with pytest.raises(TypeError, match="devices"):
-        debug.devices(torch.zeros(3))

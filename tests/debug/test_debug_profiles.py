@@ -102,17 +102,3 @@ def test_slow_operations() -> None:
         "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0),
     }  # fmt: skip
     assert summary.recent_anomalies[0].startswith("sleep: sleep took")
-
-
-def test_arguments(tmp_path: Path) -> None:
-    """The errors say what to give."""
-    with pytest.raises(TypeError, match="function that takes one step"):
-        debug.profile(3)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="active"):
-        debug.profile(lambda: None, active=0)
-    with pytest.raises(ValueError, match="no directory"):
-        debug.profile(lambda: None, trace=tmp_path / "absent" / "x.json")
-    with pytest.raises(ValueError, match=r"\.json"):
-        debug.profile(lambda: None, trace=tmp_path / "x.txt")
-    with pytest.raises(ValueError, match="slow_s"), debug.performance("x", slow_s=0):
-        pass

@@ -2,7 +2,6 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,24 +33,3 @@ def test_it_is_measured_as_the_other_kind_is() -> None:
     found, expected = debug.memory_usage(reentrant, x), debug.memory_usage(other, x)
     assert (found.parameters, found.gradients, found.inputs) == (expected.parameters, expected.gradients, expected.inputs)
     assert found.peak > found.gradients
-
-
-@pytest.mark.parametrize("function", [debug.memory_usage, debug.count_flops])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_nothing_of_it_is_changed(function: type, mode: type) -> None:
-    """Promise: parameters are the same objects, ``.grad`` keeps what is in it, and no hook of a parameter is called."""
-    model, x, called = _Checkpointed(reentrant=True), torch.randn(8, 6), list[object]()
-    before = [(name, each, each.clone()) for name, each in model.named_parameters(remove_duplicate=False)]
-    for each in model.parameters():
-        each.register_hook(called.append)
-        each.register_post_accumulate_grad_hook(called.append)
-    model.first.weight.grad = torch.ones(6, 6)
-    with mode():
-        function(model, x)
-    after = list(model.named_parameters(remove_duplicate=False))
-    assert all(one is y and torch.equal(y, z) for (_, one), (_, y, z) in zip(after, before, strict=True))
-    assert [name for name, _ in after] == [name for name, *_ in before]
-    assert all(one is other for one, other in zip(model.cell._flat_weights, model.cell.parameters(), strict=True))
-    assert [name for name, each in model.named_parameters() if each.grad is not None] == ["first.weight"]
-    assert torch.equal(model.first.weight.grad, torch.ones(6, 6))
-    assert called == []

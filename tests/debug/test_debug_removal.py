@@ -71,26 +71,6 @@ def test_switches(model: nn.Linear, when: str) -> None:
     assert debug.status().steps == 0
 
 
-def test_switches_that_are_enabled_again_before_the_hooks_have_gone(model: nn.Linear) -> None:
-    """Promise: each step is looked at once."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def disable(*_: Any) -> None:
-        debug.disable()
-
-    handle = register_optimizer_step_pre_hook(disable)
-    try:
-        debug.enable(["gradient_norms"], gradients_every=1)
-        step(model, optimizer)
-    finally:
-        handle.remove()
-    debug.enable(["gradient_norms"], gradients_every=1)
-    optimizer.step()
-    (row,) = (row for row in debug.status().switches if row.on)
-    assert (row.looks, debug.status().steps) == (1, 1)
-    step(model, optimizer)
-
-
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_gradient_norms_of_an_operation(model: nn.Linear, when: str) -> None:
     """Promise: the block of ``debug.operation`` may end in a step's hook."""

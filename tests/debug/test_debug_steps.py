@@ -3,20 +3,16 @@
 # mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
 # a parameter may have no gradient, and here it has one; torch has no types for `backward`
 
-import time
-from collections.abc import Callable
 from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from tests.debug.models import MODELS, step
 from tests.training import Recording, batch, loss_of, mlp
-from torchobs import debug, guard
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs import debug
 
 
 def hooks(model: torch.nn.Module) -> int:
@@ -155,32 +151,6 @@ class Keywords(torch.nn.Module):
         return {"logits": tokens * scale, "hidden": [tokens, tokens + 1], "loss": None}
 
 
-class Table(nn.Module):
-    """Keeps what its first pass makes, as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.table: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.arange(4.0)
-        out: torch.Tensor = self.layer(x) * self.table
-        return out
-
-
-@pytest.mark.parametrize("look", [debug.inference, guard.safe_inference])
-def test_a_model_that_fills_a_table_in_its_first_pass_can_be_trained_afterwards(look: Callable[..., Any]) -> None:
-    """Promise: nothing that a look at it leaves in a model is a tensor that autograd refuses; TorchScript is taken, too."""
-    model, x = Table(), torch.randn(2, 4)
-    look(model, x)
-    model(x).sum().backward()
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    scripted(x).sum().backward()
-    assert getattr(look(scripted, x), "success", True)
-
-
 def test_batches_and_outputs_of_any_nesting() -> None:
     """Dicts go by keyword, tuples by position; each tensor in them has a name."""
     found = debug.forward_pass(Keywords(), {"tokens": torch.ones(2), "scale": 2.0})
@@ -275,38 +245,5 @@ def test_without_monitored_steps_the_summary_is_the_session_s(run: Recording) ->
     assert debug.training_summary().total_steps <= 1
 
 
-def test_the_session_s_rates_of_gradients_are_of_the_steps_that_were_measured(run: Recording) -> None:
-    """Of 40 steps a quarter has a norm, which is zero: from the fifth of them on it has vanished."""
-    writer = run.session.writer
-    assert writer is not None
-    for number in range(1, 41):
-        flags = StepFlag.LOSS | StepFlag.GRAD_NORM if number % 4 == 0 else StepFlag.LOSS
-        writer.append(number, time.monotonic_ns(), RecordKind.STEP, flags, 1, 0.1, 1.0, 0.0, 0.0, (0.0,) * 8)
-    run.look()
-    found = debug.training_summary()
-    assert (found.gradient_vanishing, found.gradient_vanishing_rate, found.anomaly_rate) == (6, 0.6, 0.6)
-    assert (found.anomaly_steps, found.loss_anomaly_rate) == (6, 0.0)
-
-
 MODEL = mlp()
 SGD = torch.optim.SGD(MODEL.parameters())
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: debug.forward_pass(3, 3), TypeError, "takes a torch.nn.Module"),
-        (lambda: debug.backward_pass(1.0), TypeError, "a loss is a tensor, not float: return what loss_fn computes"),
-        (lambda: debug.backward_pass(torch.ones(2, requires_grad=True)), ValueError, "one element, not the shape"),
-        (lambda: debug.backward_pass(torch.ones(1)), ValueError, "the loss has no graph"),
-        (lambda: debug.optimization_step(MODEL), TypeError, "takes a torch.optim.Optimizer"),
-        (lambda: debug.training_step(MODEL, SGD, lambda y: y, batch()[0]), ValueError, "one element, not the shape"),
-        (lambda: debug.monitor_step(MODEL, None), TypeError, "takes a loss"),
-        (lambda: debug.monitor_step(MODEL, 1.0, exploding=0), ValueError, "a threshold of a norm is above 0"),
-        (lambda: debug.inference(SGD, 3), TypeError, "takes a torch.nn.Module"),
-    ],
-)
-def test_wrong_arguments_are_told(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    """With what to do."""
-    with pytest.raises(error, match=message):
-        call()

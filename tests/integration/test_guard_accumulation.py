@@ -93,44 +93,6 @@ def test_a_disabled_scaler_judges_nothing() -> None:
     assert recovery.step(torch.ones(4, 8), lambda batch: network(batch).square().mean()).stepped
 
 
-NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model": "resnet"}, "model is str, and a Module is needed"),
-    "optimizer": ({"optimizer": 0.1}, "optimizer is float, and a Optimizer is needed"),
-    "policy": ({"policy": {"oom": 1}}, "policy is dict, and a RecoveryPolicy is needed"),
-    "scaler": ({"scaler": 128.0}, "scaler is float"),
-    "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
-    "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
-    "no norm": ({"max_grad_norm": 0}, "max_grad_norm is 0; it is a number above 0"),
-    "another's": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
-    "closure": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
-}
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_arguments_of_nonsense_are_refused(name: str) -> None:
-    """Promise: a wrong argument is an error where it is written, which says what is needed."""
-    given, message = NONSENSE[name]
-    network = model()
-    arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
-    with pytest.raises((TypeError, ValueError), match=message):
-        guard.Recovery(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("batch", "compute", "accumulate", "message"),
-    [
-        ([], None, True, "a list of micro-batches, at least one, not list"),
-        (torch.ones(2, 8), None, True, "a list of micro-batches, at least one, not Tensor"),
-        (torch.ones(2, 8), lambda _: 3.0, False, "a tensor of one number, not float"),
-        (torch.ones(2, 8), lambda batch: batch, False, r"not a tensor of shape \(2, 8\)"),
-    ],
-)
-def test_a_step_of_nonsense_is_refused(batch: Any, compute: Any, accumulate: bool, message: str) -> None:  # noqa: FBT001
-    """Promise: micro-batches that are none, and a function that returns no loss, are errors of ours."""
-    with pytest.raises(TypeError, match=message):
-        Trained(model()).recovery.step(batch, compute, accumulate=accumulate)
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [

@@ -46,13 +46,6 @@ def test_gradients_are_averaged_once_for_a_step(said: list[dict[str, Any]]) -> N
         assert one["averaged_once"]["weights"] == pytest.approx(one["averaged_once"]["expected"], rel=1e-5)
 
 
-def test_real_models_train_and_skip_together(said: list[dict[str, Any]]) -> None:
-    """Promise: MLP, CNN, GPT and UNet under DDP: the bad step is skipped on both, and weights stay equal and sound."""
-    assert said[0]["real_models"] == said[1]["real_models"]
-    for name, one in said[0]["real_models"].items():
-        assert (one["actions"], one["sound"]) == (["none", "skip", "none"], True), name
-
-
 def test_a_rank_without_memory_ends_both(said: list[dict[str, Any]]) -> None:
     """Promise: the error is the original one where it happened, and an error, no endless wait, where it did not."""
     assert [one["out_of_memory"]["error"] for one in said] == ["RuntimeError", "OutOfMemoryError"]

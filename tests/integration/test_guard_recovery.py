@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.guard_trainings import Batch, Trained, batches, model, same, weights, with_buffers
 from torchobs import guard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.training import Recording
 
 
@@ -95,14 +93,6 @@ def sized(number: int) -> Batch:
     return {"x": torch.randn(number, 8), "y": torch.randn(number, 1)}
 
 
-def test_what_fits_is_a_number_of_samples() -> None:
-    """Promise: a smaller batch after a split one is whole if it fits, and parts are equal: none is one sample by itself."""
-    trained = Trained(with_buffers())
-    trained.largest = 5
-    assert [trained.step(sized(number)).parts for number in (16, 16, 4, 3, 5, 9, 6)] == [4, 4, 1, 1, 2, 3, 2]
-    assert trained.recovery.counts["memory.split"] == 2
-
-
 def test_larger_parts_are_tried_again() -> None:
     """Promise: where the memory was short for a moment, batches are whole again after some hundred steps."""
     trained = Trained(model())
@@ -111,31 +101,6 @@ def test_larger_parts_are_tried_again() -> None:
     trained.step(batch)
     trained.largest = 8
     assert [trained.step(batch).parts for _ in range(210)] == [4] * 99 + [2] * 101 + [1] * 10
-
-
-def test_trying_larger_parts_is_rare_and_costs_no_budget() -> None:
-    """Promise: where the memory stays short, tries become rarer and rarer, and no training ends by one."""
-    trained = Trained(model(), oom=2)
-    batch, tries = sized(8), []
-
-    def compute(part: Batch) -> torch.Tensor:
-        tries.extend([trained.recovery.steps] * (len(part["x"]) > 2))
-        return torch.zeros((), requires_grad=True) if len(part["x"]) <= 2 else trained.loss(part)
-
-    trained.largest = 2
-    outcomes = [trained.recovery.step(batch, compute) for _ in range(800)]
-    assert {outcome.parts for outcome in outcomes} == {4}
-    assert tries == [1, 1, 101, 301, 701]
-
-
-def test_without_a_budget_nothing_is_split() -> None:
-    """Promise: a budget of 0 does nothing, also for the batches after the one that did not fit."""
-    trained = Trained(model(), oom=0)
-    trained.largest = 4
-    with pytest.raises(torch.OutOfMemoryError):
-        trained.step(sized(8))
-    trained.largest = 8
-    assert trained.step(sized(8)).parts == 1
 
 
 def test_a_failed_attempt_leaves_no_statistics() -> None:
@@ -180,39 +145,6 @@ def test_buffers_that_are_replaced_are_put_back() -> None:
     assert float(trained.network.seen) == 8.0  # type: ignore[arg-type]
 
 
-class Counted:
-    """State that is no tensor: lists and dictionaries that go on changing."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"history": [], "best": {"loss": 9.0}}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state itself, as careless code returns it."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state itself."""
-        self.state = state
-
-
-def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
-    """Promise: lists and dictionaries of the extra objects are those of the snapshot's time, at every restoration."""
-    counted, network = Counted(), model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(snapshot_every=1000), extra=[counted])
-
-    def compute(batch: Batch) -> torch.Tensor:
-        counted.state["history"].append(1)
-        counted.state["best"]["loss"] -= 1.0
-        return torch.nn.functional.mse_loss(network(batch["x"]), batch["y"])
-
-    for batch in batches(30):
-        recovery.step(batch, compute)
-    for _ in range(2):
-        assert recovery.step({"x": batches(1)[0]["x"], "y": torch.full((8, 1), 1e4)}, compute).action == "restore"
-        assert counted.state == {"history": [], "best": {"loss": 9.0}}
-
-
 @dataclass
 class _Batch:
     x: torch.Tensor
@@ -243,35 +175,6 @@ def test_batches_of_any_structure_are_split(made: Any) -> None:
     kept = trained.recovery.evidence[0].batch
     bad.zero_()
     assert (kept.x if isinstance(kept, _Batch) else kept["x"]).isnan().all()
-
-
-def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:
-    """Promise: tensors of different lengths are no reason for another error; and what fits is not split for it."""
-    trained = Trained(model())
-    trained.largest = 4
-    odd = {"x": torch.randn(8, 8), "y": torch.randn(8, 1), "mask": torch.ones(3)}
-    with pytest.raises(torch.OutOfMemoryError):
-        trained.step(odd)
-    trained.step(batches(1)[0])
-    assert trained.step({"x": torch.randn(2, 8), "y": torch.randn(2, 1), "mask": torch.ones(3)}).stepped
-
-
-def test_an_iterable_data_set_has_no_length() -> None:
-    """Promise: a loader without a length is gone through to its end."""
-
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from (1, 2)
-
-    assert [int(each) for each in Trained(model()).recovery.batches(DataLoader(Stream(), batch_size=None))] == [1, 2]
-
-
-def test_a_sample_that_does_not_fit_is_an_error() -> None:
-    """Promise: what cannot be split is raised, as it was."""
-    trained = Trained(model())
-    trained.largest = 0
-    with pytest.raises(torch.OutOfMemoryError, match="too many samples"):
-        trained.step(batches(1)[0])
 
 
 def test_other_errors_are_the_user_s() -> None:
@@ -337,22 +240,6 @@ def test_data_that_cannot_be_read_is_skipped(workers: int) -> None:
     data = Readable(6, {1: ValueError("truncated"), 3: ConnectionError("reset"), 5: KeyError("label")})
     assert [int(batch) for batch in recovery.batches(DataLoader(data, batch_size=1, num_workers=workers))] == [0, 2, 4]
     assert recovery.counts == {"data.skip": 3}
-
-
-def test_a_lasting_error_of_data_is_raised() -> None:
-    """Promise: a missing disk is no bad sample, and a generator that ended early is no end of the data."""
-    recovery = Trained(model()).recovery
-    with pytest.raises(FileNotFoundError):
-        list(recovery.batches(DataLoader(Readable(3, {1: FileNotFoundError(2, "gone")}), batch_size=None)))
-
-    def ends_early() -> Iterator[int]:
-        yield 1
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        list(recovery.batches(ends_early()))
-    with pytest.raises(ValueError, match="all bad"):
-        list(Trained(model(), data=2).recovery.batches(DataLoader(Readable(9, dict.fromkeys(range(9), ValueError("all bad"))))))
 
 
 def test_transient_errors_are_repeated() -> None:

@@ -85,13 +85,6 @@ def test_blocks_that_a_forward_pass_changes_are_not_recomputed(kind: str) -> Non
     assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
 
 
-@pytest.mark.parametrize("kind", ["spectral_norm", "old_spectral_norm", "instance_norm", "observer"])
-def test_known_classes_need_no_example(kind: str) -> None:
-    """Promise: what torch itself has of them is known by class."""
-    model = nn.Sequential(*(nn.Sequential(LAYERS[kind](), nn.Tanh()) for _ in range(2)))
-    assert not decision(tune.optimize(model, mode="memory_efficient")).used
-
-
 def test_blocks_without_state_are_recomputed() -> None:
     """Promise: constants, tables that the first pass fills and norms without statistics are no obstacle."""
     x = torch.randn(2, 4, 8)
@@ -99,56 +92,3 @@ def test_blocks_without_state_are_recomputed() -> None:
         model = nn.Sequential(*(nn.Sequential(make(), nn.Tanh()) for _ in range(2)))
         assert decision(tune.optimize(model, mode="memory_efficient", example=x)).used
     assert decision(tune.optimize(blocks(), mode="memory_efficient", example=torch.randn(2, 16))).used
-
-
-class ForInferenceAlone(nn.Sequential):
-    """Takes no input in training, as detectors without their targets."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            raise ValueError("targets are missing")
-        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_what_cannot_be_tried_is_said() -> None:
-    """Promise: an example that is none of training is no error of the plan, and the decision says what is not known."""
-    model = ForInferenceAlone(*blocks()).eval()
-    found = decision(tune.optimize(model, mode="memory_efficient", example=torch.randn(2, 16)))
-    assert found.used
-    assert "not known, a forward pass in training mode failed: targets are missing" in found.reason
-    assert not any(part.training for part in model.modules())
-    lazy = nn.Sequential(*(nn.Sequential(nn.LazyLinear(4), nn.Tanh()) for _ in range(2)))
-    found = decision(tune.optimize(lazy, mode="memory_efficient", example=torch.randn(2, 16)))
-    assert "not initialised yet" in found.reason
-    assert isinstance(next(lazy.children())[0], nn.LazyLinear)  # type: ignore[index]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_a_buffer_of_nan_that_nothing_writes_to_has_not_changed() -> None:
-    """Promise: such a one, or a sparse one, is no reason not to recompute a block; one that changes beside its NaN is."""
-
-    class Constant(nn.Module):
-        kept: Tensor
-
-        def __init__(self, buffer: Tensor) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.register_buffer("kept", buffer)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x)
-            return y
-
-    class Counted(Constant):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept[1] += 1
-            return super().forward(x)
-
-    x = torch.randn(2, 4)
-    for buffer in (torch.tensor([float("nan"), 1.0]), torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
-        model = nn.Sequential(*(nn.Sequential(Constant(buffer), nn.Tanh()) for _ in range(2)))
-        found = decision(tune.optimize(model, mode="memory_efficient", example=x))
-        assert found.used
-        assert "not known" not in found.reason
-    model = nn.Sequential(*(nn.Sequential(Counted(torch.tensor([float("nan"), 1.0])), nn.Tanh()) for _ in range(2)))
-    assert not decision(tune.optimize(model, mode="memory_efficient", example=x)).used

@@ -113,38 +113,6 @@ def test_after_an_exception_fit_goes_on_without_what_it_left() -> None:
     assert all(map(torch.equal, weights(whole.model), weights(run.model)))
 
 
-def test_a_resume_begins_without_gradients(tmp_path: Path) -> None:
-    """Promise: micro-batches that were computed before it are of no step after it."""
-    run = tune.pipeline(nn.Linear(16, 4), accumulate=2, amp=False, scheduler="constant")
-    run.save(tmp_path / "run.pt")
-    batch = torch.randn(4, 16), torch.randn(4, 4)
-    run.train_step(batch, loss_fn)
-    run.resume(tmp_path / "run.pt")
-    assert all(weight.grad is None for weight in run.model.parameters())
-    run.train_step(batch, loss_fn)
-    assert run.step == 0
-
-
-def test_the_rates_of_a_scheduler_of_one_s_own_are_left_alone() -> None:
-    """Promise: every part may be replaced; further epochs go on with the rates that the other scheduler has set."""
-    run = tune.pipeline(nn.Linear(16, 4), lr=1.0, optimizer="sgd", amp=False)
-    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, gamma=0.1)
-    batches = Listed([(torch.randn(4, 16), torch.randn(4, 4))] * 2)
-    for epochs in (1, 2, 3):
-        run.fit(batches, epochs, loss_fn)
-        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1**epochs)
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"), [(1.0, "not float"), ({"loss": 1}, "not dict"), (torch.ones(2), r"not one of shape \(2,\)")]
-)
-def test_a_loss_that_is_none_is_refused(returned: Any, words: str) -> None:
-    """Promise: the error says what a loss function returns."""
-    run = tune.pipeline(nn.Linear(2, 1), amp=False, scheduler="constant")
-    with pytest.raises(TypeError, match=f"a tensor of one number, {words}"):
-        run.train_step((torch.ones(1, 2), torch.ones(1, 1)), lambda *_: returned)
-
-
 def test_progress_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     """Promise: a line on request, none without."""
     loader = DataLoader(TensorDataset(torch.randn(8, 16), torch.randn(8, 4)), batch_size=4)
@@ -182,15 +150,6 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> 
         tune.pipeline(nn.Linear(2, 2), **options)
 
 
-def test_a_schedule_without_an_end_says_what_to_do() -> None:
-    """Promise: cosine without a number of steps is an error that names the argument, before the model has changed."""
-    run = tune.pipeline(nn.Linear(2, 2))
-    before = weights(run.model)
-    with pytest.raises(ValueError, match="pass total_steps"):
-        run.train_step((torch.ones(1, 2), torch.ones(1, 2)), loss_fn)
-    assert all(map(torch.equal, before, weights(run.model)))
-
-
 def test_further_epochs_are_trained(tmp_path: Path) -> None:
     """Promise: with more epochs, after a resume or in a second call, the schedule is longer, not at its end and rate 0."""
     run = tune.pipeline(blocks(dropout=0.0), lr=1e-2, amp=False)
@@ -210,48 +169,6 @@ def test_further_epochs_are_trained(tmp_path: Path) -> None:
     given = tune.pipeline(blocks(dropout=0.0), total_steps=3, amp=False).resume(tmp_path / "run.pt")
     given.fit([PAIR] * 2, 3, loss_fn)
     assert given.total_steps == 3  # what the caller says holds
-
-
-@pytest.mark.parametrize(
-    ("loader", "epochs", "words"),
-    [
-        ([], 1, "no batch for epoch 1"),
-        (iter([PAIR]), 1, "no length: pass total_steps"),
-        ([(*PAIR, 1)], 1, "a pair of input and target, not tuple of 3"),
-        ([{"x": 1, "y": 2}], 1, "a pair of input and target, not dict of 2"),
-        ([PAIR], "1", "epochs and every are whole numbers"),
-    ],
-)
-def test_a_loader_of_nonsense_is_refused(loader: Any, epochs: Any, words: str) -> None:
-    """Promise: what cannot be trained on is an error, not a mean loss of 0."""
-    with pytest.raises(ValueError, match=words):
-        tune.pipeline(blocks(), amp=False).fit(loader, epochs, loss_fn)
-
-
-def test_a_loader_without_a_length(capsys: pytest.CaptureFixture[str]) -> None:
-    """Promise: with total_steps it trains, and shows how far it is; used up before its last epoch it is an error."""
-    run = tune.pipeline(blocks(), total_steps=4, amp=False)
-    with pytest.raises(ValueError, match="no batch for epoch 2: an iterator is used up"):
-        run.fit(iter([PAIR] * 2), 2, loss_fn, progress=True)
-    assert run.step == 2
-    assert "epoch 1/2  batch 2  loss" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_from_before_a_group_are_dropped(accumulate: int) -> None:
-    """Promise: a look at gradients before training, or between steps, changes no step; those of a group add up."""
-    plain, looked_at = blocks(dropout=0.0), blocks(dropout=0.0)
-    options: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "scheduler": "constant", "max_grad_norm": None, "amp": False}
-    runs = [tune.pipeline(model, accumulate=accumulate, **options) for model in (plain, looked_at)]
-    for number in range(4):
-        if number % accumulate == 0:
-            loss_fn(looked_at(PAIR[0]), 3 * PAIR[1]).backward()
-        for run in runs:
-            with pytest.raises(ValueError, match="a pair"):
-                run.train_step(PAIR[0], loss_fn)  # which is none of the group
-            run.train_step((PAIR[0] * (number + 1), PAIR[1]), loss_fn)
-    assert runs[1].step == 4 // accumulate
-    assert all(map(torch.equal, weights(plain), weights(looked_at)))
 
 
 @pytest.fixture(scope="module")

@@ -8,21 +8,15 @@ import copy
 import functools
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.debug.models import Slope
-from tests.guard_cases import CASES
-from tests.support import quick_inductor
 from tests.tune.models import Block, blocks, convolutions
-from torchobs import debug, tune
+from torchobs import tune
 from torchobs.tune.difference import compare
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MODES = ("none", "amp", "compile", "memory_efficient", "full", "inference")
 LEVELS = ("none", "basic", "advanced", "maximum")
@@ -136,13 +130,6 @@ def test_checkpointing_keeps_less_and_changes_no_gradient() -> None:
     assert kept_less < kept / 2
 
 
-def test_blocks_with_batch_statistics_are_not_recomputed() -> None:
-    """Promise: a second forward pass never updates running statistics twice."""
-    plan = tune.optimize(convolutions(), mode="memory_efficient", checkpoint=nn.Sequential)
-    assert "checkpointing" not in plan.used
-    assert "statistics" in str(plan)
-
-
 def test_check_measures_and_refuses() -> None:
     """Promise: a difference above the tolerance raises, with the numbers, and undoes the plan."""
     model, x = blocks(), torch.randn(32, 16)
@@ -158,67 +145,6 @@ def test_check_measures_and_refuses() -> None:
     assert fingerprint(model) == before
     exact = tune.optimize(model, mode="none").check(x)
     assert (exact.relative, exact.largest, exact.finite) == (0.0, 0.0, True)
-
-
-def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them() -> None:
-    """Promise: a plan is checked and timed; no parameter has a gradient of it."""
-    model, x = Slope(), torch.randn(8, 2)
-    difference = tune.optimize(model, mode="amp", example=x, amp_dtype=torch.bfloat16).measure()
-    assert 0 < difference.relative < difference.tolerance
-    result = tune.benchmark(
-        model, (x, torch.zeros(8, 2)), None, nn.functional.mse_loss, modes=("none", "amp"), rounds=6, warmup=0,
-        amp_dtype=torch.bfloat16,
-    )  # fmt: skip
-    assert result["amp"].difference == difference.relative
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_forward_passes_that_differentiate_are_timed_and_counted_once() -> None:
-    """Promise: without a loss function, too; attention in them is counted for one pass."""
-    model, x = Slope(), torch.randn(8, 2)
-    assert tune.benchmark(model, x, modes=("none", "amp"), rounds=6, warmup=0)["amp"].accepted
-
-    class Attending(Slope):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            queries = torch.ones(1, 2, 4, 8)
-            return super().forward(x) + nn.functional.scaled_dot_product_attention(queries, queries, queries).mean()
-
-    assert tune.optimize(Attending(), mode="none").attention_kernels(x) == {"flash": 1}
-
-
-def test_an_error_that_is_none_of_gradients_is_raised_at_once() -> None:
-    """Promise: a pass that has run out of memory is not tried again with more."""
-
-    class Full(nn.Module):
-        calls = 0
-
-        def forward(self, _x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    model = Full()
-    with pytest.raises(RuntimeError, match="can't allocate"):
-        tune.optimize(model, mode="none").measure(torch.ones(1))
-    assert model.calls == 1
-    assert debug.devices(model, torch.ones(1)).error is not None
-    assert model.calls == 2
-
-
-def test_a_buffer_that_is_returned_is_compared_as_it_was_then() -> None:
-    """Promise: putting buffers back does not make outputs alike that are buffers."""
-
-    class Cache(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.register_buffer("cache", torch.zeros(2, 4, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            cache: torch.Tensor = self.get_buffer("cache")
-            return cache.copy_(self.layer(x))
-
-    plan = tune.optimize(Cache(), mode="amp", amp_dtype=torch.bfloat16, example=torch.randn(2, 4))
-    assert 0 < plan.measure().relative < 0.0625
 
 
 def test_outputs_that_overflow_are_refused() -> None:
@@ -296,33 +222,6 @@ def test_compiled_model_computes_the_same_and_is_compiled_once(monkeypatch: pyte
     assert plan.check().accepted
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     assert plan.compile_failure is None
-
-
-def test_every_model_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: torch's limit of recompilations is each model's own."""
-    compiled: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        compiled.append(str(graph))
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for width in range(4, 9):
-            model = nn.Sequential(nn.Linear(width, 2), nn.ReLU())
-            with tune.optimize(model, mode="compile"):
-                model(torch.ones(1, width))
-    assert len(compiled) == 5
-
-
-def test_a_container_of_torch_s_own_is_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: an nn.Sequential of torch's modules is compiled, although torch compiles no file of its own."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
-    with quick_inductor(tmp_path, monkeypatch), torch.no_grad(), tune.optimize(model, mode="compile"):
-        model(x)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 class _Uncompilable(nn.Module):
@@ -428,30 +327,3 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exc
         tune.optimize(nn.Linear(2, 2, device="meta")).check(torch.ones(1, 2, device="meta"))
     with pytest.raises(ValueError, match="pass a batch here"):
         tune.optimize(nn.Linear(2, 2)).check()
-
-
-@pytest.mark.parametrize("mode", ["memory_efficient", "full"])
-def test_a_diffusion_model(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: a UNet of diffusers, whose output is a class of its own, is planned, checked, trained and as it was."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = CASES["UNet"].make()
-    batch = CASES["UNet"].batch()
-    inputs = {name: value for name, value in batch.items() if name != "target"}
-    before = fingerprint(model)
-    resnet = type(model.mid_block.resnets[0])
-    options: dict[str, Any] = {"level": "advanced", "amp_dtype": torch.bfloat16, "example": inputs}
-    plan = tune.optimize(model, mode=mode, checkpoint=resnet, **options).apply()
-    wanted = {"autocast", *(("channels_last", "compile") if mode != "memory_efficient" else ())}
-    assert wanted | {"checkpointing"} <= set(plan.used), plan
-    assert 0 < plan.check().relative < plan.check().tolerance
-    loss = nn.functional.mse_loss(model(**inputs).sample.float(), batch["target"])
-    loss.backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
-    assert plan.compile_failure is None
-    model.zero_grad()
-    plan.undo()
-    assert fingerprint(model) == before
-    expected = nn.functional.mse_loss(model(**inputs).sample, batch["target"])
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=0.0625)

@@ -5,18 +5,16 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tune.models import blocks, convolutions
+from tests.tune.models import blocks
 from tests.tune.test_tune_plan import fingerprint
 from torchobs import tune
-from torchobs.tune.activations import Kept, recomputed
+from torchobs.tune.activations import Kept
 
 
 class Attending(nn.Module):
@@ -92,64 +90,6 @@ def test_weights_that_were_trained_since_are_quantised_anew() -> None:
             assert not model(x).any()
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_weights_that_are_loaded_while_a_plan_is_applied_are_computed_with(*, assign: bool) -> None:
-    """Promise: no plan answers with copied weights that the model has replaced."""
-    model, other = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval() for _ in range(2))
-    x = torch.ones(3, 8)
-    with torch.no_grad(), tune.optimize(model, mode="inference", quantize="dynamic", example=x) as plan:
-        model(x)
-        model.load_state_dict(other.state_dict(), assign=assign)
-        difference = (model(x).float() - other(x)).norm() / other(x).norm()
-        assert difference < 0.0625
-        model.get_parameter("2.bias").add_(100.0)
-        assert (model(x) > 50).all()
-    assert not plan.applied
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_weights_that_replaced_quantised_ones_stay(kind: str) -> None:
-    """Promise: `undo` takes back what the plan did, and not what was loaded since."""
-    model, x, plan = quantized(kind)
-    other, _, _ = quantized(kind)
-    with plan:
-        model.load_state_dict(other.state_dict(), assign=True)
-    with torch.no_grad():
-        assert torch.equal(model(x), other(x))
-
-
-class _OwnLinear(nn.Linear):
-    """A linear layer with a class of its own."""
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_only_layers_that_the_plan_counts_are_quantised(kind: str) -> None:
-    """Promise: one with a computed weight, or of a class of its own, stays as it is, also after `undo`."""
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)), _OwnLinear(16, 16), nn.Linear(16, 4)).eval()
-    x, weight = torch.randn(8, 16), model[1].weight
-    plan = tune.optimize(model, mode="inference", quantize=kind, example=x)
-    assert "1 × Linear" in str(plan)
-    with torch.no_grad():
-        expected = model(x)
-        assert plan.check().relative > 0
-        with plan:
-            assert model[1].weight is weight
-        assert model[1].weight is weight
-        assert torch.equal(model(x), expected)
-
-
-def test_weights_that_share_their_memory_keep_it() -> None:
-    """Promise: neither other processes nor another parameter lose sight of a weight because its layout is changed."""
-    shared = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).share_memory()
-    plan = tune.optimize(shared, mode="compile", level="advanced")
-    assert "- channels_last   the weights share their memory" in str(plan)
-    own = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
-    own[1].weight.data = own[0].weight.data
-    with tune.optimize(own, mode="compile", level="advanced"):
-        assert own.get_parameter("1.weight").data_ptr() == own.get_parameter("0.weight").data_ptr()
-        assert own.get_parameter("2.weight").is_contiguous(memory_format=torch.channels_last)
-
-
 def test_quantisation_is_skipped_where_it_cannot_be() -> None:
     """Promise: training, a model without linear layers, a missing torchao are reasons."""
     assert "not part of mode 'amp'" in str(tune.optimize(blocks(), mode="amp", quantize="dynamic"))
@@ -163,18 +103,6 @@ def test_quantisation_is_skipped_where_it_cannot_be() -> None:
         plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
         assert "torchao is not installed: pip install 'torchobs[torchao]'" in str(plan)
         assert plan.apply().undo().used == ("loader", "compile")
-
-
-def test_a_torchao_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: one made for another torch is a reason, not a crash when the plan is applied."""
-    (tmp_path / "torchao").mkdir()
-    (tmp_path / "torchao" / "__init__.py").write_text("raise ImportError('needs another torch')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
-        monkeypatch.delitem(sys.modules, name)
-    plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
-    assert "this torchao does not fit this torch: ImportError: needs another torch" in str(plan)
-    assert "quantization" not in plan.apply().undo().used
 
 
 def kept_bytes(model: nn.Module, x: Tensor) -> int:
@@ -200,24 +128,6 @@ def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
     assert "are allowed" in str(roomy)
     assert "is not reached" in str(tune.optimize(model, activation_budget=1, **options))
     assert "pass example=" in str(tune.optimize(model, mode="memory_efficient", activation_budget=1))
-
-
-def test_measuring_leaves_running_statistics() -> None:
-    """Promise: batch normalisation's statistics are as before; each block's bytes are part of the whole."""
-    model = convolutions()
-    before = fingerprint(model)
-    kept = Kept(model, torch.ones(4, 3, 8, 8), [model[0], model[2]])
-    assert fingerprint(model) == before
-    assert 0 < sum(kept.by_block) < kept.total
-
-
-def test_the_largest_is_chosen_first() -> None:
-    """Promise: recomputing one block alone gains nothing, since it is there again meanwhile; two gain the smaller."""
-    kept = Kept(nn.Linear(1, 1), torch.ones(1, 1), ())
-    kept.total, kept.by_block = 100, [10, 40, 30]
-    assert recomputed(kept, 100) == ([], 100)
-    assert recomputed(kept, 70) == ([1, 2], 70)
-    assert recomputed(kept, 1) == ([0, 1, 2], 60)
 
 
 @pytest.mark.parametrize(

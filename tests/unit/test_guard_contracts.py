@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchobs import guard
-from torchobs.guard.shapes import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,12 +144,6 @@ def test_nonsense_is_refused_when_it_is_written(arguments: dict[str, Any], messa
         guard.Contract(**arguments)
 
 
-def test_complex_numbers_are_in_no_order() -> None:
-    """Promise: a range of complex numbers is refused with what to use instead."""
-    with pytest.raises(ValueError, match="max_norm"):
-        guard.Contract(min=0.0).check(torch.tensor([1j]))
-
-
 def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
     """Promise: inputs and targets of different batches are refused together with everything else."""
     inputs = {"x": torch.zeros(4, 7), "y": torch.zeros(5), "z": torch.tensor([nan])}
@@ -190,37 +181,3 @@ def test_no_graph_break() -> None:
 
     compiled = torch.compile(forward, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
-
-
-@given(st.lists(st.integers(0, 4), max_size=5), st.data())
-def test_a_shape_matches_its_own_pattern(shape: list[int], data: st.DataObject) -> None:
-    """Promise: sizes, names, ``_`` and a part of any length match the shape that they were made from, and no longer one."""
-    words = [data.draw(st.sampled_from([str(size), f"n{size}", "_"])) for size in shape]
-    assert parse(" ".join(words)).mismatch(shape, {}) is None
-    assert parse(" ".join(words)).mismatch([*shape, 1], {}) is not None
-    cut = data.draw(st.integers(0, len(words)))
-    rest = parse(" ".join([*words[:cut], "*rest", *words[cut:]]))
-    sizes: dict[str, object] = {}
-    assert rest.mismatch([*shape[:cut], 7, 8, *shape[cut:]], sizes) is None
-    assert sizes["*rest"] == (7, 8)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_strided_nested_tensor_is_checked() -> None:
-    """Promise: it has no shape that torch would tell, and is checked all the same: a name stands for unequal lengths, too."""
-    good = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
-    guard.Contract("batch length 3", dtype="floating", min=0.0, max=1.0, max_norm=10.0).check(good)
-    bad = torch.nested.nested_tensor([torch.ones(2, 3), torch.full((4, 3), float("nan"))])
-    with pytest.raises(guard.ContractError, match="finite: 12 NaN among 18 values"):
-        guard.Contract().check(bad)
-    with pytest.raises(guard.ContractError, match=r"shape: \(2, '\*', 3\)"):
-        guard.Contract("batch 4 3").check(good)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_integers_have_a_range(dtype: torch.dtype) -> None:
-    """Promise: tokens and pixels of 16 bits and more are compared with the limits."""
-    x = torch.tensor([1, 40_000], dtype=dtype)
-    guard.Contract(min=0, max=40_000, max_norm=40_001).check(x)
-    with pytest.raises(guard.ContractError, match="max: 40000, and 1 of 2 values"):
-        guard.Contract(max=255).check(x)
