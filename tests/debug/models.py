@@ -36,19 +36,6 @@ class Decoder(nn.Module):
         return out.transpose(1, 2)
 
 
-class Slope(nn.Module):
-    """Differentiates in its forward pass, as networks for forces or for differential equations do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-        return slope
-
-
 def _fully_connected() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
 

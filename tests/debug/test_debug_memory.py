@@ -1,19 +1,23 @@
 """``debug.memory_usage``, ``memory_tracking`` and ``profile_memory`` measure what they say."""
 
-# mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
-# a parameter may have no gradient, and here it has one; torch has no types for `backward`
+# mypy: disable-error-code="comparison-overlap, index, no-untyped-call, operator, union-attr"
+# ruff: noqa: NPY002  # the global generator, which augmentations draw from
 
+import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils import _python_dispatch
+from torch.utils.checkpoint import checkpoint
 
 from tests.debug.models import MODELS
-from torchobs import debug
+from torchobs import debug, guard, tune
 
 
 def wide() -> torch.nn.Sequential:
@@ -115,3 +119,136 @@ def test_a_point_has_the_tensors_by_shape() -> None:
     assert found.host > 10 << 20
     assert (found.label, found.devices, len(views)) == ("here", (), 2)
     assert found.tensor_size >= 492_000
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of sparse, quantised and nested tensors
+
+WHOLE = torch.arange(12.0).reshape(3, 4)
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": WHOLE.to_sparse,
+    "sparse_csr": WHOLE.to_sparse_csr,
+    "sparse_bsc": lambda: WHOLE.to_sparse_bsc((1, 2)),
+    "expanded": lambda: torch.arange(3.0)[:, None].expand(3, 5),
+    "expanded twice": lambda: torch.ones(()).expand(2, 3),
+    "quantised": lambda: torch.quantize_per_tensor(WHOLE, 0.1, 0, torch.qint8),
+    "quantised by channel": lambda: torch.quantize_per_channel(WHOLE, torch.ones(3), torch.zeros(3).int(), 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+def _dies(_: torch.Tensor) -> torch.Tensor:
+    return torch.full((), float("nan"), requires_grad=True)
+
+
+def _skip(model: nn.Module, x: torch.Tensor) -> None:
+    recovery = guard.Recovery(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert recovery.step(x, lambda batch: _dies(model(batch))).action == "skip"
+
+
+def _benchmark(model: nn.Module, x: torch.Tensor) -> None:
+    tune.benchmark(model, (x, x), None, nn.functional.mse_loss, modes=("none",), rounds=6)
+
+
+def _budget(model: nn.Module, x: torch.Tensor) -> None:
+    tune.optimize(model, mode="memory_efficient", checkpoint=nn.Linear, activation_budget=1, example=x)
+
+
+RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "memory_usage": debug.memory_usage,
+    "count_flops": debug.count_flops,
+    "trace_nan": debug.trace_nan,
+    "devices": debug.devices,
+    "ddp": lambda model, _: debug.ddp(model),
+    "Recovery": _skip,
+    "benchmark": _benchmark,
+    "activation_budget": _budget,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_buffer_may_be_of_any_kind(kind: str) -> None:
+    """Promise: none of them raises or ends the process, and the buffer is the same tensor afterwards."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4)
+    buffer = KINDS[kind]()
+    model.register_buffer("odd", buffer)
+    for run in RUNS.values():
+        run(model, x)
+        assert model.odd is buffer
+
+
+class _Checkpointed(nn.Module):
+    """Recomputes a recurrent layer and a part that has the weights of the first layer."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.cell, self.tied = nn.Linear(6, 6), nn.GRU(6, 6), nn.Linear(6, 6)
+        self.tied.weight = self.first.weight
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def part(y: torch.Tensor) -> torch.Tensor:
+            return self.tied(self.cell(y)[0]).tanh()  # type: ignore[no-any-return]
+
+        return checkpoint(part, self.first(x), use_reentrant=self.reentrant).square()  # type: ignore[no-any-return]
+
+
+def test_it_is_measured_as_the_other_kind_is() -> None:
+    """Promise: the same operations, recomputation among them, and the same parameters, gradients and input."""
+    reentrant, other = _Checkpointed(reentrant=True), _Checkpointed(reentrant=False)
+    x = torch.randn(8, 6)
+    assert debug.count_flops(reentrant, x).flops == debug.count_flops(other, x).flops
+    found, expected = debug.memory_usage(reentrant, x), debug.memory_usage(other, x)
+    assert (found.parameters, found.gradients, found.inputs) == (expected.parameters, expected.gradients, expected.inputs)
+    assert found.peak > found.gradients
+
+
+class _Counting(nn.Module):
+    """Keeps a count and a mean as buffers, and draws from all generators."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1  # another tensor each time, as in `self.queue = torch.cat(...)`
+        self.mean = x.detach().mean()
+        noise = random.random() + float(np.random.rand()) + torch.rand(())
+        return self.norm(self.layer(x + noise))  # type: ignore[no-any-return]
+
+
+def random_states() -> list[Any]:
+    """The next number of each generator, which stays where it is."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    return drawn
+
+
+MEASURED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "memory_usage": debug.memory_usage,
+    "count_flops": debug.count_flops,
+    "devices": debug.devices,
+    "compile": debug.compile,
+    "trace_nan": debug.trace_nan,
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_model_that_is_run_beside_its_training_is_as_before(name: str) -> None:
+    """Promise: buffers, also those that a forward pass replaces, and the states of Python's, NumPy's and torch's generators."""
+    model, x = _Counting(), torch.randn(6, 4)
+    model(x)
+    buffers = dict(model.named_buffers())
+    values, drawn = {key: buffer.clone() for key, buffer in buffers.items()}, random_states()
+    MEASURED[name](model, x)
+    after = dict(model.named_buffers())
+    assert all(after[key] is buffer and torch.equal(buffer, values[key]) for key, buffer in buffers.items())
+    assert after.keys() == buffers.keys()
+    assert random_states() == drawn

@@ -1,8 +1,9 @@
 """``debug.ddp`` with two real ranks over gloo: what differs is named on both."""
 
-# mypy: disable-error-code="no-untyped-call, attr-defined"
+# mypy: disable-error-code="attr-defined, no-untyped-call"
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,79 @@ def test_one_process_agrees_with_itself() -> None:
     assert (found.agree, found.world_size, found.disagreements, found.anomalies) == (True, 1, (), ())
     with pytest.raises(TypeError, match="ddp"):
         debug.ddp(3)
+
+
+LAYOUTS = ("fsdp1", "fsdp1 original", "fsdp2")
+
+
+def sharded(layout: str) -> nn.Module:
+    """A model with a block that is gathered again for the backward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2))
+    if layout == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    from torch.distributed.fsdp import FullyShardedDataParallel, wrap
+
+    policy = wrap.ModuleWrapPolicy({nn.Sequential})
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=layout.endswith("original"), auto_wrap_policy=policy
+    )
+
+
+def sharded_main(rank: int, directory: str) -> None:
+    """All calls on one rank. One that waits for the other for ever ends with an error."""
+    torch.set_num_threads(1)
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    answers = {}
+    for layout in LAYOUTS:
+        batch = torch.ones(6, 4)
+        found: dict[str, Any] = {"agreement": debug.ddp(sharded(layout)).to_dict()}
+        flops = debug.count_flops(sharded(layout), batch)
+        found["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
+        found["parameters"] = debug.memory_usage(sharded(layout), batch).parameters
+        batch[3, 1] = float("nan") if rank else 1.0
+        model = sharded(layout)
+        origin = debug.trace_nan(model, batch)
+        found["origin"] = None if origin is None else [origin.kind, origin.sample]
+        found["next loss"] = model(torch.ones(6, 4)).sum().item()  # the other rank takes part in it
+        answers[layout] = found
+    Path(directory, f"{rank}.json").write_text(json.dumps(answers))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank was told."""
+    return fork_server.said_by_ranks(sharded_main, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_no_disagreement(answers: list[dict[str, Any]], layout: str) -> None:
+    """Promise: ``ddp`` does not compare what is different by design, and says how many parameters that are."""
+    for one in answers:
+        agreement = one[layout]["agreement"]
+        assert (agreement["agree"], agreement["anomalies"]) == (True, [])
+        assert agreement["sharded"] == (2 if layout == "fsdp1" else 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_nan_on_one_rank_is_traced_there_and_the_other_goes_on(answers: list[dict[str, Any]], layout: str) -> None:
+    """Promise: both go through the same collectives, whatever they find."""
+    assert [one[layout]["origin"] for one in answers] == [None, ["input", 3]]
+    assert answers[0][layout]["next loss"] == answers[1][layout]["next loss"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_models_are_measured(answers: list[dict[str, Any]], layout: str) -> None:
+    """The whole model's products, both passes, and the ranks' parts of the parameters; the gathering multiplies nothing."""
+    products = 2 * 6 * (4 * 8 + 8 * 2)
+    for one in answers:
+        assert one[layout]["flops"] == [products, products + 2 * 6 * 8 * 2, []]
+    assert sum(one[layout]["parameters"] for one in answers) == 4 * 58

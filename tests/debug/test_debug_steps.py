@@ -1,18 +1,23 @@
 """``debug.training_step``, its parts and ``monitor_step`` do what a loop does, check it and count it."""
 
-# mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
-# a parameter may have no gradient, and here it has one; torch has no types for `backward`
+# mypy: disable-error-code="comparison-overlap, index, no-untyped-call, operator, union-attr"
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf, nan
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tests.debug.models import MODELS, step
 from tests.training import Recording, batch, loss_of, mlp
 from torchobs import debug
+from torchobs.detect.spikes import ORDERS, WARM_UP, NormBaseline
 
 
 def hooks(model: torch.nn.Module) -> int:
@@ -247,3 +252,187 @@ def test_without_monitored_steps_the_summary_is_the_session_s(run: Recording) ->
 
 MODEL = mlp()
 SGD = torch.optim.SGD(MODEL.parameters())
+
+
+def graded(norm: float) -> nn.Module:
+    """A model whose gradients have this norm each."""
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, norm / parameter.numel() ** 0.5)
+    return model
+
+
+CHECKS: dict[str, Callable[..., Any]] = {
+    "check_gradients": debug.check_gradients,
+    "monitor_step": lambda model, **limits: debug.monitor_step(model, 1.0, **limits),
+    "backward_pass": lambda model, **limits: debug.backward_pass(_no_loss(), model, **limits),
+}
+
+
+def _no_loss() -> torch.Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_caller_s_threshold_holds_for_the_whole_verdict(name: str) -> None:
+    """Promise: nothing that it allows is an anomaly, of the step or of a parameter, and what it does not allow is one."""
+    check = CHECKS[name]
+    assert check(graded(300.0)).anomalies
+    assert check(graded(300.0), exploding=1e6).anomalies == ()
+    assert check(graded(3.0), exploding=1.0).anomalies
+    assert check(graded(1e-8)).anomalies
+    assert check(graded(1e-8), vanishing=1e-20).anomalies == ()
+    assert check(graded(1e-3), vanishing=0.1).anomalies
+    for limits in ({"exploding": 0.0}, {"vanishing": nan}):
+        with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
+            check(graded(1.0), **limits)
+
+
+def test_a_large_norm_that_is_usual_is_no_explosion() -> None:
+    """Promise: of a loss that is a sum over the batch, from the 20th step on; ten times as much is one, and so is its drift."""
+    chance, model = Random(0), nn.Linear(4, 4)
+
+    def step(norm: float) -> bool:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, norm)
+        found = debug.monitor_step(model, 1.0)
+        assert found.gradient_explosion == found.anomaly_detected == any("exploding" in text for text in found.anomalies)
+        return found.gradient_explosion
+
+    told = [step(chance.lognormvariate(5.0, 0.2)) for _ in range(100)]
+    assert told == [True] * WARM_UP + [False] * (100 - WARM_UP)
+    assert step(15e3)
+    assert not step(150.0)
+
+
+def test_a_norm_that_grows_smoothly_explodes_at_last() -> None:
+    """Promise: a recent past that grows along does not hide it; one that is far from finite is judged, too."""
+    norms, norm = NormBaseline(), 1.0
+    for _ in range(WARM_UP):
+        assert norms.limit == 0.0
+        norms.add(norm)
+    limit = norms.limit
+    assert limit == pytest.approx(8.0)
+    while norm <= norms.limit:
+        assert norm < 1.1 * ORDERS
+        norms.add(norm)
+        norm *= 1.01
+    assert norm == pytest.approx(ORDERS, rel=0.02)
+    before = norms.limit
+    for odd in (nan, 0.0, float("inf")):
+        norms.add(odd)
+    assert norms.limit == before
+
+
+def test_a_loss_that_grows_smoothly_is_told() -> None:
+    """Promise: where each is near the last, the model's first losses tell; sound again, it is sound."""
+    model, told, chance, texts = graded(1.0), [], Random(0), list[str]()
+    for number in range(400):
+        found = debug.monitor_step(model, 2.0 * 1.03 ** max(0, number - 50) * chance.uniform(0.8, 1.2))
+        assert found.loss_anomaly == found.anomaly_detected == bool(found.anomalies)
+        told.append(found.loss_anomaly)
+        texts += found.anomalies
+    assert told.index(True) == pytest.approx(340, abs=30)
+    assert all(told[told.index(True) :])
+    assert texts[-1].endswith("stays far above the first ones, 2.276 (diverged)")
+    assert debug.monitor_step(model, 2.0).anomalies == ()
+
+
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(5, 7, batch_first=True), nn.Linear(7, 3)
+
+    def forward(self, packed: PackedSequence) -> torch.Tensor:
+        out, _ = pad_packed_sequence(self.cell(packed)[0], batch_first=True)
+        return self.head(out.sum(1))  # type: ignore[no-any-return]
+
+
+def test_a_packed_sequence_is_one_argument() -> None:
+    """Promise: it is given as it is, though torch has made it a tuple."""
+    model, batch = _Packed(), pack_padded_sequence(torch.randn(4, 6, 5), torch.tensor([6, 5, 3, 2]), batch_first=True)
+    assert torch.equal(debug.forward_pass(model, batch).output, model(batch))
+    step = debug.training_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), batch)
+    assert step.anomalies == ()
+    assert debug.trace_nan(model, batch) is None
+    usage = debug.memory_usage(model, batch)
+    assert usage.batch_size == 4
+    with torch.no_grad():
+        batch.data[3, 2] = float("nan")
+    origin = debug.trace_nan(model, (batch, torch.zeros(4, 3)), nn.functional.mse_loss)
+    assert origin is not None
+    assert origin.kind == "input"
+
+
+def test_scripted_modules_take_no_hooks_and_are_looked_at_from_outside() -> None:
+    """Promise: no function raises because of them, twice in a row, and the optimizer steps."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+    model, x = nn.Sequential(scripted, nn.Linear(8, 2)), torch.randn(5, 4)
+    for _ in range(2):
+        for one in (model, scripted):
+            assert debug.memory_usage(one, x).activations > 0
+            assert debug.inference(one, x).anomalies == ()
+            optimizer = torch.optim.SGD(one.parameters(), 0.1)
+            step = debug.training_step(one, optimizer, lambda out: out.square().mean(), x, activations=True)
+            assert step.optimization.update_norm > 0
+        assert [row.name for row in debug.forward_pass(model, x, activations=True).activations] == ["1"]
+        assert debug.trace_nan(model, x) is None
+
+
+@dataclass
+class _Output:
+    logits: torch.Tensor
+    hidden: Any = None
+
+
+def test_what_is_in_a_dataclass_is_looked_at() -> None:
+    """Promise: a NaN in an output that is a dataclass is told."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> _Output:
+            return _Output(x, [x.log()])
+
+    found = debug.forward_pass(Model(), torch.tensor([-1.0, 1.0]))
+    assert found.anomalies == ("output.hidden[0]: 1 NaN of 2 elements",)
+
+
+wrong: Any = debug
+"""To be called as nobody who checks types would"""
+
+
+def _model() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: wrong.trace_nan("model", torch.zeros(1)), r"trace_nan\(\) takes a torch.nn.Module, not str"),
+        (
+            lambda: wrong.training_step(_model(), nn.functional.mse_loss, None, None),
+            "takes a torch.optim.Optimizer, not function",
+        ),
+        (lambda: wrong.training_step(_model(), torch.optim.SGD([torch.zeros(1)]), 3, None), "takes a loss function after"),
+        (lambda: wrong.memory_usage(_model(), torch.zeros(1, 2), optimizer=3), "takes a torch.optim.Optimizer, not int"),
+        (lambda: wrong.devices(_model(), optimizer=3), r"devices\(\) takes a torch.optim.Optimizer, not int"),
+        (lambda: wrong.check_gradients(_model(), scaler=3), "takes a torch.amp.GradScaler as scaler, not int"),
+        (lambda: wrong.optimization_step(torch.optim.SGD([torch.zeros(1)]), scaler=3), "GradScaler as scaler, not int"),
+        (lambda: wrong.backward_pass(torch.zeros(1, requires_grad=True).sum(), scaler=3), "GradScaler as scaler, not int"),
+        (lambda: wrong.check_gradients(_model()).exploding("3"), "a threshold of a norm is above 0, not '3'"),
+        (lambda: wrong.check_gradients(_model()).vanishing(None), "a threshold of a norm is above 0, not None"),
+        (lambda: wrong.enable("basic", memory_every="3"), "whole numbers, 1 or more, not 100, '3', 10, 1000"),
+        (lambda: wrong.operation(3), "takes a name, or stands alone above a function, not int"),
+        (lambda: wrong.dataloader([1], batches="3"), "takes at least one batch, not '3'"),
+        (lambda: wrong.profile(lambda: None, active="3"), "active and top >= 1, whole numbers, not 1, 1, '3', 15"),
+        (lambda: wrong.performance("x", slow_s="3").__enter__(), "slow_s > 0 and samples >= 1, not 'x', '3', None"),
+        (
+            lambda: wrong.early_stopping("loss", patience="3", mode="min"),
+            r"patience >= 1, min_delta >= 0, not \('loss', '3', 0.0\)",
+        ),
+        (lambda: wrong.early_stopping(3, mode="min"), r"needs a name, patience >= 1, min_delta >= 0, not \(3, 10, 0.0\)"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_word(call: Any, words: str) -> None:
+    """Promise: a wrong argument is an error that says what to do, before anything is done."""
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import fork_server
 from tests.tune.models import blocks
-from tests.tune.pipelines import PAIR, Listed, StoppedError, loss_fn, weights
+from tests.tune.pipelines import PAIR, Listed, StoppedError, Unsized, loss_fn, weights
 from torchobs import tune
 from torchobs.tune import checkpoint_file
 
@@ -209,3 +210,77 @@ def gradient(weight: Tensor) -> Tensor:
     """The parameter's gradient, which is there."""
     assert weight.grad is not None
     return weight.grad
+
+
+def _plateau_run(**options: Any) -> tune.Pipeline:
+    run = tune.pipeline(nn.Linear(16, 4), lr=1.0, optimizer="sgd", scheduler="plateau", amp=False, **options)
+    run.scheduler = ReduceLROnPlateau(run.optimizer, patience=1, factor=0.5)
+    return run
+
+
+def _rate(run: tune.Pipeline) -> float:
+    rate: float = run.optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def test_a_plateau_lowers_the_rate_by_what_validation_returns() -> None:
+    """Promise: as torch's scheduler does it, once an epoch; validated without gradients, in evaluation mode."""
+    run, metrics = _plateau_run(), iter([1.0, 2.0, torch.tensor(2.0), 0.5])
+    loader = Listed([PAIR])
+
+    def validate() -> Any:
+        assert not run.model.training
+        assert not torch.is_grad_enabled()
+        return next(metrics)
+
+    rates = []
+    for epoch in range(1, 5):
+        run.fit(loader, epoch, loss_fn, validate=validate)
+        assert run.model.training
+        rates.append(_rate(run))
+    assert rates == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_plateau_goes_by_the_mean_loss_where_nothing_validates() -> None:
+    """Promise: no argument is needed, nor the number of batches; a loss that grows lowers the rate."""
+    run, calls = _plateau_run(), iter(range(1, 100))
+    run.fit(Unsized([PAIR] * 2), 6, lambda output, target: loss_fn(output, target) * 0 + next(calls))
+    assert _rate(run) == 0.25  # epochs 2 and 3, 4 and 5 were worse than the first
+    assert run.step == 12
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "plateau"])
+@pytest.mark.parametrize("stop_at", [2, 5, 6, 7])
+def test_resumed_is_the_run_that_was_not_interrupted(tmp_path: Path, stop_at: int, scheduler: str) -> None:
+    """Promise: to the bit, within an epoch or not, where neither loader nor model draws a random number."""
+    path, batches = tmp_path / "run.pt", [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
+    first_weights = blocks(dropout=0.0).state_dict()
+
+    def made() -> tune.Pipeline:
+        model = blocks(dropout=0.0)
+        model.load_state_dict(first_weights)
+        run = tune.pipeline(model, lr=1e-2, scheduler=scheduler, accumulate=2, warmup_steps=2, amp=torch.bfloat16)
+        if scheduler == "plateau":
+            run.scheduler = ReduceLROnPlateau(run.optimizer, patience=0, threshold=0.9)  # lowers the rate in epoch 2
+        return run
+
+    run = made()
+    losses = run.fit(Listed(batches), 3, loss_fn)
+    calls = 0
+
+    def stopping(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 5 * (stop_at // 3) + 2 * (stop_at % 3):  # an epoch has three steps, of 2, 2 and 1 batches
+            raise StoppedError
+        return loss_fn(output, target)
+
+    with pytest.raises(StoppedError):
+        made().fit(Listed(batches), 3, stopping, checkpoint=path, every=1)
+    second = made().resume(path)
+    assert second.step == stop_at
+    rest = second.fit(Listed(batches), 3, loss_fn)
+    assert rest == losses[-len(rest) :]
+    assert all(map(torch.equal, weights(run.model), weights(second.model)))
+    assert run.scheduler.state_dict() == second.scheduler.state_dict()
+    assert run.optimizer.param_groups[0]["lr"] == second.optimizer.param_groups[0]["lr"]

@@ -1,6 +1,6 @@
 """torchobs.tune.optimize: what a plan does, undoes, refuses, and says about what it does not do."""
 
-# mypy: disable-error-code="no-untyped-call, unreachable, union-attr, operator"
+# mypy: disable-error-code="no-untyped-call, operator, union-attr, unreachable"
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training import Recording
 from tests.tune.models import Block, blocks, convolutions
 from torchobs import tune
 from torchobs.tune.difference import compare
@@ -327,3 +328,18 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exc
         tune.optimize(nn.Linear(2, 2, device="meta")).check(torch.ones(1, 2, device="meta"))
     with pytest.raises(ValueError, match="pass a batch here"):
         tune.optimize(nn.Linear(2, 2)).check()
+
+
+def test_plans_are_events(run: Recording) -> None:
+    """Promise: that a plan was applied, undone or refused is recorded with its mode, level and techniques."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    tune.optimize(model, mode="amp", level="advanced", amp_dtype=torch.bfloat16).apply().undo()
+    with pytest.raises(tune.NumericalDifferenceError):
+        tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16).check(x, tolerance=0.0)
+    run.whole_round()
+    found = run.attributes("torchobs.tune.plan")
+    assert [event["action"] for event in found] == ["applied", "undone", "refused"]
+    assert found[0]["mode"] == "amp"
+    assert found[0]["level"] == "advanced"
+    assert found[0]["techniques"] == "autocast, fused_optimizer, loader"
+    assert found[2]["difference"] > 0
