@@ -485,9 +485,6 @@ DATA_BATCHES_READY = _gauge("torchobs.data.batches_ready", "{batch}").described(
 DATA_STARVED = _gauge("torchobs.data.starved", "", quiet=0.0).described(
     "1 while training waits for data for a fifth of its time or more, judged over a minute and ten steps."
 )
-DATA_UNPINNED_BATCHES = _counter("torchobs.data.unpinned_batches", "{batch}", quiet=0.0).described(
-    "Batches found in pageable memory while training on a CUDA device; one is checked every ten seconds. See `pin_memory`."
-)
 
 # --- compilation --------------------------------------------------------------------------------------------------------------
 COMPILE_TIME = _counter("torchobs.compile.time", "s", COMPILE_STAGE, quiet=0.0).described(
@@ -1141,26 +1138,19 @@ EVENT_SCHEDULER_MISUSED = _warning(
     Attribute("scheduler", "its class"),
 )
 LOOP_MISTAKES = (
-    "gradients_kept", "evaluation_mode", "loss_broadcast", "optimizer_remade", "no_gradients", "gradients_stopped",
-    "gradients_cleared", "never_stepped", "never_unscaled", "softmax_twice", "sigmoid_twice", "softmax_over_batch",
-    "losses_kept", "same_order", "no_batches", "clipped_late", "gradients_discarded",
+    "gradients_kept", "evaluation_mode", "no_gradients", "gradients_stopped", "gradients_cleared", "never_stepped",
+    "losses_kept", "same_order", "clipped_late",
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
     "The training loop has a mistake: gradients are never set to zero, or the model is trained in evaluation mode after it "
-    "was trained in training mode; or its loss compares every prediction of a batch with every target; or its optimizer is "
-    "made anew for each step, never steps, or gets no gradients, at all or any more, or they are set to zero before it "
-    "steps; or its loss takes softmax or sigmoid twice, or softmax over the batch, or is scaled for gradients that nobody "
-    "divides by the scale; or losses are kept with their graphs; or a data loader has no batch, or its DistributedSampler "
-    "gives each epoch one order; or gradients are clipped after the optimizer's step, or set to zero in "
-    "each micro-batch of an accumulation.",
+    "was trained in training mode; or its optimizer never steps, or gets no gradients, at all or any more, or they are set to "
+    "zero before it steps; or losses are kept with their graphs; or a DistributedSampler gives each epoch one order; or "
+    "gradients are clipped after the optimizer's step.",
     Attribute("kind", "which", LOOP_MISTAKES),
-    Attribute("shape", "of the predictions in such a loss"),
-    Attribute("optimizer", "class of an optimizer that is made anew, never steps, or gets no gradients, or scaled ones"),
+    Attribute("optimizer", "class of an optimizer that never steps, or gets no gradients"),
     Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
     Attribute("parameters_affected", "how many; 0 in a later event that takes the kind back"),
-    Attribute("samples", "of a data loader that has no batch"),
-    Attribute("batch_size", "of that loader"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
 )
 EVENT_NO_GRADIENT = _info(
@@ -1299,15 +1289,6 @@ EVENT_UNMOVED_LAYERS = _warning(
     ),
     Attribute("at", "the first with only zeros as input, else the layer nearest to the loss"),
 )
-EVENT_FADED_OPTIMIZER = _warning(
-    "torchobs.grad.faded",
-    "The gradients of one of several optimizers have vanished, those of the others have not: one of a GAN's players.",
-    Attribute("optimizer", "its class"),
-    Attribute("layers", "of its layers the first eight"),
-    Attribute("layers_affected", "how many"),
-    Attribute("value", "the norm of its gradients"),
-    Attribute("baseline", "what was usual"),
-)
 EVENT_REPLICA_WEIGHTS = _info(
     "torchobs.replica.weights",
     "Of a DistributedDataParallel model, in steps that are powers of two: what is the same on all ranks whose weights are.",
@@ -1391,11 +1372,6 @@ EVENT_STARVED = _warning(
     "torchobs.data.starved",
     "Training has begun to wait for data for a fifth of its time or more.",
     Attribute("share", "of the training time of the last minute, or the last ten steps"),
-)
-EVENT_UNPINNED = _info(
-    "torchobs.data.unpinned",
-    "The first batch found in pageable memory: `pin_memory=True` lets copies to the device overlap with computation.",
-    Attribute("size", "bytes of it in pageable memory", unit="By"),
 )
 EVENT_CHECKPOINT_FAILED = _error(
     "torchobs.checkpoint.failed",

@@ -65,14 +65,6 @@ def data() -> tuple[Panel, ...]:
             steps=thresholds.NONE_IS_GOOD,
         ),
         panels.number(
-            "Unpinned batches",
-            "Batches found in pageable memory within the graphs' time; one is checked every ten seconds. Good: 0: with "
-            "pin_memory=True copies overlap with computation.",
-            "short",
-            Query(f"sum(increase({select(catalog.DATA_UNPINNED_BATCHES, *RANKS)}[$__range])) or vector(0)", instant=True),
-            steps=thresholds.FEW_IS_FAIR,
-        ),
-        panels.number(
             "Epoch",
             "Passes over the training loader begun since the start. Good: it grows. Empty: without a DataLoader.",
             "short",
@@ -119,11 +111,10 @@ def data() -> tuple[Panel, ...]:
             Query(f"max({per_rank(rate(catalog.DATA_WORKER_START_TIME, *RANKS))})", "start"),
         ),
         panels.lines(
-            "Epochs and unpinned batches",
-            "Epochs begun, and batches found in pageable memory. Good: none of the latter. Empty: while there are none.",
+            "Epochs",
+            "Epochs begun. Good: as many as the script asks for. Empty: without a DataLoader.",
             "short",
             Query(f"max({increase(catalog.EPOCHS, *RANKS)})", "epochs"),
-            Query(f"sum({increase(catalog.DATA_UNPINNED_BATCHES, *RANKS)})", "unpinned batches"),
         ),
     )
 

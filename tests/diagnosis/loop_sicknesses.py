@@ -10,27 +10,9 @@ from typing import Any
 import torch
 
 from tests.diagnosis.observing import Look, Observed, observe
-from tests.diagnosis.planting import Verdict, notes, train
+from tests.diagnosis.planting import Verdict, notes
 from tests.diagnosis.random_trainings import OPTIMIZERS, Loss, Setup, Training, build
 from torchobs import catalog
-
-
-def remade(setup: Setup, chance: random.Random) -> Verdict:
-    """All optimizers are made anew for each step, from the first one on or from a later one."""
-    training, since = build(setup), chance.choice((1, chance.randrange(2, 60)))
-
-    def before(number: int) -> None:
-        if number >= since:
-            training.optimizers = {
-                name: OPTIMIZERS[setup.optimizer](training.models[name].parameters(), one.param_groups[0]["lr"])
-                for name, one in training.optimizers.items()
-            }
-
-    observed = train(training, since + 40, before)
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE, since, kind="optimizer_remade")
-    kind = {"sgd": "SGD"}.get(setup.optimizer, "AdamW")
-    right = bool(told) and told[0].text("optimizer") == kind and f"({kind})" in observed.text("optimizer_remade")
-    return Verdict(bool(told), right, (told[0].step or 0) - since if told else None, notes(observed))
 
 
 def _item(loss: torch.Tensor) -> torch.Tensor:
@@ -125,21 +107,6 @@ def given_to_none(setup: Setup, chance: random.Random) -> Verdict:
     right = bool(told) and set(names).issuperset(name.removeprefix("Critic.") for name in told[0].texts("parameters"))
     right = right and told[0].count("parameters_affected") == len(names)
     return Verdict(bool(observed.text("left_out")), right, told[0].step if told else None, notes(observed))
-
-
-def probabilities(setup: Setup, chance: random.Random) -> Verdict:
-    """The model ends with a softmax, and its loss takes another one; of images also one over the batch."""
-    over_batch = setup.training == "cnn" and chance.random() < 0.5
-    kind = "softmax_over_batch" if over_batch else "softmax_twice"
-
-    def plant(training: Training) -> None:
-        head: Any = training.models[training.main].head
-        head.append(torch.nn.Softmax(0 if over_batch else -1))
-
-    _, observed = _built(setup, 30, plant)
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE)
-    kinds = [fact.text("kind") for fact in told]
-    return Verdict(kind in observed.kinds(), kinds == [kind], told[0].step if told else None, notes(observed))
 
 
 def keeping(setup: Setup, chance: random.Random) -> Verdict:

@@ -33,7 +33,7 @@ QUIET = {
         catalog.EVENT_ANOMALY, catalog.EVENT_NONFINITE_ORIGIN, catalog.EVENT_UNMOVED_LAYERS, catalog.EVENT_MEMORY_GROWTH,
         catalog.EVENT_STARVED, catalog.EVENT_RECOMPILE_STORM, catalog.EVENT_AMP_SCALE_COLLAPSED, catalog.EVENT_AMP_UNSCALED,
         catalog.EVENT_AMP_CLIPPED_SCALED, catalog.EVENT_SCHEDULER_MISUSED, catalog.EVENT_PROBE_DISABLED,
-        catalog.EVENT_WORKER_DIED, catalog.EVENT_OTHER_THREAD, catalog.EVENT_LOOP_MISTAKE, catalog.EVENT_FADED_OPTIMIZER,
+        catalog.EVENT_WORKER_DIED, catalog.EVENT_OTHER_THREAD, catalog.EVENT_LOOP_MISTAKE,
     )
 }  # fmt: skip
 """Events that a healthy run has none of. Gradients that are not finite are ordinary with a loss scaler."""

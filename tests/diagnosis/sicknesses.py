@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.diagnosis import sick_models
 from tests.diagnosis.gradient_sicknesses import burst, cut, explosion, saturated, vanishing
-from tests.diagnosis.loop_sicknesses import detached, given_to_none, keeping, other_model, part_detached, probabilities, remade
+from tests.diagnosis.loop_sicknesses import detached, given_to_none, keeping, other_model, part_detached
 from tests.diagnosis.observing import Look, observe
 from tests.diagnosis.planting import Verdict, first_anomaly, notes, of_block, train
 from tests.diagnosis.random_trainings import TRAININGS, Setup, build
@@ -225,7 +225,6 @@ SICKNESSES: dict[str, Sickness] = {
     ),
     "bad batch": Sickness(bad_batch, ("rnn", "diffusion"), precisions=("float32", "bfloat16")),
     "zero_grad forgotten": Sickness(kept, optimizers=("sgd", "adamw", "fused")),
-    "optimizer made anew in each step": Sickness(remade, optimizers=("sgd", "adamw", "fused")),
     # a loss scaler refuses a step without gradients
     "loss cut off from the model": Sickness(detached, optimizers=("sgd", "adamw", "fused"), precisions=("float32", "bfloat16")),
     "optimizer of another model": Sickness(
@@ -235,12 +234,6 @@ SICKNESSES: dict[str, Sickness] = {
         part_detached, ("mlp", "cnn", "rnn", "gpt", "diffusion"), ("sgd", "adamw", "fused"), compiled=False
     ),
     "parameters given to no optimizer": Sickness(given_to_none, optimizers=("sgd", "adamw", "fused")),
-    "softmax before the loss": Sickness(
-        probabilities,
-        ("cnn", "gpt"),
-        optimizers=("sgd", "adamw", "fused"),
-        compiled=False,  # of which the graph is one node
-    ),
     "losses kept with their graphs": Sickness(
         keeping, ("mlp", "cnn", "rnn", "gpt", "diffusion"), optimizers=("sgd", "adamw", "fused")
     ),

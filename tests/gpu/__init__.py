@@ -10,7 +10,7 @@ and pytest (8.2 or newer), ``nvidia-ml-py`` for ``test_gpu_hardware``, a C++ com
 * ``test_losses``: the loss of every step, the first ones, accumulated and scaled ones included; pinned memory.
 * ``test_graphs``: captured steps (whole ones, graphed callables, ``mode="reduce-overhead"``) hold nothing of ours, and end
   with the same weights as without us; our threads rest meanwhile.
-* ``test_amp``, ``test_memory``, ``test_data``: loss scalers, the allocator and its end, pinned batches.
+* ``test_amp``, ``test_memory``: loss scalers, the allocator and its end.
 * ``test_gpu_hardware``: NVML's figures of the GPU that torch uses.
 * ``test_programs``: whole programs: a default device, workers, a fork, an end without ``shutdown()``, a device that is not the
   current one, a profile with kernels in it, an error on the device, other allocators, NCCL's flight recorder.

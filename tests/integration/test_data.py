@@ -15,12 +15,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
-from torchobs import catalog
 from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
 from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.fetches import StarvationWatch
-from torchobs.probes.data.pinned_memory_hint import PinningHint, pageable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,10 +165,9 @@ def test_nothing_is_left_of_the_watch(flight_dir: Path) -> None:
 
 def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> None:
     """The next fetch is looked at, the ones after are not; the batches are the same, and no iterator lives longer for it."""
-    context = run.session.context
+    context, seen = run.session.context, list[Any]()
     assert context is not None
-    hint = PinningHint(context)
-    watch = BatchWatch(context.breaker("loaders"), lambda _, batch: hint.inspect(batch))
+    watch = BatchWatch(context.breaker("loaders"), lambda _, batch: seen.append(batch))
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2)  # type: ignore[arg-type]
     iterator = iter(loader)
     next(iterator)  # the session itself looks at the first
@@ -179,23 +176,12 @@ def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> No
     first, second = next(iterator), next(iterator)
     assert (first.shape, second.shape) == ((2, 40_000), (2, 40_000))
     assert "_next_data" not in vars(iterator)
-    assert run.look()[("torchobs.data.unpinned_batches",)] == 1
-    (event,) = run.frames("torchobs.data.unpinned")
-    assert event["attrs"] == {"size": 2 * 40_000 * 4}
+    assert [one is first for one in seen] == [True]
     watch.arm(iterator)
     references = sys.getrefcount(iterator)
     watch.remove()
     assert "_next_data" not in vars(iterator)
     assert sys.getrefcount(iterator) == references
-
-
-def test_pageable_bytes_are_those_of_cpu_tensors_however_nested() -> None:
-    """Lists, tuples, dicts, and named tuples; what is no tensor, or lies on another device, counts nothing."""
-    tensor = torch.zeros(10)
-    assert pageable_bytes({"x": [tensor, (tensor, "text")], "y": 3}) == 80
-    assert pageable_bytes(torch.zeros(10, device="meta")) == 0
-    assert pageable_bytes([tensor] * 100) == 64 * 40
-    assert pageable_bytes([[[[[tensor]]]]]) == 0
 
 
 @pytest.mark.serial
@@ -273,53 +259,3 @@ def test_backward_passes_without_end_after_training_take_no_memory(run: Recordin
     model(inputs).sum().backward()
     assert len(recorder.trace) <= LONG_TRACE
     assert len(run.steps()) == 1
-
-
-@pytest.mark.parametrize(("size", "drops"), [(13, True), (12, True), (13, False)])
-def test_a_loader_without_a_batch_is_told(run: Recording, size: int, drops: bool) -> None:  # noqa: FBT001  # a parameter
-    """Once, where ``drop_last`` leaves its only batch out."""
-    loader = DataLoader(Slow(), batch_size=size, shuffle=True, drop_last=drops)
-    passes = [len(list(loader)) for _ in range(3)]
-    run.look()
-    told = [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
-    assert told == ([] if any(passes) else [{"kind": "no_batches", "samples": SAMPLES, "batch_size": size}])
-
-
-def test_a_loader_without_a_batch_is_none_where_training_goes_on(run: Recording) -> None:
-    """One that fills up, or of a class of few samples, is so on purpose."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
-        model(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-    assert list(DataLoader(Slow(), batch_size=13, drop_last=True)) == []
-    assert run.frames(catalog.EVENT_LOOP_MISTAKE.name) == []
-
-
-@pytest.mark.parametrize("own", ["batches", "samples"])
-def test_a_sampler_of_the_script_s_own_may_have_the_name_of_torch_s(run: Recording, own: str) -> None:
-    """And nothing else of it."""
-    forms = {"__iter__": lambda _: iter([[0], [1]] if own == "batches" else [0, 1])}
-    sampler: Any = type("BatchSampler" if own == "batches" else "RandomSampler", (), forms)()
-    how: Any = {"batch_sampler": sampler} if own == "batches" else {"sampler": sampler, "batch_size": 2, "drop_last": True}
-    assert list(DataLoader(Slow(), **how))
-    assert run.errors() == []
-
-
-def test_a_loader_s_data_set_is_asked_for_its_length_no_more_often_than_without(run: Recording) -> None:
-    """But once for the first iteration of it: it is the script's own."""
-    asked = []
-
-    class Counted(Slow):
-        def __len__(self) -> int:
-            asked.append(1)
-            return SAMPLES
-
-    loader = DataLoader(Counted(), batch_size=6, drop_last=True)
-    list(loader)
-    with_first = len(asked)
-    for _ in range(3):
-        list(loader)
-    first, others = with_first, len(asked) - with_first
-    assert run.errors() == []
-    assert others == 3 * (first - 1)

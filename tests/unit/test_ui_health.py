@@ -53,7 +53,7 @@ def saves(failed: int, last: int) -> Values:
 
 def test_mistakes_of_the_loop_are_told_once_for_all_ranks() -> None:
     """In a short sentence each; one of a run without a step is none after one."""
-    found = run(*(row(rank, mistakes=("gradients_kept", "never_stepped", "no_batches")) for rank in range(8))).health
+    found = run(*(row(rank, mistakes=("gradients_kept", "never_stepped")) for rank in range(8))).health
     assert found.text == training(8) + "Gradients are never set to zero (optimizer.zero_grad())."
     assert found.level is Severity.WARNING
     assert run(row(0, mistakes=("never_stepped",), steps=0, loss=None)).health.text.endswith("The optimizer never steps.")

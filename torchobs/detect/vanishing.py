@@ -8,9 +8,9 @@ that converges. A norm of exactly zero has no logarithm and needs no baseline.
 
 from __future__ import annotations
 
-from math import exp, log, sqrt
+from math import log, sqrt
 
-from torchobs.detect.spikes import WARM_UP, Z_LIMIT, judge
+from torchobs.detect.spikes import WARM_UP, Z_LIMIT
 
 LEAST_DECLINE = log(100.0)
 """On the log scale: the norm of an ordinary run varies by a few tens at most, warm-up and clipping included."""
@@ -29,33 +29,3 @@ def judge_low(norm: float, mean: float, variance: float, seen: int, low: int) ->
     else:
         low += 1
     return low >= LASTING, low
-
-
-class NormHistory:
-    """The past of one norm. It has vanished only where it had a baseline: one that was always zero is another's business."""
-
-    __slots__ = ("_mean", "_seen", "_variance", "low")
-
-    def __init__(self) -> None:
-        self._mean = self._variance = 0.0
-        self._seen = 0
-        self.low = 0
-        """Number of consecutive measurements that were low"""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is a baseline."""
-        return self._seen >= WARM_UP
-
-    @property
-    def usual(self) -> float:
-        """The baseline, as a norm."""
-        return exp(self._mean) if self._seen else 0.0
-
-    def add(self, norm: float) -> bool:
-        """Add a finite norm; return True if it has vanished."""
-        vanished, self.low = judge_low(norm, self._mean, self._variance, self._seen, self.low)
-        known = self.is_known
-        if norm > 0.0 and not self.low:
-            _, self._mean, self._variance, self._seen = judge(log(norm), self._mean, self._variance, self._seen, LEAST_DECLINE)
-        return vanished and known

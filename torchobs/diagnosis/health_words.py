@@ -34,26 +34,18 @@ STUCK = {
 MISTAKES = {
     "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
     "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",
-    "loss_broadcast": "The loss compares every prediction with every target.",
-    "optimizer_remade": "The optimizer is made anew for each step.",
     "no_gradients": "No gradient comes to the parameters of an optimizer.",
     "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
     "gradients_cleared": "Gradients are gone before the optimizer's step: does zero_grad() come after backward()?",
     "never_stepped": "The optimizer never steps.",
-    "never_unscaled": "The optimizer steps with scaled gradients: scaler.step(optimizer) is missing.",
-    "softmax_twice": "The loss takes the softmax of probabilities.",
-    "sigmoid_twice": "The loss takes the sigmoid of probabilities.",
-    "softmax_over_batch": "The softmax in the loss is taken over the samples.",
     "losses_kept": "Losses are kept with their graphs.",
     "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",
-    "no_batches": "A data loader has no batch: drop_last leaves out what is less than one.",
     "clipped_late": "Gradients are clipped after the optimizer's step, which has used them.",
-    "gradients_discarded": "Gradients are set to zero in each micro-batch: a step uses the last one's alone.",
     "left_out": "Parameters get gradients and are in no optimizer that steps: nothing is learned there.",
     "scheduler_before_optimizer": "A learning-rate scheduler is stepped before its optimizer's first step.",
     "scheduler_never_stepped": "A learning-rate scheduler is never stepped: the rate does not follow it.",
     "scheduler_idle_optimizer": "A learning-rate scheduler is stepped whose optimizer does not step.",
 }
 """What ``loop_mistakes`` says at more length, and ``numerics`` of schedulers"""
-UNTIL_A_STEP = frozenset({"never_stepped", "no_batches"})
-"""Those of a run without a step: a first one may come after hundreds of micro-batches, and a loader may be empty on purpose"""
+UNTIL_A_STEP = frozenset({"never_stepped"})
+"""Those of a run without a step: a first one may come after hundreds of micro-batches"""

@@ -16,10 +16,6 @@ _HOW = {
     "gradients_kept": "Gradients were never set to zero (optimizer.zero_grad()): each step used the sum of all before it.",
     "evaluation_mode": "From step {step} or earlier on it trained in evaluation mode, without dropout, and batch normalisation "
     "as it was: model.train() was not called again.",
-    "loss_broadcast": "The loss compares every prediction with every target: of shapes [N, 1] and [N] torch makes [N, N]. "
-    "One of them lacks a squeeze or unsqueeze.",
-    "optimizer_remade": "A new optimizer ({optimizer}) was made for each step, and what it keeps from step to step (moments, "
-    "number of steps) was lost each time. It has to be made once, before the loop.",
     "never_stepped": "There were {passes} backward passes or more, and no step of the optimizer ({optimizer}): "
     "optimizer.step() is missing.",
     "no_gradients": "No gradient ever came to the parameters of the optimizer ({optimizer}; {parameters}): nothing was learned "
@@ -32,24 +28,12 @@ _HOW = {
     "{parameters}) and were gone before its step, so that nothing was learned. Does zero_grad() come after backward()? It has "
     "to come before backward(), or after step(). Or does the backward pass of another loss bring them (of a discriminator, "
     "through the generator), and is this optimizer's own loss cut off from the model (detach, item, no_grad)?",
-    "never_unscaled": "Losses were scaled (scaler.scale(loss)), and gradients never divided by the scale: optimizer.step() "
-    "({optimizer}) was called in place of scaler.step(optimizer), which does both, and skips what is not finite.",
-    "no_batches": "A data loader had no batch: its samples ({samples}) were fewer than the batch size, {batch_size}, and "
-    "drop_last leaves an incomplete batch out.",
     "clipped_late": "Gradients were clipped after the optimizer's step, which had used them as they were, and were then set to "
     "zero: nothing was clipped. clip_grad_norm_ belongs between backward() and step().",
-    "gradients_discarded": "Gradients were set to zero in each micro-batch of an accumulation: a step used those of the last "
-    "one alone, and the others were computed for nothing. zero_grad() belongs after step(), not into their loop.",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
     "with each step. Keep loss.item() or loss.detach().",
     "same_order": "After step {step} an epoch had the samples in the order of those before it, and each rank the same part of "
     "them: the DistributedSampler is to shuffle, and its set_epoch(epoch) was not called before the epoch.",
-    "softmax_twice": "The loss was given probabilities of shape {shape}, and takes their softmax again: cross_entropy expects "
-    "logits. Leave the softmax out, or take nll_loss of its logarithm (log_softmax).",
-    "sigmoid_twice": "The loss was given probabilities of shape {shape}, and takes their sigmoid again: "
-    "binary_cross_entropy_with_logits expects logits. Leave the sigmoid out.",
-    "softmax_over_batch": "The softmax in the loss was taken over the samples (dim=0 of shape {shape}), not over the classes "
-    "(dim=1): what a sample is given depends on the others.",
 }
 
 
@@ -64,9 +48,6 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
                 optimizer=fact.text("optimizer", 80),
                 parameters=_parameters(fact),
                 passes=f"{fact.count('backward_passes'):,}",
-                shape=_shape(fact),
-                samples=f"{fact.count('samples'):,}",
-                batch_size=f"{fact.count('batch_size'):,}",
             )
             yield Finding(WARNING, fact.text("kind"), said)
     for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
@@ -87,11 +68,6 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
     for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
         text = f"{_parameters(fact)} of the optimizer had got no gradient by step {fact.step or 0:,}"
         yield Finding(INFO, "no_gradient", f"{text}: unused, or cut off from the loss (detach, no_grad).")
-
-
-def _shape(fact: Fact) -> str:
-    given = fact.attributes.get("shape")
-    return str([one for one in given[:8] if isinstance(one, int)]) if isinstance(given, list) else "unknown"
 
 
 def _parameters(fact: Fact) -> str:

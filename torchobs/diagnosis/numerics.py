@@ -64,7 +64,6 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     yield from origins(report, past)
     yield from _layers(report, past)
     yield from _vanished(report, past)
-    yield from _faded(report)
     yield from _unmoved(report)
     yield from _scaler(report)
     yield from _scheduler(report)
@@ -314,18 +313,6 @@ def _vanished(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of {of}.{zeros}"
         severity = INFO if "gradient_vanishing" in past else WARNING
         yield Finding(severity, "gradient_vanishing", text + healthy_since(past.get("gradient_vanishing")))
-
-
-def _faded(report: RankReport) -> Iterator[Finding]:
-    """Yield the optimizers whose gradients alone have vanished."""
-    for fact in report.events_named(catalog.EVENT_FADED_OPTIMIZER)[:2]:
-        names, count = fact.texts("layers", 3, 80), fact.count("layers_affected")
-        more = f" and {count - len(names):,} more" if count > len(names) else ""
-        of = f" of {', '.join(names)}{more}" if names else ""
-        norms = text_format.number(fact.number("value")), text_format.number(fact.number("baseline"))
-        text = f"The gradients of one optimizer ({fact.text('optimizer')}{of}) had vanished in step {fact.step or 0:,}"
-        text = f"{text}: their norm was {norms[0]}, usual was {norms[1]}. Those of the others had not."
-        yield Finding(WARNING, "gradient_vanishing", text)
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:

@@ -113,7 +113,6 @@ class Hooks:
         "compiles_on_trial",
         "ends",
         "ends_by_error",
-        "first_step",
         "iterated",
         "level",
         "loss_scaled",
@@ -148,8 +147,6 @@ class Hooks:
         """Exit probe: this exception is about to end the program, or ``sys.exit(n)`` does (``None``)"""
         self.ends: HookList[[]] = HookList(spent_ns)
         """Session: it is about to end, with whatever is there still"""
-        self.first_step: HookList[[Any, bool]] = HookList(spent_ns)
-        """Step probe: an optimizer that has never stepped begins to step without a closure, or (``True``) has stepped"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
         """Step probe: within the step of the optimizer with this id, this other one begins to step"""
         self.manual_step_ended: HookList[[Any, int]] = HookList(spent_ns)

@@ -23,8 +23,6 @@ from torchobs.probes.core.boundaries import LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.batch_sizes import batch_sizes
 from torchobs.probes.data.batch_watch import BatchWatch
-from torchobs.probes.data.no_batches import NoBatches
-from torchobs.probes.data.pinned_memory_hint import PinningHint
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.data.worker_states import LoaderWorker
 from torchobs.probes.gradients.replica_weights import Replicas
@@ -73,8 +71,7 @@ class LoaderProbe:
         self._context, self._breaker = context, context.breaker(self.name)
         for metric in (catalog.DATA_WORKER_START_TIME, catalog.DATA_WORKERS_DIED):
             context.count(metric, 0)
-        self._no_batches = NoBatches(context)
-        self._pinning, self._infers = PinningHint(context), context.settings.infer_throughput
+        self._infers = context.settings.infer_throughput
         self._batches, self._replica_batches = BatchWatch(self._breaker, self._look), ReplicaBatches(context, self._replicas)
         context.loader_workers.append(self._workers)
         self._watch(DataLoader)
@@ -118,9 +115,7 @@ class LoaderProbe:
 
     def _begun(self, loader: Any, iterator: Any, begun_ns: int) -> None:
         if self._batches is not None:
-            infers = self._infers and not self._context.recorder.given.all
-            self._batches.begun(iterator, now=infers or self._replica_batches.wants())
-        self._no_batches.look(loader)
+            self._batches.begun(iterator, now=self._infers_now() or self._replica_batches.wants())
         workers = getattr(iterator, "_workers", None)
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
@@ -152,15 +147,18 @@ class LoaderProbe:
 
     def observe(self) -> None:
         """Look at a batch."""
-        if self._batches is not None:
+        if self._batches is not None and self._infers_now():
             self._batches.arm_latest()
 
+    def _infers_now(self) -> bool:
+        """Return whether sizes of batches are inferred, which the script does not give."""
+        return self._infers and not self._context.recorder.given.all
+
     def _look(self, iterator: Any, batch: Any) -> None:
-        """Check a batch for pageable memory, note what tells it apart, and infer its sizes. In the thread that fetches it."""
-        self._pinning.look(batch)
+        """Note what distinguishes a batch from others, and infer its sizes. In the thread that fetches it."""
         if self._replica_batches.look(iterator, batch) and self._batches is not None:
             self._batches.arm(iterator)
-        if self._infers and not self._context.recorder.given.all:
+        if self._infers_now():
             # the id that the data probe records for fetches
             self._context.recorder.learn_sizes(id(getattr(iterator, "_index_sampler", None)), *batch_sizes(batch))
 

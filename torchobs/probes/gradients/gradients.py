@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
-from torchobs.probes.gradients.broadcast_loss import BroadcastLoss
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
-from torchobs.probes.gradients.discarded import DiscardedGradients
+from torchobs.probes.gradients.kept_graphs import KeptGraphs
 from torchobs.probes.gradients.late_clipping import LateClipping
 from torchobs.probes.gradients.left_out import LeftOutParameters
 from torchobs.probes.gradients.loop_mistakes import LoopMistakes
@@ -71,14 +70,12 @@ class GradientProbe:
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         self._late_clipping = LateClipping(context, self._clip, breaker)
-        self._discarded = DiscardedGradients(context, breaker)
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
-        self._left_out, self._broadcast = LeftOutParameters(context), BroadcastLoss(context, breaker)
+        self._left_out, self._kept = LeftOutParameters(context), KeptGraphs(context, breaker)
         self._no_gradients = NoGradients(context, breaker)
         self._without = self._no_gradients, UnreachedParameters(context)
         self._without_last = -_WITHOUT_EVERY
-        hooks.first_step.register(breaker, self._first_step)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
@@ -93,7 +90,6 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
         self._mistakes.remove()
-        self._discarded.remove()
         self._no_gradients.remove()
         self._publisher.layers.names.built_modules.remove()
 
@@ -125,9 +121,8 @@ class GradientProbe:
         modules = self._publisher.layers.names.outermost
         self._mistakes.sample(modules)
         self._late_clipping.sample()
-        self._discarded.sample()
         self._weights.sample()
-        self._broadcast.sample()
+        self._kept.sample()
         self._left_out.sample(modules)
         if self._left_out.due or self._mistakes.due:
             self._step_hook.due_at = 0
@@ -163,7 +158,6 @@ class GradientProbe:
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
             self._mistakes.before_step(optimizer, sample, step + 1)
-            self._discarded.before_step(optimizer)
             if sample is not None:
                 self._no_gradients.trained = step
                 if not 0 < step - self._without_last < _WITHOUT_EVERY:
@@ -171,7 +165,7 @@ class GradientProbe:
             else:
                 self._look_for_gradients(optimizer, sample, step)
             pace.spend(monotonic_ns() - begun_ns)
-        if self._left_out.due or id(optimizer) in self._mistakes.due or self._discarded.handle:
+        if self._left_out.due or id(optimizer) in self._mistakes.due:
             self._look_at_once(optimizer, step)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
@@ -184,8 +178,6 @@ class GradientProbe:
         self._left_out.before_step()
         if id(optimizer) in self._mistakes.due:
             self._mistakes.look_at_modes(optimizer, None, step + 1)
-        if self._discarded.handle:
-            self._discarded.before_step(optimizer)
         self._pace.spend(monotonic_ns() - begun_ns)
 
     def _after_backward(self) -> None:
@@ -204,10 +196,6 @@ class GradientProbe:
             self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
-
-    def _first_step(self, optimizer: torch.optim.Optimizer, ended: bool) -> None:  # noqa: FBT001  # a listener
-        del optimizer, ended
-        self._without_last = -_WITHOUT_EVERY
 
     def _look_for_gradients(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
         """Look for parameters without gradients, now and then where there are some."""

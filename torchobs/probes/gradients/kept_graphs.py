@@ -16,7 +16,10 @@ from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
 
+LOOKS = 8
+"""Backward passes that are looked at"""
 _DOWN = 6
 """Nodes from the loss down to the marked one: loss scaling and the mean over micro-batches come after what a script keeps"""
 _LEAF = "AccumulateGrad"
@@ -30,16 +33,32 @@ class _Mark:
 
 
 class KeptGraphs:
-    """A part of the gradient probe, called for the first backward passes. Told once."""
+    """A part of the gradient probe, which looks at the first backward passes. Reported once."""
 
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        import torch  # torch is optional until training begins
+
+        self._context, self._breaker, self._plain = context, breaker, torch.Tensor
+        self._looks = 0
         self._marks: list[ref[_Mark]] = []
         self._last = 0
         self._done = False
+        context.hooks.takes_loss.register(breaker, self._look)
 
-    def look(self, function: Any) -> None:
-        """Mark a loss's graph. In the training thread."""
+    def _look(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        """Mark the graph of the loss of a backward pass that begins. In the training thread."""
+        del gradients
+        if type(tensors) is not self._plain or tensors.grad_fn is None or not accumulates or self._looks >= LOOKS:
+            return  # a subclass has code of the user's
+        self._looks += 1
+        self._mark(tensors.grad_fn)
+        if self._looks == LOOKS:  # not now, while the listeners are called
+            self._context.at_backward(self._breaker.guard(self._end))
+
+    def _end(self) -> None:
+        self._context.hooks.takes_loss.unregister(self._breaker.probe)
+
+    def _mark(self, function: Any) -> None:
         for _ in range(_DOWN):
             following = next((one for one, _ in function.next_functions if one is not None), None)
             if following is None or _LEAF in following.name():

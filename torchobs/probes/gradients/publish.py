@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.blown_layer import blown_layer
-from torchobs.probes.gradients.faded import FadedOptimizers
 from torchobs.probes.gradients.layers import WIDER, Layers
 from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
 from torchobs.support.process_group import rank_and_size
@@ -40,7 +39,6 @@ class GradientPublisher:
         self._context = context
         self.layers = Layers(context.writer.table, 0, context.yield_gil)
         self._stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
-        self._faded = FadedOptimizers(context, self.layers)
         self.suspects: frozenset[int] = frozenset()
         """Parameters with a non-finite gradient lately; their elements are counted on a device"""
         self._suspected = 0
@@ -99,7 +97,6 @@ class GradientPublisher:
             self._past.clear()
             self.layers.begin_model()
             self._stuck_layers.begin()
-            self._faded.begin()
 
     def _receive(self) -> None:
         last = self._context.recorder.step
@@ -111,7 +108,6 @@ class GradientPublisher:
             self._latest = (step, parts)
             self._remember(step, parts)
             self._stuck_layers.note(parts, step)
-            self._faded.note(parts, step)
             if any(part.faults for part in parts):
                 self._report_faults(step, parts)
             elif self._suspected:

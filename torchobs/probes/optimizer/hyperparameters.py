@@ -22,7 +22,6 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.probes.optimizer.remade import RemadeOptimizers
 from torchobs.probes.step.manual_steps import OptimizerStandIn
 
 if TYPE_CHECKING:
@@ -104,7 +103,6 @@ class OptimizerProbe:
         self._rates.wanted = True
         breaker, self._step_hook = context.breaker(self.name), context.hooks.before_step
         context.hooks.steps_within.register(breaker, self._note_within)
-        self._remade = RemadeOptimizers(context, breaker)
         self._step_hook.register(breaker, self._take)
         self._step_hook.due_at = 0
 
@@ -187,7 +185,6 @@ class OptimizerProbe:
 
     def sample(self) -> None:
         """Update the series that have changed."""
-        self._remade.sample()
         groups = self._groups()
         found = {
             (catalog.LEARNING_RATE, index): rate

@@ -16,7 +16,6 @@ from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.precision.autocast import AutocastWatch
 from torchobs.probes.precision.loss_scale import LossScales
-from torchobs.probes.precision.never_unscaled import NeverUnscaled
 from torchobs.probes.precision.overflows import Overflows
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
@@ -55,7 +54,6 @@ class AmpProbe:
         self._context, self._scaler = context, grad_scaler.GradScaler
         self._loss_scaled, self._unscales = context.hooks.loss_scaled.listeners, context.hooks.unscales.listeners
         self._overflows, self._scales = Overflows(context), LossScales(context)
-        self._never = NeverUnscaled(context)
         self._breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._after_step_safely = self._breaker.guard(self._after_step)
         self._after_scale_safely = self._breaker.guard(self._after_scale)
@@ -80,7 +78,6 @@ class AmpProbe:
         """Publish the scales; count steps that fused optimizers have skipped."""
         self._overflows.sample()
         self._scales.sample()
-        self._never.sample()
 
     def observe(self) -> None:
         """Patch scaler classes defined since the last call; check autocast."""
@@ -92,7 +89,7 @@ class AmpProbe:
         """Patch ``GradScaler`` and each subclass that overrides a patched method, once."""
         watched = {
             "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
-            "update": self._watched_update, "get_scale": self._watched_get_scale,
+            "update": self._watched_update,
         }  # fmt: skip
         for owner in subclasses(self._scaler):
             if owner in self._patched:
@@ -114,7 +111,6 @@ class AmpProbe:
                 return original(scaler, optimizer, *args, **kwargs)
             if self._hook is None:
                 self._watch_optimizers_safely()
-                self._never.divides()
             self._in_scaler_step, self._optimizer_called = True, False
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -155,14 +151,6 @@ class AmpProbe:
 
         return update
 
-    def _watched_get_scale(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def get_scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            self._never.divides()
-            return original(scaler, *args, **kwargs)
-
-        return get_scale
-
     def _watch_optimizers(self) -> None:
         """Hook optimizers from the first scaler step on, so that other trainings do not pay for it."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -195,7 +183,6 @@ class AmpProbe:
     def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
         if not scaler._enabled:
             return
-        self._never.scaled()
         scaling = self._scaling
         scaling.scale = scaler._scale  # get_scale() would synchronise
         scaling.losses, scaling.waits_for_unscale = scaling.losses + 1, True
@@ -206,7 +193,6 @@ class AmpProbe:
         if not scaler._enabled:
             return
         self._scaling.waits_for_unscale = False
-        self._never.divides()
         if scaler._scale is not None:
             for note_unscaled in self._unscales:
                 note_unscaled(optimizer, scaler._scale)

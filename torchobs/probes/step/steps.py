@@ -63,9 +63,8 @@ class StepProbe:
         self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
         """Nesting depth of running steps, and the id of the outermost optimizer"""
-        self._given = self._untraced = self._first = False
-        """Whether the step was given a closure; whether its pre hook has found that no graph is being made; whether it is its
-        optimizer's first one"""
+        self._given = self._untraced = False
+        """Whether the step was given a closure; whether its pre hook has found that no graph is being made"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of the optimizer's closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -253,15 +252,7 @@ class StepProbe:
         hook, step = self._before_step, recorder.step
         if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
             hook.notify(optimizer, evaluates)
-        self._first = fresh and not closure
-        return self._goes_on(optimizer, args, kwargs) if self._first or (evaluates and self._given) else None
-
-    def _goes_on(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do what few steps need: the first one of an optimizer, or one with a closure."""
-        if not self._first:
-            return self._watched(optimizer, args, kwargs)
-        self._context.hooks.first_step.notify(optimizer, False)  # noqa: FBT003  # a listener
-        return None
+        return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
 
     def _is_inside(self, ident: int) -> bool:
         """Return True if that thread is within a step that is left out."""
@@ -316,9 +307,6 @@ class StepProbe:
         training, recorder = self._training, self._recorder
         metered = recorder.metered
         self._depth = 0
-        if self._first:
-            self._first = False
-            self._context.hooks.first_step.notify(optimizer, True)  # noqa: FBT003  # a listener
         if self._given:
             self._closure_ends(optimizer)
         recorder.optimizer_ends(optimizer, now_ns, within_backward=bool(training.backwards))
