@@ -1138,28 +1138,17 @@ EVENT_SCHEDULER_MISUSED = _warning(
     Attribute("scheduler", "its class"),
 )
 LOOP_MISTAKES = (
-    "gradients_kept", "evaluation_mode", "no_gradients", "gradients_stopped", "gradients_cleared", "never_stepped",
-    "losses_kept", "same_order", "clipped_late",
+    "gradients_kept", "evaluation_mode", "never_stepped", "losses_kept", "same_order", "clipped_late",
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = _warning(
     "torchobs.loop.mistake",
     "The training loop has a mistake: gradients are never set to zero, or the model is trained in evaluation mode after it "
-    "was trained in training mode; or its optimizer never steps, or gets no gradients, at all or any more, or they are set to "
-    "zero before it steps; or losses are kept with their graphs; or a DistributedSampler gives each epoch one order; or "
-    "gradients are clipped after the optimizer's step.",
+    "was trained in training mode; or its optimizer never steps; or losses are kept with their graphs; or a "
+    "DistributedSampler gives each epoch one order; or gradients are clipped after the optimizer's step.",
     Attribute("kind", "which", LOOP_MISTAKES),
-    Attribute("optimizer", "class of an optimizer that never steps, or gets no gradients"),
-    Attribute("parameters", "of an optimizer that gets no gradients: which, the first eight"),
-    Attribute("parameters_affected", "how many; 0 in a later event that takes the kind back"),
+    Attribute("optimizer", "class of an optimizer that never steps"),
+    Attribute("parameters_affected", "0 in a later event that takes the kind back"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
-)
-EVENT_NO_GRADIENT = _info(
-    "torchobs.loop.no_gradient",
-    "Some parameters of an optimizer, to be trained, have not had a gradient in any step: they are unused, or cut off from the "
-    "loss.",
-    Attribute("parameters", "which, the first eight"),
-    Attribute("parameters_affected", "how many"),
-    Attribute("optimizer", "its class"),
 )
 EVENT_LEFT_OUT_PARAMETERS = _warning(
     "torchobs.loop.left_out",
@@ -1275,16 +1264,18 @@ EVENT_STEP_HELD = _warning(
     Attribute("parameters", "how many had such gradients"),
     Attribute("held", "steps held back so far"),
 )
-STUCK_CAUSES = ("vanishing", "cut_off", "dead_units")
+STUCK_CAUSES = ("vanishing", "cut_off", "dead_units", "no_gradient", "unused")
 EVENT_UNMOVED_LAYERS = _warning(
     "torchobs.grad.unmoved",
-    "Layers learn nothing, all for one cause: each cause has an event of its own in that step.",
+    "Layers learn nothing, all for one cause: each cause has an event of its own in that step. Of layers that are unused it is "
+    "information.",
     Attribute("layers", "which, the first eight in the model's order"),
-    Attribute("layers_affected", "how many"),
+    Attribute("layers_affected", "how many; 0 in a later event that takes the cause back"),
     Attribute("layers_total", "of how many that the model has"),
     Attribute(
         "cause",
-        "why: the gradient that reaches them is tiny, or there is none, or the units before them are dead",
+        "why: the gradient that reaches them is tiny, or zero, or the units before them are dead, or their optimizer gets no "
+        "gradient, or they alone have never had one",
         STUCK_CAUSES,
     ),
     Attribute("at", "the first with only zeros as input, else the layer nearest to the loss"),
@@ -1582,10 +1573,12 @@ EVENT_BY_NAME: dict[str, Event] = {event.name: event for event in EVENTS}
 
 
 def event_severity(name: str, attributes: Mapping[str, object]) -> Severity:
-    """Return the severity of an event: an anomaly's by its kind, info of Ctrl-C and of an application's own events."""
+    """Return the severity of an event: an anomaly's by its kind; info of Ctrl-C, unused layers, an application's own events."""
     if attributes.get("exception.type") == "builtins.KeyboardInterrupt":
         return Severity.INFO
     kind, event = attributes.get("kind"), EVENT_BY_NAME.get(name)
     if event is EVENT_ANOMALY and isinstance(kind, str):
         return ANOMALY_SEVERITY.get(kind, event.severity)
+    if event is EVENT_UNMOVED_LAYERS and attributes.get("cause") == "unused":
+        return Severity.INFO
     return event.severity if event else Severity.INFO

@@ -13,6 +13,7 @@ from tests.diagnosis.observing import Look, Observed, observe
 from tests.diagnosis.planting import Verdict, notes
 from tests.diagnosis.random_trainings import OPTIMIZERS, Loss, Setup, Training, build
 from torchobs import catalog
+from torchobs.probes.gradients.parameter_names import layer_of
 
 
 def _item(loss: torch.Tensor) -> torch.Tensor:
@@ -52,11 +53,15 @@ def detached(setup: Setup, chance: random.Random) -> Verdict:
     """The loss is cut off from the model, from the first step on."""
     cut, without_grad = chance.choice(CUTS), chance.random() < 0.3
     training, observed = _built(setup, 120, lambda made: _cut_off(made, cut, without_grad=without_grad))
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="no_gradients")
-    names = {name for name, _ in training.models[training.main].named_parameters()}
-    named = [name.removeprefix("Critic.") for name in told[0].texts("parameters")] if told else []
-    right = bool(named) and names.issuperset(named) and told[0].count("parameters_affected") == len(names)
-    return Verdict("no_gradients" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+    told, layers = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="no_gradient"), _layers(training)
+    named = [name.removeprefix("Critic.") for name in told[0].texts("layers")] if told else []
+    right = bool(named) and set(layers).issuperset(named) and told[0].count("layers_affected") == len(layers)
+    return Verdict("unmoved_layers" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+
+
+def _layers(training: Training) -> list[str]:
+    """Return the names of the main model's layers."""
+    return list(dict.fromkeys(layer_of(name) for name, _ in training.models[training.main].named_parameters()))
 
 
 def other_model(setup: Setup, chance: random.Random) -> Verdict:
@@ -70,10 +75,9 @@ def other_model(setup: Setup, chance: random.Random) -> Verdict:
         training.optimizers[training.main] = OPTIMIZERS[setup.optimizer](kept[0].parameters(), rate)
 
     training, observed = _built(setup, 120, plant)
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="no_gradients")
-    count = sum(1 for _ in training.models[training.main].parameters())
-    right = bool(told) and told[0].count("parameters_affected") == count
-    return Verdict("no_gradients" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+    told = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="no_gradient")
+    right = bool(told) and told[0].count("layers_affected") == len(_layers(training))
+    return Verdict("unmoved_layers" in observed.kinds(), right, told[0].step if told else None, notes(observed))
 
 
 def part_detached(setup: Setup, chance: random.Random) -> Verdict:
@@ -84,12 +88,12 @@ def part_detached(setup: Setup, chance: random.Random) -> Verdict:
         places.append(chance.randrange(len(training.body)))
         training.body[places[0]].register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
 
-    training, observed = _built(setup, 120, plant)
-    told, model = observed.events(catalog.EVENT_NO_GRADIENT), training.models[training.main]
+    training, observed = _built(setup, 200, plant)
+    told, layers = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="unused"), _layers(training)
     before = tuple(f"blocks.{index}." for index in range(places[0]))
-    names = [name for name, _ in model.named_parameters() if name.startswith(("stem.", *before))]
-    named = [name.removeprefix("Critic.") for name in told[0].texts("parameters")] if told else []
-    right = bool(told) and named == names[:8] and told[0].count("parameters_affected") == len(names)
+    names = [name for name in layers if f"{name}.".startswith(("stem.", *before))]
+    named = [name.removeprefix("Critic.") for name in told[0].texts("layers")] if told else []
+    right = bool(told) and named == names[:8] and told[0].count("layers_affected") == len(names)
     return Verdict(bool(told), right, told[0].step if told else None, f"before {places}: {named} {notes(observed)}")
 
 

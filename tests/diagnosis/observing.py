@@ -71,10 +71,12 @@ class Observed:
 
     def said(self) -> list[str]:
         """Everything that a healthy run has none of."""
-        events = [
-            f"{fact.name} in step {fact.step}: {dict(fact.attributes)}" for report in self.reports for fact in report.events
+        told = [
+            f"{fact.name} in step {fact.step}: {dict(fact.attributes)}"
+            for report in self.reports
+            for fact in report.events
+            if fact.name in QUIET and fact.text("cause") != "unused"
         ]
-        told = [text for text in events if text.split(" ", 1)[0] in QUIET]
         return [*told, *(f"{finding.kind}: {finding.text}" for finding in self.findings), *self.errors]
 
 

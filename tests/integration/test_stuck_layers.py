@@ -1,25 +1,21 @@
-"""Layers that learn nothing from the first step on are named; whatever else has small gradients, or none, is left in peace."""
+"""Layers that learn nothing are named, and why; whatever else has small gradients, or none, is left in peace."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import time
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, has, recording
+from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.sampling_interval import SamplingInterval
-from torchobs.probes.gradients import stuck_layers
+from torchobs.probes.gradients.no_gradients import APART
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -39,7 +35,7 @@ def train(run: Recording, built: Built, inputs: Callable[[], torch.Tensor], *, w
         scheduler.step()
         if number % 40 == 0:
             run.look()
-    return run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
+    return [told for told in run.attributes(catalog.EVENT_UNMOVED_LAYERS.name) if told["cause"] != "unused"]
 
 
 def rows() -> torch.Tensor:
@@ -178,44 +174,6 @@ def test_layers_that_no_gradient_comes_to(run: Recording, made: Callable[[], nn.
     assert (told["cause"], told["layers"], told["at"]) == ("cut_off", layers, layers[-1])
 
 
-def test_rounds_without_time_lose_no_sample(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a millisecond may be over before it begins: the newest step is not judged before earlier ones."""
-    monkeypatch.setattr(stuck_layers, "_ZEROS_S", 0.0)
-    model: Any = Detached()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for number in range(190):
-        optimizer.zero_grad()
-        torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
-        optimizer.step()
-        if number == 150:
-            time.sleep(1.3)  # once a second the newest step is looked at
-    run.look()
-    (told,) = run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
-    assert told["at"] == "backbone.4"
-
-
-def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured every 80th step it would have no three samples within 200 steps; in doubt it is every 25th, for 200 steps."""
-    monkeypatch.setattr(SamplingInterval, "_set_interval", lambda pace, _: setattr(pace, "interval", 80))
-    with contextlib.contextmanager(recording)(flight_dir, grad_interval="auto") as run:
-        model: Any = CutOff()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        for number in range(500):
-            optimizer.zero_grad()
-            torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
-            optimizer.step()
-            if number % 10 == 0:
-                run.look()
-        (told,) = run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
-        assert told["attrs"]["at"] == "backbone.4"
-        assert told["step"] <= 60 + 80 + 80 + LASTING_STEPS
-        measured = [record.step for record in run.steps() if has(record, StepFlag.GRAD_NORM)]
-        apart = [later - earlier for earlier, later in itertools.pairwise(measured)]
-        assert set(apart) == {25, 80}
-        assert apart[-1] == 80
-        assert apart.count(25) <= 2 * LASTING_STEPS / 25
-
-
 def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:
     """Its gradients stay what ``zero_grad(set_to_none=False)`` made of them."""
     model = chain(nn.Tanh, 2)
@@ -261,6 +219,33 @@ class Branches(nn.Module):
         return self.head(state)
 
 
+class Scaled(nn.Module):
+    """LayerScale: branches with a factor that begins near zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches, self.head = nn.ModuleList(chain(nn.ReLU, 1) for _ in range(12)), nn.Linear(WIDTH, 1)
+        self.scales = nn.ParameterList(torch.full((WIDTH,), 1e-6) for _ in range(12))
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        for branch, scale in zip(self.branches, self.scales, strict=True):
+            inputs = inputs + scale * branch(inputs)
+        return self.head(inputs)
+
+
+class Tokens(nn.Module):
+    """An embedding of many tokens, of which a batch has few, with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5_000, WIDTH, sparse=True), nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row, of a token made of the first column."""
+        return self.head(self.table((inputs[:, 0].abs() * 1000).long() % 5_000))
+
+
 class Adapted(nn.Module):
     """A frozen layer with a LoRA beside it, whose second matrix begins at zero."""
 
@@ -303,6 +288,8 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "gated": lambda: Branches("gated"),
     "unused": lambda: Branches("unused"),
     "adapted": Adapted,
+    "scaled": Scaled,
+    "sparse": Tokens,
     "normalised": normalised,
     "a temperature at its clamp": lambda: Clamped(()),
     "a temperature and a bias at their clamps": lambda: Clamped((), (1,)),
@@ -320,5 +307,235 @@ def test_what_is_healthy_is_left_in_peace(run: Recording, name: str, kind: Any, 
     """Frozen, unused, adapted, gated, seldom used, normalised: also while the learning rate is next to nothing."""
     model = HEALTHY[name]()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = torch.optim.SGD if name == "sparse" else kind
     assert train(run, (model, kind(trained, lr=0.02 if kind is torch.optim.SGD else 1e-3)), rows, warm_up=warm_up) == []
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
+
+
+# --- an optimizer that gets no gradient at all --------------------------------------------------------------------------------
+
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+NET = ["0", "2"]
+"""Layers of :func:`net`"""
+
+
+def net() -> nn.Sequential:
+    """A small model."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def backward(loss: torch.Tensor) -> None:
+    """As ``loss.backward()`` does: looked up at each call."""
+    torch.autograd.backward(loss)
+
+
+def sound(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As it should be."""
+    optimizer.zero_grad()
+    backward(model(torch.randn(4, 8)).square().mean())
+
+
+def of_item(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """The loss as a number, and a tensor of that."""
+    model.zero_grad()
+    backward(torch.tensor(model(torch.randn(4, 8)).square().mean().item(), requires_grad=True))
+
+
+def detached(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """A loss that is detached, and made to require a gradient because torch asked for it."""
+    model.zero_grad()
+    backward(model(torch.randn(4, 8)).square().mean().detach().requires_grad_())
+
+
+def never(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """No backward pass."""
+    model.zero_grad()
+    model(torch.randn(4, 8)).square().mean()
+
+
+def cleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """``zero_grad()`` after ``backward()``."""
+    sound(model, optimizer)
+    optimizer.zero_grad()
+
+
+COPIES: dict[int, nn.Module] = {}
+
+
+def copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The model was copied after the optimizer was made, and the copy is trained."""
+    sound(COPIES.setdefault(id(model), copy.deepcopy(model)), optimizer)
+
+
+def without(run: Recording, cause: str = "no_gradient") -> list[tuple[int | None, list[str]]]:
+    """Layers that get no gradient, and since when."""
+    run.look()
+    frames = [frame for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name) if frame["attrs"]["cause"] == cause]
+    return [(frame.get("step"), frame["attrs"]["layers"]) for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("compute", "healthy"),
+    [(never, 0), *((compute, healthy) for compute in (of_item, detached, cleared, copied) for healthy in (0, APART))],
+)
+def test_an_optimizer_that_gets_no_gradient(run: Recording, compute: Step, healthy: int) -> None:
+    """Once, from the first step on or later, with its layers, within some hundred steps; the gauge of the alert counts them."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(healthy + (LASTING_STEPS if healthy else APART) + 10):
+        (sound if number < healthy else compute)(model, optimizer)
+        optimizer.step()
+    assert without(run) == [(healthy + 1, NET)]
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 2.0
+
+
+def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
+    """After a pause that nothing announced, by an event of the same cause about no layer."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    ill = range(APART, 2 * APART + LASTING_STEPS)
+    for number in range(ill.stop + APART):
+        (detached if number in ill else sound)(model, optimizer)
+        optimizer.step()
+        if number == ill.stop - 1:
+            assert without(run) == [(APART + 1, NET)]
+    (_, (step, layers)) = without(run)
+    assert not layers
+    assert step is not None
+    assert ill.stop < step < ill.stop + APART
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
+
+
+@pytest.mark.parametrize("interval", [1, 16])
+def test_an_optimizer_that_steps_in_each_of_many_micro_batches(flight_dir: Path, interval: int) -> None:
+    """Only every fortieth has a gradient, and no look may fall on one."""
+    for run in recording(flight_dir, grad_interval=interval):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for number in range(3 * LASTING_STEPS):
+            (never if number % 40 else sound)(model, optimizer)
+            optimizer.step()
+        assert without(run) == []
+
+
+def train_all(optimizers: list[Any], compute: Callable[[int], torch.Tensor]) -> None:
+    """Train with several optimizers that step together; a loss without a graph has no backward pass."""
+    for number in range(LASTING_STEPS + 2 * APART):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = compute(number)
+        if loss.requires_grad:
+            backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def players(turns: int) -> None:
+    """Both step in each iteration, with the gradients of one of them, for many steps in a row."""
+    first, second = net(), net()
+    both = nn.Sequential(first, nn.Linear(1, 8), second)
+    train_all(
+        [torch.optim.Adam(first.parameters()), torch.optim.Adam(second.parameters())],
+        lambda number: (both, first, second)[1 + number // turns % 2 if number else 0](torch.randn(4, 8)).mean(),
+    )
+
+
+def frozen_at_the_end() -> None:
+    """The optimizer goes on stepping, for the sake of a scheduler."""
+    model = net()
+
+    def compute(number: int) -> torch.Tensor:
+        model.requires_grad_(requires_grad=number < APART)
+        return model(torch.randn(4, 8)).square().mean()  # type: ignore[no-any-return]
+
+    train_all([torch.optim.Adam(model.parameters())], compute)
+
+
+def frozen_until_a_thaw() -> None:
+    """The optimizer of a frozen part steps from the beginning."""
+    body, head = net().requires_grad_(requires_grad=False), nn.Linear(1, 1)
+    optimizers = [torch.optim.Adam(body.parameters()), torch.optim.Adam(head.parameters())]
+    train_all(optimizers, lambda _: head(body(torch.randn(4, 8))).square().mean())
+
+
+def dummy_for_a_scheduler() -> None:
+    """An optimizer of a tensor that is nobody's."""
+    model, dummy = net(), torch.zeros(1, requires_grad=True)
+    optimizers = [torch.optim.Adam(model.parameters()), torch.optim.SGD([dummy], lr=0.1)]
+    train_all(optimizers, lambda _: model(torch.randn(4, 8)).square().mean())
+
+
+class Evolution(torch.optim.Optimizer):
+    """Needs no gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move at random, by ``.data``, which torch does not count as a change."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(group["lr"] * torch.randn_like(parameter))
+
+
+def evolution() -> None:
+    """It changes its parameters all the same."""
+    model = net()
+    train_all([Evolution(model.parameters())], lambda _: model(torch.randn(4, 8)).mean().detach())
+
+
+def closures() -> None:
+    """Their backward passes are seen within the step."""
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        backward(loss)
+        return loss  # type: ignore[no-any-return]
+
+    for _ in range(3 * APART):
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+
+
+def experts(chosen: Callable[[int], int]) -> None:
+    """Of four one is chosen in each step."""
+    some, head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
+    optimizer = torch.optim.Adam([*some.parameters(), *head.parameters()])
+    train_all([optimizer], lambda number: head(some[chosen(number)](torch.randn(4, 8))).square().mean())
+
+
+AT_TIMES: dict[str, Callable[[], None]] = {
+    "players in turn": lambda: players(1),
+    "players in long turns": lambda: players(APART + 20),
+    "frozen at the end": frozen_at_the_end,
+    "frozen until a thaw": frozen_until_a_thaw,
+    "a dummy for a scheduler": dummy_for_a_scheduler,
+    "evolution": evolution,
+    "closures": closures,
+    "experts": lambda: experts(lambda number: number % 4),
+    "experts that are chosen seldom": lambda: experts(lambda number: 3 if number % 15 else number // 15 % 3),
+}
+
+
+@pytest.mark.parametrize("name", AT_TIMES)
+def test_what_gets_no_gradient_for_a_while_or_on_purpose(run: Recording, name: str) -> None:
+    """No layer of it is said to learn nothing, nor to be unused."""
+    AT_TIMES[name]()
+    run.look()
+    assert run.attributes(catalog.EVENT_UNMOVED_LAYERS.name) == []
+
+
+def test_layers_that_never_had_a_gradient_are_information(run: Recording) -> None:
+    """Those before a ``detach`` are named, for they may be unused on purpose; nobody is alerted."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    train_all([optimizer], lambda _: model[2](model[1](model[0](torch.randn(4, 8))).detach()).square().mean())
+    assert without(run) == []
+    ((_, layers),) = without(run, "unused")
+    assert layers == ["0"]
+    (attributes,) = run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
+    assert catalog.event_severity(catalog.EVENT_UNMOVED_LAYERS.name, attributes) is catalog.Severity.INFO
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0

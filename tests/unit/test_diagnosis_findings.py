@@ -248,28 +248,3 @@ def test_left_out_parameters_are_taken_back() -> None:
     assert "had not stepped by step 400" in told(facts(steps(900), events=events))["left_out"]
     events.append(fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 7.0, 700, parameters=[], parameters_affected=0, optimizer="Adam"))
     assert "left_out" not in told(facts(steps(900), events=events))
-
-
-def test_why_gradients_are_gone_before_the_step_is_asked() -> None:
-    """Those of a discriminator's loss are rightly cleared; the generator's own loss may be the one that is cut off."""
-    event = fact(
-        catalog.EVENT_LOOP_MISTAKE,
-        4.0,
-        40,
-        kind="gradients_cleared",
-        parameters=["weight"],
-        parameters_affected=1,
-        optimizer="SGD",
-    )
-    text = told(facts(steps(90), events=[event]))["gradients_cleared"]
-    assert "Does zero_grad() come after backward()?" in text
-    assert "Or does the backward pass of another loss bring them" in text
-
-
-@pytest.mark.parametrize("kind", ["no_gradients", "gradients_stopped", "gradients_cleared"])
-def test_an_optimizer_that_gets_gradients_after_all(kind: str) -> None:
-    """A later event of the same kind about no parameter takes it back."""
-    before = fact(catalog.EVENT_LOOP_MISTAKE, 4.0, 40, kind=kind, parameters=["weight"], parameters_affected=1, optimizer="SGD")
-    after = fact(catalog.EVENT_LOOP_MISTAKE, 9.0, 90, kind=kind, parameters=[], parameters_affected=0, optimizer="SGD")
-    assert kind in told(facts(steps(90), events=[before]))
-    assert kind not in told(facts(steps(90), events=[before, after]))

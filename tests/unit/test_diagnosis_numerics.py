@@ -304,6 +304,40 @@ def test_layers_that_learned_nothing_are_named(given: list[dict[str, object]], s
     assert told(facts(steps(300), events=events))["unmoved_layers"] == said
 
 
+def missing(cause: str, step: int, *layers: str) -> Fact:
+    """The event of layers that get no gradient; of none of them, if that is taken back."""
+    counts = {"layers_affected": len(layers), "layers_total": max(3, len(layers))}
+    at = layers[-1] if layers else ""
+    return fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, step, cause=cause, layers=list(layers), at=at, **counts)
+
+
+def test_an_optimizer_without_gradients_is_reported_beside_other_causes_until_some_come() -> None:
+    """What may be the cause stands with it; whatever else is seen in gradients, earlier or later, stays."""
+    tiny = fact(
+        catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, layers=["z"], layers_affected=1, layers_total=9, cause="vanishing", at="z"
+    )
+    said = told(facts(steps(300), events=[missing("no_gradient", 34, "a", "b"), tiny]))["unmoved_layers"]
+    assert said.startswith(
+        "3 of 9 layers learned nothing: from step 34 on the optimizer gets no gradient for b (a, b). The loss"
+    )
+    assert "zero_grad() comes after backward()" in said
+    assert "the gradient is tiny on its way back to z" in said
+    back = [missing("no_gradient", 34, "a"), tiny, missing("no_gradient", 250)]
+    assert told(facts(steps(300), events=back))["unmoved_layers"].startswith(
+        "1 of 9 layers learned nothing: the gradient is tiny"
+    )
+
+
+def test_layers_that_may_be_unused_on_purpose_are_information() -> None:
+    """Beside what learns nothing for another cause, and not counted with it."""
+    findings = diagnose(facts(steps(300), events=[missing("unused", 101, "pooler")]))
+    (found,) = [one for one in findings if one.kind == "unmoved_layers"]
+    assert found.severity == "info"
+    assert found.text == (
+        "1 layer of the optimizer had got no gradient by step 101 (pooler): unused, or cut off from the loss (detach, no_grad)."
+    )
+
+
 @pytest.mark.parametrize("zero", [0.5, 1.0])
 def test_gradients_that_are_all_zero_may_have_been_set_to_zero(zero: float) -> None:
     """Where a half of them is, something else is the cause."""

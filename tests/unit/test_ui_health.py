@@ -65,10 +65,10 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
     def told(kind: object, parameters: int) -> Fact:
         return Fact(catalog.EVENT_LOOP_MISTAKE.name, 1.0, 3, {"kind": kind, "parameters_affected": parameters})
 
-    stopped, again = (told("gradients_stopped", parameters) for parameters in (4, 0))
-    assert mistakes_of([stopped], ("gradients_kept",)) == ("gradients_kept", "gradients_stopped")
+    stopped, again = (told("same_order", parameters) for parameters in (4, 0))
+    assert mistakes_of([stopped], ("gradients_kept",)) == ("gradients_kept", "same_order")
     assert mistakes_of([stopped, again], ("gradients_kept",)) == ("gradients_kept",)
-    assert mistakes_of([again, told("unheard of", 1), told(["list"], 1)], ("gradients_stopped",)) == ()
+    assert mistakes_of([again, told("unheard of", 1), told(["list"], 1)], ("same_order",)) == ()
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,12 @@ STUCK = {
     "cut_off": "no gradient reaches {them}",
     "vanishing": "only a tiny gradient reaches {them}",
     "dead_units": "only zeros come into {them}, from dead units",
+    "no_gradient": "the optimizer gets no gradient for {them}",
 }
 """Why layers learn nothing"""
 MISTAKES = {
     "gradients_kept": "Gradients are never set to zero (optimizer.zero_grad()).",
     "evaluation_mode": "It trains in evaluation mode: model.train() is not called again.",
-    "no_gradients": "No gradient comes to the parameters of an optimizer.",
-    "gradients_stopped": "No gradient comes to the parameters of the optimizer any more.",
-    "gradients_cleared": "Gradients are gone before the optimizer's step: does zero_grad() come after backward()?",
     "never_stepped": "The optimizer never steps.",
     "losses_kept": "Losses are kept with their graphs.",
     "same_order": "Each epoch has the same order: sampler.set_epoch() is not called.",

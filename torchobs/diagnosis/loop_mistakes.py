@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.health import INFO, WARNING, Finding
+from torchobs.diagnosis.health import WARNING, Finding
 from torchobs.diagnosis.health_words import UNTIL_A_STEP
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import mistakes_of
@@ -18,16 +18,6 @@ _HOW = {
     "as it was: model.train() was not called again.",
     "never_stepped": "There were {passes} backward passes or more, and no step of the optimizer ({optimizer}): "
     "optimizer.step() is missing.",
-    "no_gradients": "No gradient ever came to the parameters of the optimizer ({optimizer}; {parameters}): nothing was learned "
-    "there. Either the loss is cut off from the model (detach, item, no_grad, a new tensor of its value), or backward() is not "
-    "called, or the optimizer was made before the model was copied or replaced, and has the old one's parameters.",
-    "gradients_stopped": "Since step {step} no gradient comes to the parameters of the optimizer ({optimizer}; {parameters}), "
-    "to which some came before: nothing is learned any more. Either the loss is cut off from the model since then (detach, "
-    "item, no_grad, a new tensor of its value), or backward() is not called any more, or the model was replaced.",
-    "gradients_cleared": "Since step {step} or earlier gradients came to the parameters of the optimizer ({optimizer}; "
-    "{parameters}) and were gone before its step, so that nothing was learned. Does zero_grad() come after backward()? It has "
-    "to come before backward(), or after step(). Or does the backward pass of another loss bring them (of a discriminator, "
-    "through the generator), and is this optimizer's own loss cut off from the model (detach, item, no_grad)?",
     "clipped_late": "Gradients were clipped after the optimizer's step, which had used them as they were, and were then set to "
     "zero: nothing was clipped. clip_grad_norm_ belongs between backward() and step().",
     "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
@@ -46,7 +36,6 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
             said = text.format(
                 step=f"{fact.step or 0:,}",
                 optimizer=fact.text("optimizer", 80),
-                parameters=_parameters(fact),
                 passes=f"{fact.count('backward_passes'):,}",
             )
             yield Finding(WARNING, fact.text("kind"), said)
@@ -65,9 +54,6 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         thread = fact.text("thread", 40)
         text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."
         yield Finding(WARNING, "other_thread", text)
-    for fact in report.events_named(catalog.EVENT_NO_GRADIENT)[:2]:
-        text = f"{_parameters(fact)} of the optimizer had got no gradient by step {fact.step or 0:,}"
-        yield Finding(INFO, "no_gradient", f"{text}: unused, or cut off from the loss (detach, no_grad).")
 
 
 def _parameters(fact: Fact) -> str:

@@ -18,7 +18,7 @@ from torchobs.diagnosis.learning_rate import learning_rate
 from torchobs.diagnosis.loop_mistakes import loop_mistakes
 from torchobs.diagnosis.nonfinite_origins import healthy_since, origins
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
-from torchobs.diagnosis.status import past_in, stuck_layers_of
+from torchobs.diagnosis.status import StuckLayers, past_in, stuck_layers_in, stuck_layers_of
 
 _BEFORE = RATE_MEMORY
 """Steps before a bad loss that are searched for its cause."""
@@ -32,10 +32,13 @@ _MANY_SKIPPED = 0.05
 """Share of all steps. A healthy scaler doubles its scale every 2,000 steps, and skips one if that was too much."""
 
 _STUCK = {
-    "dead_units": "nothing but zeros comes into {at}, the units before it are dead",
+    "dead_units": "nothing but zeros comes into {at}, the units before it are dead{names}",
     "cut_off": "no gradient at all comes back to {at}, because of saturated or dead units behind it, or a part that is cut off "
-    "from the loss",
-    "vanishing": "the gradient is tiny on its way back to {at}",
+    "from the loss{names}",
+    "vanishing": "the gradient is tiny on its way back to {at}{names}",
+    "no_gradient": "from step {step} on the optimizer gets no gradient for {at}{names}. The loss is cut off from the model "
+    "(detach, item, no_grad, a new tensor of its value), or zero_grad() comes after backward(), or backward() is not called, "
+    "or the model was copied or replaced after the optimizer was made, which has the old one's parameters",
 }
 """Why layers learn nothing"""
 
@@ -316,18 +319,26 @@ def _vanished(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:
-    """Yield the layers that have not changed, by cause."""
+    """Yield the layers that have not changed, by cause; as information those that may be unused on purpose."""
+    for fact in report.events_named(catalog.EVENT_UNMOVED_LAYERS):
+        if fact.text("cause") == "unused":
+            unused = stuck_layers_in(fact)._replace(at="")
+            layers = text_format.plural(unused.layers, "layer") + " of the optimizer"
+            text = f"{layers} had got no gradient by step {fact.step or 0:,}{_names(unused)}"
+            yield Finding(INFO, "unmoved_layers", f"{text}: unused, or cut off from the loss (detach, no_grad).")
     stuck = stuck_layers_of(report.events)
     if not stuck:
         return
-    causes = []
-    for one in stuck:
-        more = f" and {one.layers - len(one.names):,} more" if one.layers > len(one.names) else ""
-        names = "" if one.names == (one.at,) else f" ({', '.join(one.names)}{more})"
-        causes.append(_STUCK[one.cause].format(at=one.at) + names)
+    causes = [_STUCK[one.cause].format(at=one.at, names=_names(one), step=f"{one.step or 0:,}") for one in stuck]
     count, total = sum(one.layers for one in stuck), max(one.total for one in stuck)
     text = f"{count:,} of {text_format.plural(total, 'layer')} learned nothing: {'; '.join(causes)}."
     yield Finding(WARNING, "unmoved_layers", text)
+
+
+def _names(stuck: StuckLayers) -> str:
+    """Return the names of the first of these layers in parentheses, unless the sentence names them all."""
+    more = f" and {stuck.layers - len(stuck.names):,} more" if stuck.layers > len(stuck.names) else ""
+    return "" if stuck.names == (stuck.at,) else f" ({', '.join(stuck.names)}{more})"
 
 
 def _scaler(report: RankReport) -> Iterator[Finding]:

@@ -441,15 +441,25 @@ def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str,
 
 
 def stuck_layers_of(events: Iterable[Fact], known: tuple[StuckLayers, ...] = ()) -> tuple[StuckLayers, ...]:
-    """Return the layers that learn nothing, by cause, of the last step that has such events; ``known``: from earlier ones."""
+    """Return the layers that learn nothing, by cause, of the last step that has such events; ``known``: from earlier ones.
+
+    An optimizer that gets no gradient is apart from what is seen in gradients; unused layers are none of them.
+    """
     stuck = known
     for event in events:
         cause = event.text("cause")
-        if event.name == catalog.EVENT_UNMOVED_LAYERS.name and cause in catalog.STUCK_CAUSES:
-            count, names = event.count("layers_affected"), event.texts("layers", MOST_STUCK, 80)
-            layers = StuckLayers(cause, count, event.count("layers_total"), tuple(names), event.text("at", 80), event.step)
-            stuck = (*(one for one in stuck if one.step == event.step and one.cause != cause), layers)
+        if event.name == catalog.EVENT_UNMOVED_LAYERS.name and cause in catalog.STUCK_CAUSES and cause != "unused":
+            others = [one for one in stuck if one.cause != cause]
+            others = [one for one in others if one.step == event.step or "no_gradient" in {one.cause, cause}]
+            stuck = (*others, *([stuck_layers_in(event)] if event.count("layers_affected") else []))
     return stuck
+
+
+def stuck_layers_in(event: Fact) -> StuckLayers:
+    """Return the layers of one such event."""
+    names = tuple(event.texts("layers", MOST_STUCK, 80))
+    counts = event.count("layers_affected"), event.count("layers_total")
+    return StuckLayers(event.text("cause"), *counts, names, event.text("at", 80), event.step)
 
 
 def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Replicas = NO_REPLICAS) -> Replicas:

@@ -22,7 +22,7 @@ SECTIONS = {
     "training": {
         *ANOMALIES, *MISTAKES, "nonfinite_parameters", "nonfinite_origin", "past_anomalies",
         "zero_learning_rate", "scheduler_misused",
-        "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "no_gradient", "other_thread",
+        "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "other_thread",
         "device_unread",
     },
     "layers": {"unmoved_layers", "dead_units", "activations_unread", "layer_history"},

@@ -27,7 +27,6 @@ from torchobs.probes.gradients.no_gradients import NoGradients
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.publish import GradientPublisher
 from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
-from torchobs.probes.gradients.unreached import UnreachedParameters
 from torchobs.probes.gradients.updates import UpdateWatch
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ class GradientProbe:
         self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
         self._left_out, self._kept = LeftOutParameters(context), KeptGraphs(context, breaker)
-        self._no_gradients = NoGradients(context, breaker)
-        self._without = self._no_gradients, UnreachedParameters(context)
+        self._no_gradients = NoGradients(context, self._publisher.stuck_layers)
         self._without_last = -_WITHOUT_EVERY
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
@@ -90,7 +88,6 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
         self._mistakes.remove()
-        self._no_gradients.remove()
         self._publisher.layers.names.built_modules.remove()
 
     def sample(self) -> None:
@@ -126,8 +123,7 @@ class GradientProbe:
         self._left_out.sample(modules)
         if self._left_out.due or self._mistakes.due:
             self._step_hook.due_at = 0
-        for each in self._without:
-            each.sample(self._publisher.layers.names, last=last)
+        self._no_gradients.sample(self._publisher.layers, last=last)
 
     def level_changed(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -199,8 +195,7 @@ class GradientProbe:
 
     def _look_for_gradients(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
         """Look for parameters without gradients, now and then where there are some."""
-        for each in self._without:
-            each.before_step(optimizer, sample)
+        self._no_gradients.before_step(optimizer, sample)
         if step - self._without_last >= _WITHOUT_EVERY:
             self._without_last = step
 

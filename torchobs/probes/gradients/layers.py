@@ -19,7 +19,7 @@ from torchobs.probes.gradients.parameter_names import ParameterNames, layer_of
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torchobs.flight.writer.series_table import Cell, Table
     from torchobs.probes.gradients.measurement import Measurement
@@ -161,9 +161,9 @@ class Layers:
         found = (parameter() for parameter in known.parameters.values()) if known else ()
         return any(parameter is not None and parameter.requires_grad for parameter in found)
 
-    def count(self) -> int:
-        """Return how many layers the models have that are trained, frozen and unused ones included."""
-        trained = {key for layer in self._layers.values() for key in layer.parameters}
+    def count(self, more: Collection[int] = ()) -> int:
+        """Return how many layers the trained models have, frozen and unused ones included. ``more``: ids of parameters."""
+        trained = {key for layer in self._layers.values() for key in layer.parameters}.union(more)
         return max(self.names.count_layers(trained), len(self._layers))
 
     def begin_model(self) -> None:

@@ -1,206 +1,145 @@
-"""Detect an optimizer that steps, and of whose parameters none gets a gradient, ever or any more: nothing is learned.
+"""Find parameters of an optimizer to which no gradient comes: all of them, or a part that never had one.
 
-The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward`` is not called,
-or the optimizer has the parameters of a model that was replaced since (by a copy, a checkpoint loaded as a whole). Or
-gradients come in the last backward pass and are gone before the step (``zero_grad`` in between), which is seen by hooks on the
-nodes that accumulate those of a few parameters; what an earlier pass brought, as of a loss whose path leads through them, is
-rightly cleared. Left alone are an optimizer that changes its parameters without gradients, one that begins to step while its
-parameters are frozen and others are trained, and one of a parameter that belongs to no module: a dummy for a scheduler. One
-that has had gradients is told only where no other one has any meanwhile, and only if it could have some: players that train in
-turn, and parts that are frozen, are no mistake. Gradients that came in few of its steps are waited for longer, and if they
-come again that is told, too.
+*All*: nothing is learned. The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value),
+``backward`` is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or
+replaced since. Healthy, and left alone: an optimizer that changes its parameters without gradients; one whose parameters are
+frozen while others train; a dummy for a scheduler, whose parameter belongs to no module; players that train in turn, for one
+that has had gradients is reported only where no other one has any meanwhile.
+
+*A part* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under ``no_grad``). By its
+version a parameter was not stepped in between either, as that of an expert that is seldom chosen would be.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from math import inf
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS
-from torchobs.probes.nonfinite.graph import accumulator_of
+from torchobs.probes.gradients.parameter_names import layer_of
 from torchobs.support.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.gradients.parameter_names import ParameterNames
-    from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.probes.gradients.layers import Layers
+    from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
 
 APART = LASTING_STEPS // LASTING_SAMPLES
-"""Steps without a gradient; as many as between two looks for parameters that are in no optimizer"""
-NAMED = 8
-_SELDOM, _PAUSES = 10, 2
-"""How many times as long it is waited for gradients that have not come in several looks in a row, and how many of the longest
-pauses so far: some loops step in each micro-batch, and have a gradient in every fortieth"""
+"""Steps without a gradient, from the first one on; an optimizer that has had some is waited for longer"""
+_PAUSES = 2
+"""How many of the longest pauses so far it is waited for gradients: some loops step in each micro-batch of many"""
 _MOST_OPTIMIZERS = 16
-_CHOSEN, _LOOKED_AT = 3, 16
+_CHOSEN, _COMPARED = 3, 16
 """Parameters of an optimizer that must stay as they are, and their elements that are compared"""
 
 
 class _Optimizer:
     """An optimizer, and since when it has no gradient."""
 
-    __slots__ = (
-        "again", "before", "came_ns", "cleared", "done", "had", "in_a_row", "looks", "optimizer", "pause", "since", "watched",
-    )  # fmt: skip
+    __slots__ = ("before", "done", "due", "had", "looks", "optimizer", "pause", "resumed", "since", "without")
 
-    def __init__(self, optimizer: Any, gone: Callable[[Any], None]) -> None:
-        self.optimizer = ref(optimizer, gone)
-        self.done = False
-        """Whether that it has none is known"""
-        self.had = False
-        """Whether it has had one"""
-        self.again = 0
-        """Step in which gradients came after that"""
-        self.in_a_row = self.pause = 0
-        """Looks with a gradient one after the other, and steps of the longest pause between two"""
-        self.looks = self.since = 0
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = ref(optimizer)
+        self.done = self.had = False
+        """Whether there is a verdict; whether it has had gradients"""
+        self.resumed = 0
+        """Step in which gradients came after the verdict"""
+        self.looks = self.since = self.pause = 0
+        """Looks without a gradient in a row, the step of the first, and the longest time between gradients, in steps"""
         self.before: list[tuple[int, Any]] = []
-        self.cleared = False
-        """Whether gradients came in the last backward pass before a look that found none"""
-        self.came_ns = 0
-        """When the last one came since the look before; 0 if none did"""
-        self.watched: list[tuple[Any, Any]] = []
-        """Nodes that accumulate gradients, which live as long as they are held, and the hooks on them"""
-
-    def release(self) -> None:
-        """Remove the hooks."""
-        while self.watched:
-            self.watched.pop()[1].remove()
-
-    def resume(self, step: int) -> None:
-        """Note that a pause without gradients is over."""
-        self.pause = max(self.pause, step - self.since)
-        self.in_a_row = self.looks = 0
-        self.cleared = False
-        self.release()
-
-    @property
-    def patience(self) -> int:
-        """Least number of steps without a gradient."""
-        seldom = self.had and self.in_a_row < LASTING_SAMPLES
-        return max(APART * (_SELDOM if seldom else 1), _PAUSES * self.pause)
+        """Versions and elements of some parameters at the first of these looks"""
+        self.without: list[tuple[TensorReference, int]] | None = None
+        """Parameters without a gradient at the first look that found some, with their versions"""
+        self.due = 0
+        """Step of the next look at them; -1 after the last one"""
 
 
-class _Found(NamedTuple):
+class _Missing(NamedTuple):
+    """Parameters to which no gradient comes."""
+
     known: _Optimizer
-    kind: str
+    cause: str
     step: int
     parameters: list[TensorReference]
     frozen: bool
     """Whether none of them requires a gradient"""
-    stopped: bool
-    """Whether there were gradients before"""
-
-    @property
-    def mistake(self) -> str:
-        """Its kind, of ``catalog.LOOP_MISTAKES``."""
-        return "gradients_cleared" if self.known.cleared else "gradients_stopped" if self.stopped else "no_gradients"
 
 
 class NoGradients:
-    """A part of the gradient probe; the training thread looks, the sampler thread names and tells. Told once."""
+    """A part of the gradient probe; the training thread looks, the sampler thread names and reports. Once of each kind."""
 
-    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+    def __init__(self, context: ProbeContext, stuck_layers: StuckLayersWatch) -> None:
         import torch  # torch is optional until training begins
 
-        self._context, self._torch, self._guard = context, torch, breaker.guard
+        self._context, self._torch, self._stuck_layers = context, torch, stuck_layers
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._optimizers: dict[int, _Optimizer] = {}
-        self._others_train = self._told = False
+        self._others_train = False
         self.trained = 0
         """Step in which any optimizer was last seen with a gradient; written by the gradient probe"""
-        self._found: list[_Found] = []
-        self._told_of: tuple[_Found, str] | None = None
-        """Until its gradients come after all; what it was called"""
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        for known in self._optimizers.values():
-            known.release()
-
-    def _gone(self, dead: Any) -> None:
-        """Let go of the parameters of an optimizer that nobody has any more: their nodes own them. In any thread."""
-        for known in list(self._optimizers.values()):
-            if known.optimizer is dead:
-                known.release()
+        self._found: list[_Missing] = []
+        self._reported = set[str]()
+        """Causes"""
+        self._open: _Optimizer | None = None
+        """The one that is reported to get no gradient, until some come after all"""
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, sample: Any) -> None:
         """Look at an optimizer that is about to take a measured step. ``sample``: a parameter of it with a gradient."""
-        known = self._optimizers.get(id(optimizer))
+        known, step = self._optimizers.get(id(optimizer)), self._context.recorder.step
         if known is None or known.optimizer() is not optimizer:
             if known is None and len(self._optimizers) >= _MOST_OPTIMIZERS:
                 return
-            known = self._optimizers[id(optimizer)] = _Optimizer(optimizer, self._guard(self._gone))
+            known = self._optimizers[id(optimizer)] = _Optimizer(optimizer)
         if sample is not None:
-            self._note_gradient(known, self._context.recorder.step)
+            self._note_gradient(known, step)
+            if 0 <= known.due <= step:
+                self._look_at_parts(known, optimizer, step)
         elif not known.done:
-            self._look(known, optimizer, self._context.recorder.step)
+            self._look(known, optimizer, step)
 
     def _note_gradient(self, known: _Optimizer, step: int) -> None:
-        if known.done and not known.again:
-            known.again = step + 1
+        if known.done and not known.resumed:
+            known.resumed = step + 1
         if known.looks:
-            known.resume(step)
-        known.in_a_row += 1
+            known.pause, known.looks = max(known.pause, step - known.since), 0
         known.had = self._others_train = True
 
-    def _watch(self, known: _Optimizer) -> None:
-        """Note whether the backward pass that begins brings gradients."""
-        optimizer, capturing = known.optimizer(), self._context.device.cuda.capturing()
-        if optimizer is None or known.watched or capturing or self._torch.compiler.is_compiling():
+    def _look_at_parts(self, known: _Optimizer, optimizer: Any, step: int) -> None:
+        without = [one for one in parameters_of(optimizer) if one.grad is None and one.requires_grad]
+        if known.without is None:
+            known.without = [(TensorReference(one), one._version) for one in without]
+            known.due = step + LASTING_STEPS if without else -1
             return
-
-        def note(_: object, given: tuple[Any, ...]) -> None:
-            if any(one is not None for one in given):  # it also runs where a function of the user's gives none
-                known.came_ns = monotonic_ns()
-
-        for parameter in _chosen_of([one for one in parameters_of(optimizer) if one.requires_grad]):
-            node = accumulator_of(parameter)
-            if node is not None:
-                known.watched.append((node, node.register_hook(self._guard(note))))
-
-    def _last_backward_ns(self) -> float:
-        """Return when the latest backward pass before this step began; infinite where that is not known."""
-        trace = self._context.recorder.trace
-        return next((stamp >> 4 for stamp in reversed(trace) if stamp & 15 == BACKWARD_BEGINS), inf)
+        versions = {id(one): version for reference, version in known.without if (one := reference()) is not None}
+        never = [TensorReference(one) for one in without if versions.get(id(one)) == one._version]
+        known.due, known.without = -1, []
+        if never:
+            self._found.append(_Missing(known, "unused", step + 1, never, frozen=False))
 
     def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
-        known.cleared = known.came_ns > self._last_backward_ns()
-        known.came_ns = 0
-        known.release()
         known.looks += 1
-        self._context.at_backward(self._guard(partial(self._watch, known)))
         if known.looks == 1:
             known.since, known.before = step, self._chosen(optimizer)
-        if known.had and self.trained >= known.since:
-            known.resume(self.trained)  # this one has gradients now and then, or others do, in turn
+        if known.had and self.trained >= known.since:  # this one now and then, or others, in turn
+            known.looks = 0
             return
-        if known.looks <= LASTING_SAMPLES or step - known.since < known.patience:
+        patience = max(LASTING_STEPS, _PAUSES * known.pause) if known.had else APART
+        if known.looks <= LASTING_SAMPLES or step - known.since < patience:
             return
-        known.done, before, now = True, known.before, self._chosen(optimizer)
-        known.before = []
+        before, known.before, now = known.before, [], self._chosen(optimizer)
         if [version for version, _ in now] != [version for version, _ in before]:
-            if known.had:  # in steps that were not looked at
-                known.done = False
-                known.resume(step)
+            known.looks, known.done = 0, not known.had  # gradients in steps that were not measured, or it needs none
             return
+        known.done = True
         owned = parameters_of(optimizer)
         trained = [one for one in owned if one.requires_grad]
-        kind = type(optimizer).__name__
         if not owned or (known.had and not trained):
             return
-        began = known.since if known.had else step
         parameters = [TensorReference(one) for one in trained or owned]
-        note = partial(self._note, _Found(known, kind, began + 1, parameters, frozen=not trained, stopped=known.had))
+        note = partial(self._note, _Missing(known, "no_gradient", known.since + 1, parameters, frozen=not trained))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
             differ = [(old != new).any().float() for old, new in pairs]
@@ -209,62 +148,50 @@ class NoGradients:
             elif len({one.device for one in differ}) == 1:
                 self._context.device.take(self._torch.stack(differ).sum(), note)
 
-    def _note(self, found: _Found, differ: float) -> None:
+    def _note(self, found: _Missing, differ: float) -> None:
         if not differ:
             self._found.append(found)
 
     def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
         """Return versions of some parameters, and copies of some of their elements."""
+        owned = parameters_of(optimizer)
+        chosen = [owned[len(owned) * index // _CHOSEN] for index in range(_CHOSEN)] if owned else []
         with self._torch.no_grad():
-            return [(one._version, self._elements(one)) for one in _chosen_of(parameters_of(optimizer))]
+            return [(one._version, self._elements(one)) for one in chosen]
 
     def _elements(self, one: Any) -> Any:
         plain = type(one) in self._plain and one.layout is self._torch.strided and not one.is_meta
-        return one.detach().reshape(-1)[:_LOOKED_AT].clone() if plain else None
+        return one.detach().reshape(-1)[:_COMPARED].clone() if plain else None
 
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
-    def sample(self, names: ParameterNames, *, last: bool) -> None:
-        """Name and tell what was found. ``last``: do not wait for names."""
-        self._take_back()
-        if not self._found or self._told:
+    def sample(self, layers: Layers, *, last: bool) -> None:
+        """Name and report what was found, or take it back. ``last``: do not wait for names."""
+        if self._open is not None and self._open.resumed:
+            self._stuck_layers.report_missing("no_gradient", (), self._open.resumed)
+            self._open = None
+        if not self._found:
             return
         found = self._found[0]
-        parameters = [one for each in found.parameters if (one := each()) is not None]
-        if not names.look_for(parameters, now=last):
+        parameters = [one for reference in found.parameters if (one := reference()) is not None]
+        if not layers.names.look_for(parameters, now=last):
             return
         self._found.pop(0)
-        if found.known.again:
+        names = list(dict.fromkeys(layer_of(name) for one in parameters if (name := layers.names.get(one)) is not None))
+        if found.cause in self._reported or self._is_meant(found, named=bool(names)):
             return
-        named = [name for one in parameters if (name := names.get(one)) is not None]
-        if self._others_train and (found.frozen or not named) and not found.stopped:
-            return
-        count = len(found.parameters)  # of which none may be left when the rank ends
-        if not named and count == 1:
-            return
-        mistake = found.mistake
-        self._told, self._told_of = True, (found, mistake)
-        told = {"parameters": named[:NAMED], "parameters_affected": count, "optimizer": found.kind}
-        self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": mistake, **told}, found.step)
-        since = f" since step {found.step:,}" if found.stopped else ""
-        more = f" any more{since}" if since else ""
-        text = f"no gradient comes to the parameters of the optimizer ({found.kind}){more}: nothing is learned"
-        if mistake == "gradients_cleared":
-            have_been = "have been" if since else "are"
-            text = f"gradients {have_been} gone before each step of the optimizer ({found.kind}){since}"
-            text += ": is zero_grad() between backward and it, or its own loss cut off, and they are another's?"
-        self._context.warn_limited(f"loop {mistake}", text)
+        self._reported.add(found.cause)
+        self._open = found.known if found.cause == "no_gradient" else self._open
+        names = names or [f"parameter{number}" for number in range(len(found.parameters))]  # all may be gone when a rank ends
+        self._stuck_layers.report_missing(found.cause, names, found.step, set(map(id, parameters)))
 
-    def _take_back(self) -> None:
-        """Write the event again, of no parameter, once gradients have come after all."""
-        if self._told_of is not None and self._told_of[0].known.again:
-            (found, mistake), self._told_of = self._told_of, None
-            told = {"kind": mistake, "parameters": [], "parameters_affected": 0, "optimizer": found.kind}
-            self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, told, found.known.again)
-
-
-def _chosen_of(parameters: list[Any]) -> list[Any]:
-    return [parameters[len(parameters) * index // _CHOSEN] for index in range(_CHOSEN)] if parameters else []
+    def _is_meant(self, found: _Missing, *, named: bool) -> bool:
+        """Return whether these may be without a gradient on purpose, or have got one since."""
+        if found.cause == "unused":
+            return not named
+        if self._others_train and not found.known.had and (found.frozen or not named):
+            return True
+        return bool(found.known.resumed) or (not named and len(found.parameters) == 1)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:

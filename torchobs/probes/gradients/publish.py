@@ -38,7 +38,7 @@ class GradientPublisher:
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self.layers = Layers(context.writer.table, 0, context.yield_gil)
-        self._stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
+        self.stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
         self.suspects: frozenset[int] = frozenset()
         """Parameters with a non-finite gradient lately; their elements are counted on a device"""
         self._suspected = 0
@@ -72,8 +72,7 @@ class GradientPublisher:
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
         self._begin_model()
         self._receive()
-        pace.most = self._stuck_layers.wanted_interval()
-        self._stuck_layers.check_zeros()
+        self.stuck_layers.check_zeros()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
             return
@@ -81,8 +80,8 @@ class GradientPublisher:
         step, parts = self._latest
         if not self.layers.show(parts, step, now=now):
             return
-        self._stuck_layers.check_zeros(now=now)  # they are earlier, and may have waited for the layers' names
-        self._stuck_layers.check(parts, step, now=now)
+        self.stuck_layers.check_zeros(now=now)  # they are earlier, and may have waited for the layers' names
+        self.stuck_layers.check(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
         for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)):
@@ -96,7 +95,7 @@ class GradientPublisher:
             self._model = changes
             self._past.clear()
             self.layers.begin_model()
-            self._stuck_layers.begin()
+            self.stuck_layers.begin()
 
     def _receive(self) -> None:
         last = self._context.recorder.step
@@ -107,7 +106,7 @@ class GradientPublisher:
             del self._steps[step]
             self._latest = (step, parts)
             self._remember(step, parts)
-            self._stuck_layers.note(parts, step)
+            self.stuck_layers.note(parts, step)
             if any(part.faults for part in parts):
                 self._report_faults(step, parts)
             elif self._suspected:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
-from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.layers import Layers
@@ -29,9 +28,9 @@ _RELAXED_S = 10.0
 """Between two measurements without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every second"""
 _ZEROS_S = 0.001
 """Time for zero gradients in one round of the sampler, which come every 100 ms"""
-_APART, _LONG = LASTING_STEPS // 4, 2 * LASTING_STEPS
-_LOOKS = _LONG // _APART
-_MOST_DUE = 8
+_APART, _LOOKS = LASTING_STEPS // 4, 8
+"""Steps that are judged after other first gradients are zero than before: so many, so far apart. A fast training does thousands
+of steps in the three seconds that three measurements take, and a short one ends before"""
 _PRESENT, _ABSENT = 4, 5
 """Measured steps with, and then without, the gradient of a parameter that has lost it"""
 _NAMED = 8
@@ -42,49 +41,9 @@ _REASONS = {
     "dead_units": "only zeros come into {at}",
     "vanishing": "the gradient has all but vanished in {at}",
     "cut_off": "no gradient at all comes to {at} (saturated or dead units behind it, or a part that is cut off from the loss)",
+    "no_gradient": "its optimizer gets no gradient for {at} (a detached loss, a model that was replaced, or zero_grad() "
+    "after backward())",
 }
-
-
-class ZeroWatch:
-    """Chooses the steps to judge because of zero gradients, by those that an optimizer's norms begin with: 0.3 µs a step.
-
-    A model's first 200 steps are judged so in any case: a fast training does thousands of steps in the three seconds that three
-    measurements take, and a short one ends before. Where it is measured seldom, the 200 steps may be over before the sampler,
-    which sees them late, has asked for more: a change is looked at eight times in any case.
-    """
-
-    __slots__ = ("_last", "_looks", "_number", "_step", "begun", "due", "whole")
-
-    def __init__(self) -> None:
-        self._number, self._step, self._last, self._looks = -1, 0, -_LONG, 0
-        self.begun = -_LONG
-        """The step in which their number last changed, or the first one"""
-        self.due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_MOST_DUE)
-        """Steps to judge, oldest first"""
-        self.whole = -_LONG
-        """The last step in which no first gradient was zero"""
-
-    def note(self, measurements: Sequence[Measurement], step: int, missing: int = 0) -> None:
-        """See a step: soon after a change every 25th is due. ``missing``: first parameters without any."""
-        self._step = step
-        number = missing + sum(_leading_zeros(measurement.norms) for measurement in measurements)
-        if not number:
-            self.whole = step
-        if number != self._number:
-            self._number, self.begun, self._looks = number, step, 0
-        if self._is_recent and step - self._last >= _APART:
-            self._last = step
-            self._looks += 1
-            self.due.append((step, measurements))
-
-    @property
-    def _is_recent(self) -> bool:
-        return self._step - self.begun <= _LONG or self._looks < _LOOKS
-
-    @property
-    def doubtful(self) -> bool:
-        """Whether first gradients have been zero for a short while only."""
-        return self._number > 0 and self._is_recent
 
 
 def _leading_zeros(norms: Sequence[float]) -> int:
@@ -169,34 +128,41 @@ class StuckLayersWatch:
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
         self._reported: frozenset[str] = frozenset()
         self._reported_s = self._due_s = -inf
-        self._zeros, self._missing, self._judged = ZeroWatch(), MissingGradients(), -1
-        self._hurried, self._hurried_s = -inf, -inf
-        context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, 0.0)
+        self._missing, self._judged = MissingGradients(), -1
+        self._zeros, self._looks, self._looked, self._whole = -1, 0, -_APART, -inf
+        """First gradients that are zero or missing; looks since their number has changed, and the step of the last one; the
+        last step in which there were none"""
+        self._due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_LOOKS)
+        """Steps to judge because of them, oldest first"""
+        self._unmoved = self._without = 0
+        """Layers that learn nothing by their gradients, and those of an optimizer that gets none"""
+        self._show()
 
     def begin(self) -> None:
         """Reset for another model."""
         self._judge, self._reported, self._due_s = StuckLayerDetector(), frozenset(), -inf
-        self._zeros, self._missing, self._judged = ZeroWatch(), MissingGradients(), -1
+        self._missing, self._judged = MissingGradients(), -1
+        self._zeros, self._looks, self._looked, self._whole = -1, 0, -_APART, -inf
+        self._without = 0
+        self._due.clear()
         self._plans.clear()
 
     def note(self, measurements: Sequence[Measurement], step: int) -> None:
-        """See the measurements of every step, which in a fast run are too many to be judged each."""
-        self._zeros.note(measurements, step, sum(map(self._missing.note, measurements)))
-
-    def wanted_interval(self) -> int:
-        """Return the longest interval between measurements for now: short while first gradients have just become zero.
-
-        A fast training is measured every 50th or 100th step. That is hurried once a minute at most, for they may come and go.
-        """
-        if self._zeros.doubtful and self._zeros.begun != self._hurried and monotonic() - self._hurried_s >= _QUIET_S:
-            self._hurried, self._hurried_s = self._zeros.begun, monotonic()
-        return _APART if self._zeros.doubtful and self._zeros.begun == self._hurried else MAX_INTERVAL
+        """See the measurements of every step, which in a fast run are too many to be judged each: 0.3 µs."""
+        zeros = sum(self._missing.note(measurement) + _leading_zeros(measurement.norms) for measurement in measurements)
+        if not zeros:
+            self._whole = step
+        if zeros != self._zeros:
+            self._zeros, self._looks = zeros, 0
+        if self._looks < _LOOKS and step - self._looked >= _APART:
+            self._looks, self._looked = self._looks + 1, step
+            self._due.append((step, measurements))
 
     def check_zeros(self, *, now: bool = False) -> None:
         """Judge the steps in which other gradients are zero than before, one in any case; ``now``: all that wait."""
         until_s = inf if now else monotonic() + _ZEROS_S
         while self._waits():
-            step, measurements = self._zeros.due.popleft()
+            step, measurements = self._due.popleft()
             self._context.yield_gil()
             self._check(measurements, step)
             self._due_s = -inf
@@ -205,8 +171,7 @@ class StuckLayersWatch:
 
     def _waits(self) -> bool:
         """Return True if there are such steps, and their layers are known."""
-        due = self._zeros.due
-        return bool(due) and all(self._layers.find(measurement) is not None for measurement in due[0][1])
+        return bool(self._due) and all(self._layers.find(measurement) is not None for measurement in self._due[0][1])
 
     def check(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
         """Judge a measured step with known layers, if due or ``now``; set the gauge and report new findings.
@@ -235,9 +200,10 @@ class StuckLayersWatch:
             if missing and not self._missing.certain(optimizer):
                 unsure.update(missing)
             seen.update(_layer_samples(plan, measurement.weighted(), _update_scales(optimizer, groups), missing))
-        found = self._judge.judge(step, seen, self._zeros.whole)
+        found = self._judge.judge(step, seen, self._whole)
         found = self._without_frozen(found._replace(cut=tuple(name for name in found.cut if name not in unsure)))
-        self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, len(found.all))
+        self._unmoved = len(found.all)
+        self._show()
         if set(found.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
             self._report(found, step)
 
@@ -261,13 +227,29 @@ class StuckLayersWatch:
         self._reported, self._reported_s = frozenset(stuck.all), monotonic()
         total, reasons = max(self._layers.count(), len(stuck.all)), []
         for cause, layers, at in stuck.by_cause():
-            attributes = {
-                "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause,
-                "at": at,
-            }  # fmt: skip
-            self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
+            self._write(cause, layers, total, at, step)
             reasons.append(_REASONS[cause].format(at=at))
         self._context.warn_limited("unmoved layers", f"{len(stuck.all)} of {total} layers learn nothing: {'; '.join(reasons)}")
+
+    def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
+        """Report layers of an optimizer to whose ``parameters`` no gradient comes; no layers: some have come after all."""
+        total, at = max(self._layers.count(parameters), len(layers)), layers[-1] if layers else ""
+        self._write(cause, layers, total, at, step)
+        if cause == "no_gradient":
+            self._without = len(layers)
+            self._show()
+            if layers:
+                what = f"{len(layers)} of {total} layers learn nothing: {_REASONS[cause].format(at=at)}"
+                self._context.warn_limited("layers without a gradient", what)
+
+    def _write(self, cause: str, layers: Sequence[str], total: int, at: str, step: int) -> None:
+        attributes = {
+            "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at,
+        }  # fmt: skip
+        self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
+
+    def _show(self) -> None:
+        self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, float(self._unmoved + self._without))
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
