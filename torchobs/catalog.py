@@ -226,7 +226,7 @@ ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
 ORIGIN = Attribute(
     "origin",
     "where a value that is not finite was born",
-    ("input", "parameter", "operator", "backward", "overflow", "optimizer", "rank", "unknown"),
+    ("input", "parameter", "operator", "backward", "overflow", "unknown"),
 )
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
@@ -1243,7 +1243,7 @@ EVENT_NONFINITE_ORIGIN = _error(
     "torchobs.nonfinite.origin",
     "Where a NaN or an infinity was born: at its first occurrence, and for the same place at most once in ten minutes.",
     ORIGIN,
-    Attribute("operator", "torch's operator that made it, or was the first to be given it; for an optimizer its class"),
+    Attribute("operator", "torch's operator that made it, or was the first to be given it"),
     Attribute("module", "path of the module that called the operator; absent outside of any"),
     Attribute("parameter", "the parameter's name, or that of the variable with the batch"),
     Attribute("location", "file:line of the user's code, if known"),

@@ -148,7 +148,7 @@ def overwritten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> 
         (checked, {"origin": "operator", "operator": "log", "module": "Model"}),
         (left, {"origin": "operator", "operator": "log", "module": "Model"}),
         (spoiled, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
-        (forgotten, {"origin": "backward", "parameter": "inner.weight"}),
+        (forgotten, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
         (cleared, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
         (invalid, {"origin": "input", "parameter": "x", "sample": 5}),
         (refused, {"origin": "backward", "operator": "sqrt", "module": "distance"}),

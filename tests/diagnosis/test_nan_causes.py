@@ -15,7 +15,6 @@ from tests.diagnosis.observing import Look, observe
 from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
 from torchobs.probes.nonfinite.backward import likely_node
-from torchobs.probes.nonfinite.causes import cause_of, likely_masked
 from torchobs.probes.nonfinite.graph import operator_of, read_graph
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
 
@@ -171,113 +170,6 @@ def test_a_softmax_of_a_row_that_is_all_masked_is_named_as_that(way: str) -> Non
     assert "every value of a row that it was given was masked (negative infinity)" in origin.note
     assert origin.module in {"inner", "Attention"}
     assert origin.elements[0][0] == (4 if "multihead" in way else 2)  # of batch times heads there
-
-
-def test_a_fused_attention_is_explained_by_its_mask() -> None:
-    """Where its rows that are all masked have a NaN, which is so in some versions of torch."""
-    query = torch.randn(2, 2, 5, 8, requires_grad=True)
-    for diagonal, is_masked in ((0, False), (-1, True)):
-        mask = torch.ones(5, 5, dtype=torch.bool).tril(diagonal)
-        loss = functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum()
-        (node,) = (one for one in read_graph([loss.grad_fn]) if one.builtin.startswith("scaled_dot_product"))
-        assert cause_of(node, {}) is None or loss.isnan()
-        node.kept = {**node.kept, "output": torch.full_like(node.kept["output"], float("nan"))}
-        cause = cause_of(node, {})
-        assert (cause is not None and "was masked" in cause.words) == is_masked
-
-
-class Tagger(nn.Module):
-    """Names a class for each token, by their attention to each other; perhaps with a root before that."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__()
-        self.embed, self.attention, self.root = nn.Embedding(9, 8), Attention("masked_fill"), root
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        """Scores."""
-        x = self.embed(tokens)
-        if self.root == "of a difference":
-            x = x + (x - x).abs().sqrt()
-        elif self.root == "of a square and a little":
-            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.attention(x, tokens == 0)
-
-
-def tag(root: str = "", at: int = 12) -> Callable[[Look], None]:
-    """Train; in one step a sequence is padding alone, which the loss leaves out."""
-
-    def train(look: Look) -> None:
-        model = Tagger(root)
-        optimizer = torch.optim.Adam(model.parameters())
-        for number in range(1, at + 4):
-            tokens = torch.randint(1, 5, (4, 6))
-            if number == at:
-                tokens[2] = 0
-            loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), ignore_index=0)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            look.stepped()
-
-    return train
-
-
-@pytest.mark.parametrize("root", ["", "of a square and a little"])
-def test_a_masked_row_that_the_loss_leaves_out_is_found_by_the_gradients(root: str) -> None:
-    """The loss is finite, and no operator has a derivative that is not: the NaN was there before."""
-    observed = observe(tag(root), grad_interval=1)
-    born = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
-    assert (born.step, born.text("origin"), born.text("operator"), born.text("module")) == (
-        12,
-        "operator",
-        "softmax",
-        "attention",
-    )
-    text = observed.text("nonfinite_origin")
-    assert "of step 12 was most likely born in softmax in attention" in text
-    assert "is a sequence of the batch padding alone?" in text
-    assert "sqrt" not in text
-    said = observed.text("nonfinite_origin", "nonfinite_gradient")
-    assert "first in step 12" in said
-    assert "not measured" not in said
-
-
-def test_a_masked_row_is_not_blamed_for_a_step_that_is_too_large() -> None:
-    """Its gradients are infinite, and none of them is NaN."""
-
-    def train(look: Look) -> None:
-        model = Tagger("")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for number in range(1, 16):
-            tokens = torch.randint(1, 5, (4, 6))
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), ignore_index=0)
-            torch.autograd.backward(loss)
-            for parameter in model.parameters() if number == 12 else ():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(INFINITY)
-            optimizer.step()
-            look.stepped()
-
-    assert "padding alone" not in observe(train, grad_interval=1).text("nonfinite_origin")
-
-
-def test_a_masked_row_is_not_blamed_where_a_root_may_be() -> None:
-    """Of two possible operators neither is proven."""
-    observed = observe(tag("of a difference"), grad_interval=1)
-    assert "padding alone" not in observed.text("nonfinite_origin")
-
-
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_a_mask_is_sought_once_in_each_node(*, is_masked: bool) -> None:
-    """Promise: the nodes before a softmax are visited once each, by however many paths it is reached: here 2 to the 40th."""
-    weight = nn.Parameter(torch.ones(4, 7))
-    weight.grad = torch.full((4, 7), float("nan"))
-    scores = weight.masked_fill(torch.ones(4, 7, dtype=torch.bool), -INFINITY) if is_masked else weight * 1
-    for _ in range(40):
-        scores = scores + scores * 0.1
-    found = likely_masked(read_graph([scores.softmax(-1).grad_fn]), {id(weight)})
-    assert (found is not None and found.builtin == "softmax") == is_masked
 
 
 @pytest.mark.parametrize(

@@ -1,195 +1,195 @@
-"""A NaN that is born inside a compiled part of a model is traced to its operator, by running that part without the compiler."""
+"""A NaN that appears inside a compiled region names that region and the call that looks inside, and no region before it."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests import support
-from tests.diagnosis.compiled_nets import (
-    AT,
-    BACKWARD_LINES,
-    FILTERS,
-    LINES,
-    WAYS,
-    WIDTH,
-    Block,
-    Net,
-    made,
-    source_line,
-    told,
-    train,
-    train_to_bad_gradients,
-)
-from tests.training import Recording, recording
-from torchobs.probes.nonfinite.eager_replay import NOTE
+from torchobs import catalog, debug
 
-pytestmark = [*FILTERS, pytest.mark.usefixtures("fresh_compiler")]
+if TYPE_CHECKING:
+    from tests.training import Recording
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch's, of a graph that begins within a graph
+]
+
+AT, WIDTH = 3, 8
+RUN_TRACE = "Run `debug.trace_nan(model, batch)`."
 
 
-@pytest.mark.parametrize(("way", "sickness"), [*zip(WAYS, ("log", "div", "acos", "log"), strict=True)])
-def test_the_operator_within_is_named_with_its_line(run: Recording, way: str, sickness: str) -> None:
-    """Promise: in the step of its birth, for a model compiled as a whole, in place, or by blocks; and it is said how."""
-    train(*made(way), sickness)
-    found = told(run)
-    assert (found["step"], found["origin"], found["operator"], found["module"]) == (AT, "operator", sickness, "blocks.1")
-    assert found["location"] == source_line(LINES[sickness])
-    assert NOTE in found["note"]
-    assert found["inputs"]
-
-
-def test_what_the_inductor_has_compiled_is_run_again(run: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own code for the operators, and its own random numbers for dropout."""
-    if shutil.which("g++") is None:
-        pytest.skip(support.NEEDS_COMPILER)
-    block, x = Block(), torch.randn(6, WIDTH)
-    block.ill = "log"
-    called = torch.compile(block)
-    with support.quick_inductor(tmp_path, monkeypatch):
-        called(x).square().mean().backward()
-    found = told(run)
-    assert (found["operator"], found["module"], found["note"]) == ("log", "Block", NOTE)
-
-
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize(("way", "sickness"), [*zip(WAYS, BACKWARD_LINES, strict=False)])
-def test_the_operator_whose_derivative_is_infinite_is_named(
-    flight_dir: Path,
-    way: str,
-    sickness: str,
-    clips: bool,  # noqa: FBT001  # a parameter of the test
-) -> None:
-    """The loss is finite; no variable holds it any more as the optimizer steps."""
-    recorder = recording(flight_dir, log_level="ERROR", grad_interval=1)
-    run = next(recorder)
-    train_to_bad_gradients(*made(way), sickness, clips=clips)
-    found = told(run)
-    assert (found["step"], found["origin"], found["operator"], found["module"]) == (AT, "backward", sickness, "blocks.1")
-    assert (found["location"], found["note"]) == (source_line(BACKWARD_LINES[sickness]), NOTE)
-    next(recorder, None)
-
-
-def test_gradients_that_an_eager_part_spoils_are_not_blamed_on_a_compiled_one(flight_dir: Path) -> None:
-    """Its own backward pass, run again, is finite."""
-    recorder = recording(flight_dir, log_level="ERROR", grad_interval=1)
-    run = next(recorder)
-    model, called = made("whole")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for number in range(1, AT + 1):
-        out = called(torch.randn(6, 4))
-        optimizer.zero_grad()
-        loss = out.square().mean()
-        if number == AT:
-            loss = loss + (out * 0).square().sum().sqrt()
-        loss.backward()
-        optimizer.step()
-    found = told(run)
-    assert (found["step"], found["origin"], found["operator"]) == (AT, "backward", "sqrt")
-    next(recorder, None)
-
-
-def test_a_bad_sample_of_a_compiled_model_is_named(run: Recording) -> None:
-    """Its batch goes into nothing but the compiled graph."""
-    train(*made("whole"), "input")
-    found = told(run)
-    assert (found["origin"], found["parameter"], found["sample"], found["step"]) == ("input", "x", 3, AT)
-
-
-def test_a_bad_parameter_of_a_compiled_model_is_named(run: Recording) -> None:
-    """As in an eager one."""
-    model, called = made("whole")
-    model.get_parameter("blocks.2.linear.weight").data[0, 0] = float("nan")
-    train(model, called, steps=1)
-    found = told(run)
-    assert (found["origin"], found["parameter"]) == ("parameter", "blocks.2.linear.weight")
-
-
-class Half(nn.Module):
-    """Overflows in float16, and only there."""
+class Block(nn.Module):
+    """A residual block with dropout, that can be ill."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
-        nn.init.constant_(self.wide.weight, 3e4)
+        self.norm, self.linear, self.drop, self.ill = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``(N, 4)`` to ``(N, 1)``."""
-        return torch.as_tensor(self.out(torch.tanh(self.wide(x) * 1e-6) + self.wide(x) * 0))
+        """``(N, WIDTH)`` to the same."""
+        h = self.drop(self.linear(self.norm(x)))
+        if self.ill == "log":
+            h = h + torch.log(-1 - h.abs())
+        if self.ill == "sqrt":
+            h = h + torch.sqrt(h.relu() * 0)
+        return torch.as_tensor(x + h)
 
 
-def test_the_autocast_of_the_call_is_that_of_the_run(run: Recording) -> None:
-    """What is not finite in float16 would be in float32; the backward pass begins outside of autocast."""
-    called, x = torch.compile(Half(), backend="aot_eager"), torch.ones(6, 4)
-    with torch.autocast("cpu", torch.float16):
-        out = called(x)
-    out.float().mean().backward()
-    found = told(run)
-    assert found["note"].endswith(NOTE)
-    assert "float16" in found["inputs"][0]
-    assert found["operator"] != "compiled_function"
+class Net(nn.Module):
+    """Three blocks between two layers; the way in which it is compiled."""
 
-
-def test_of_two_calls_the_one_that_made_it_is_run_again(run: Recording) -> None:
-    """One model is called twice in each step, and only the second call is given a bad sample."""
-    _, called = made("whole")
-    good, second = torch.randn(6, 4), torch.randn(6, 4)
-    second[2, 0] = float("inf")
-    (called(good).square().mean() + called(second).square().mean()).backward()
-    found = told(run)
-    assert (found["origin"], found["parameter"], found["sample"]) == ("input", "second", 2)
-
-
-def test_a_compiled_function_is_looked_into(run: Recording) -> None:
-    """It is no module; the parameter is an argument."""
-    x, weight = torch.randn(6, 4), nn.Parameter(torch.randn(4, 3))
-
-    @torch.compile(backend="aot_eager")
-    def loss_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        h = x @ weight
-        h = h + torch.log(-1 - h.abs())
-        return h.mean()
-
-    loss_of(x, weight).backward()  # type: ignore[no-untyped-call]
-    found = told(run)
-    assert (found["operator"], found["note"]) == ("log", NOTE)
-    assert found["location"].startswith(f"{__file__}:")
-
-
-class Interrupted(Net):
-    """Two graphs, as Dynamo cannot go on in between; the blocks are recomputed in the backward pass."""
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.way = way
+        if way == "in place":
+            self.compile(backend="aot_eager")
+        for block in self.blocks if way == "blocks" else ():
+            block.compile(backend="aot_eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, 4)`` to ``(N, 3)``."""
         h = self.first(x)
-        torch._dynamo.graph_break()
         for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        return torch.as_tensor(self.last(self.norm(h)))
+            h = checkpoint(block, h, use_reentrant=True) if self.way == "checkpoints" else block(h)
+        return torch.as_tensor(self.last(h))
 
 
-def test_the_second_of_two_graphs_is_run_again_and_what_it_recomputes(run: Recording) -> None:
-    """From what the first one has handed it."""
-    model = Interrupted()
-    train(model, torch.compile(model, backend="aot_eager"), "log")
-    found = told(run)
-    assert (found["operator"], found["module"], found["step"]) == ("log", "blocks.1", AT)
-    assert (found["location"], found["note"]) == (source_line(LINES["log"]), NOTE)
+def made(way: str) -> tuple[Net, Any]:
+    """The model, and what is called."""
+    model = Net(way)
+    return model, torch.compile(model, backend="aot_eager") if way == "whole" else model
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("way", ["around", "within"])
-def test_a_model_of_ddp_is_run_without_it(run: Recording, way: str) -> None:
-    """No collective is called: of one rank the other one would know nothing."""
-    model = Net()
-    called: Any = DistributedDataParallel(torch.compile(model, backend="aot_eager") if way == "around" else model)
-    train(model, called if way == "around" else torch.compile(called, backend="aot_eager"), "log")
-    found = told(run)
-    assert (found["operator"], found["module"], found["step"]) == ("log", "blocks.1", AT)
+def train(model: Net, called: Any, sickness: str) -> None:
+    """Train; ``sickness``: of the second block, or of a sample of the batch, in the third step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(1, AT + 2):
+        x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+        model.get_submodule("blocks.1").ill = sickness if number == AT else ""  # type: ignore[assignment]
+        if sickness == "input" and number == AT:
+            x[3, 1] = float("nan")
+        loss = functional.cross_entropy(called(x), y)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        if number != AT:
+            optimizer.step()
+
+
+def told(run: Recording) -> tuple[dict[str, Any], str]:
+    """What was said, once: its attributes with the step, and the sentence."""
+    run.look()
+    assert run.frames(catalog.EVENT_PROBE_DISABLED.name) == []
+    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert run.session.context is not None
+    (origin,) = run.session.context.origins.values()
+    return {"step": frame["step"], **frame["attrs"]}, origin.sentence()
+
+
+def begins(function: Any) -> str:
+    """``file:line`` of a function."""
+    return f"{__file__}:{inspect.getsourcelines(function)[1]}"
+
+
+@pytest.mark.parametrize("way", ["whole", "in place"])
+def test_a_compiled_model_is_named_with_its_line(run: Recording, way: str) -> None:
+    """Promise: where its ``forward`` begins, in the step of the NaN, and that ``trace_nan`` names the operator."""
+    train(*made(way), "log")
+    found, sentence = told(run)
+    assert (found["step"], found["origin"], found["module"]) == (AT, "unknown", "Net")
+    assert sentence == f"The NaN or infinity appeared inside compiled region Net ({begins(Net.forward)}). {RUN_TRACE}"
+
+
+def test_of_several_regions_none_is_blamed_for_a_later_one(run: Recording) -> None:
+    """Promise: what comes out of a region that another one is given is not known, and that is said."""
+    train(*made("blocks"), "log")
+    found, sentence = told(run)
+    assert (found["step"], found["origin"], found["module"]) == (AT, "unknown", "blocks.0")
+    assert "inside compiled region blocks.0 (" in sentence
+    assert sentence.endswith(f") or a later one. {RUN_TRACE}")
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpointed_region_is_named_as_that(run: Recording) -> None:
+    """Promise: a reentrant checkpoint keeps nothing either."""
+    train(*made("checkpoints"), "log")
+    assert told(run)[1].startswith("The NaN or infinity appeared inside checkpointed region")
+
+
+def test_an_operator_before_a_region_is_named_as_ever(run: Recording) -> None:
+    """Promise: what is not compiled is traced to its operator, also where compiled regions follow."""
+    model, called = made("blocks")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        h = torch.log(model.first(torch.randn(6, 4)) * 0 - 1)
+        torch.autograd.backward(called.blocks[2](h).square().mean())
+    found, _ = told(run)
+    assert (found["step"], found["origin"], found["operator"]) == (1, "operator", "log")
+
+
+def test_a_bad_sample_of_a_compiled_model_is_named(run: Recording) -> None:
+    """Promise: the variable whose bad samples are those of the result, which the graph does not have."""
+    train(*made("whole"), "input")
+    found, _ = told(run)
+    assert (found["origin"], found["parameter"], found["sample"], found["step"]) == ("input", "x", 3, AT)
+
+
+def test_a_bad_parameter_of_a_compiled_model_is_named(run: Recording) -> None:
+    """Promise: the graph has the parameters of a region."""
+    model, called = made("whole")
+    model.get_parameter("blocks.2.linear.weight").data[0, 0] = float("nan")
+    torch.autograd.backward(called(torch.randn(6, 4)).square().mean())
+    found, _ = told(run)
+    assert (found["origin"], found["parameter"]) == ("parameter", "blocks.2.linear.weight")
+
+
+def test_a_compiled_function_is_named_without_a_module(run: Recording) -> None:
+    """Promise: it has none, and no line."""
+    x, weight = torch.randn(6, 4), nn.Parameter(torch.randn(4, 3))
+    loss_of = torch.compile(lambda x, weight: torch.log(-1 - (x @ weight).abs()).mean(), backend="aot_eager")
+    torch.autograd.backward(loss_of(x, weight))
+    assert told(run)[1] == f"The NaN or infinity appeared inside compiled region. {RUN_TRACE}"
+
+
+def test_a_derivative_inside_a_region_is_seen_in_the_next_backward_pass(run: Recording) -> None:
+    """Promise: of a finite loss; under a guard the weights stay finite, and the region is seen at work."""
+    model, called = made("whole")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.get_submodule("blocks.1").ill = "sqrt"  # type: ignore[assignment]
+    with debug.nan_guard(optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(called(torch.randn(6, 4)).square().mean())
+            optimizer.step()
+    found, sentence = told(run)
+    assert (found["step"], found["origin"], found["module"]) == (2, "backward", "Net")
+    assert sentence.startswith("The NaN or infinity appeared inside the backward pass of compiled region Net (")
+
+
+@pytest.mark.parametrize("way", ["whole", "in place", "blocks"])
+@pytest.mark.parametrize("sickness", ["log", "sqrt"])
+def test_trace_nan_looks_into_a_compiled_model(way: str, sickness: str) -> None:
+    """Promise: it runs the model once without the compiler, forward and backward, and names the operator with its line."""
+    model, called = made(way)
+    called(torch.randn(6, 4))  # it is compiled by then
+    model.get_submodule("blocks.1").ill = sickness  # type: ignore[assignment]
+    origin = debug.trace_nan(called, torch.randn(6, 4))
+    assert origin is not None
+    assert (origin.kind, origin.operator, origin.module) == (
+        "backward" if sickness == "sqrt" else "operator",
+        sickness,
+        "blocks.1",
+    )
+    lines, first = inspect.getsourcelines(Block.forward)
+    number = next(place for place, line in enumerate(lines, first) if f"torch.{sickness}(" in line)
+    assert origin.line == f"{__file__}:{number}"

@@ -78,14 +78,11 @@ NEEDED_BY_TORCH = frozenset(
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
         "_raw_saved_tensors",  # of a node of a function written in Python
-        *("_autograd", "_get_sequence_nr"),  # without it no call of a compiled region is noted
-        *("_len_torch_function_stack", "_top_saved_tensors_default_hooks"),  # asked for by getattr with a default
+        *("_autograd", "_get_sequence_nr"),  # of debug.trace_nan
         *(
             "_world",
             "_in_order",
-            "_backward_hooks",
             "_get_root_mesh",
-            "_get_default_store",
             "_compiled_call_impl",
             "_forward_cls",
             "_input_metadata",

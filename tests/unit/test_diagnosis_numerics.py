@@ -20,21 +20,57 @@ SINCE_WHEN = "The loss turned NaN in step 100, where 2.5 was usual. It trained o
 GONE = "The loss has been NaN since step 9,000 or before: older steps are gone from the file."
 
 
-@pytest.mark.parametrize(
-    ("operator", "said"),
-    [
-        ("log", "born in log in blocks.3 (train.py:9)."),
-        ("compiled_function", "torchobs.debug.trace_nan(model, batch) runs them one by one, and names one."),
-    ],
-)
-def test_a_region_of_which_no_operator_is_known_is_told_as_that(operator: str, said: str) -> None:
-    """With the call that names it."""
-    event = fact(
-        catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="operator", operator=operator, module="blocks.3", location="train.py:9"
-    )
-    found = told(facts(steps(3), events=[event]))
-    assert found["nonfinite_origin"].endswith(said)
-    assert ("born in a compiled region in blocks.3 (train.py:9)" in found["nonfinite_origin"]) == (operator != "log")
+AVERAGED = "on this rank or another: gradients are averaged"
+REGION = {"operator": "compiled_function", "module": "blocks.3", "location": "train.py:9"}
+ORIGINS: list[tuple[dict[str, str], str]] = [
+    (
+        {"origin": "operator", "operator": "log", "module": "blocks.3", "location": "train.py:9"},
+        "The NaN or infinity of step 7 was born in log in blocks.3 (train.py:9).",
+    ),
+    (
+        {"origin": "unknown", **REGION},
+        (
+            "The NaN or infinity of step 7 appeared inside compiled region blocks.3 (train.py:9)."
+            " Run `debug.trace_nan(model, batch)`."
+        ),
+    ),
+    (
+        {"origin": "unknown", "note": "or a later one", **REGION},
+        (
+            "The NaN or infinity of step 7 appeared inside compiled region blocks.3 (train.py:9) or a later one."
+            " Run `debug.trace_nan(model, batch)`."
+        ),
+    ),
+    (
+        {"origin": "backward", "operator": "checkpoint_function"},
+        (
+            "The NaN or infinity of step 7 appeared inside the backward pass of checkpointed region."
+            " Run `debug.trace_nan(model, batch)`."
+        ),
+    ),
+    (
+        {"origin": "unknown", "operator": "sqrt", "module": "head", "location": "train.py:9", "note": AVERAGED},
+        (
+            "Where the NaN or infinity of step 7 began was not found: perhaps in the derivative of sqrt in head (train.py:9), "
+            f"{AVERAGED}."
+        ),
+    ),
+    (
+        {"origin": "unknown", "parameter": "0.weight", "note": "and 5 more"},
+        "Parameters (0.weight and 5 more) were NaN or infinite already in step 7; what made them so was not seen.",
+    ),
+    (
+        {"origin": "parameter", "operator": "addmm", "parameter": "0.weight"},
+        "The parameter 0.weight held the NaN or infinity of step 7 already; what made it so was not seen.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("attributes", "said"), ORIGINS)
+def test_an_origin_is_told_as_far_as_it_is_known(attributes: dict[str, str], said: str) -> None:
+    """An operator, a region and the call that looks inside, or what is not known."""
+    event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, 7, **attributes)
+    assert told(facts(steps(3), events=[event]))["nonfinite_origin"] == said
 
 
 @pytest.mark.parametrize(("counted", "said"), [(9_901, SINCE_WHEN), (500, GONE), (30_000, GONE)])

@@ -8,12 +8,11 @@ wrapped here.
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager, nullcontext
-from threading import get_ident
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 def _never() -> bool:
@@ -30,18 +29,6 @@ def use_torch() -> None:
     import torch  # it has been imported
 
     is_compiling = torch.compiler.is_compiling
-
-
-@contextmanager
-def as_if_compiling() -> Iterator[None]:
-    """Have :func:`is_compiling` return True in this thread while the block runs: what it calls was recorded before."""
-    global is_compiling  # noqa: PLW0603  # see above
-    before, thread = is_compiling, get_ident()
-    is_compiling = lambda: get_ident() == thread or before()  # noqa: E731
-    try:
-        yield
-    finally:
-        is_compiling = before
 
 
 def outside_of_graphs(original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,15 +5,13 @@ All is read from what the graph has kept of the very values, after a loss was no
 
 from __future__ import annotations
 
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.nonfinite.graph import GraphNode, size_of
-from torchobs.probes.nonfinite.operators import OPAQUE, PASSING, STRONG
-from torchobs.probes.nonfinite.values import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
 
 MASKED_ROW = (
@@ -21,18 +19,11 @@ MASKED_ROW = (
     "is a sequence of the batch padding alone?"
 )
 NAME = "{name}"
-LIKELY = "most likely: "
-"""How a cause begins that is known by the graph's structure alone"""
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 _MEAN = 1
 """``reduction`` of a loss"""
 _SELECTING = frozenset({"index", "masked_select", "index_select", "gather", "slice", "narrow", "take", "select"})
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
-_MASKING = frozenset({"masked_fill", "where", "index_put", "copy_slices", "masked_scatter", "index_fill"})
-_ADDING = frozenset({"add", "sub", "rsub", "baddbmm", "addmm"})
-"""Operators by which a mask is put on: the second kind with an operand that has no gradient"""
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
-"""Products, with the place of the first factor"""
 
 
 class Cause(NamedTuple):
@@ -52,65 +43,7 @@ def cause_of(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
         return _zero_by_zero(node, operands)
     if node.builtin in _SOFTMAX:
         return _masked_row(node)
-    if node.builtin.startswith("scaled_dot_product"):
-        return _masked_attention(node)
     return _of_nothing(node)
-
-
-def likely_masked(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode | None:
-    """Return the first softmax of masked values, if nothing else in the graph of a finite loss makes NaN of finite values.
-
-    The loss left the sample with the NaN out, and the backward pass did not: all parameters (ids) before it are ``bad``.
-    """
-    masked = next((node for node in nodes if node.builtin == "softmax" and _is_masked(node)), None)
-    if masked is None or not all(map(_is_harmless, nodes)):
-        return None
-    parameters = [node.parameter for node in _below(masked) if node.parameter is not None]
-    spoiled = all(id(parameter) in bad and _is_nan(parameter.grad) for parameter in parameters)
-    return masked if parameters and spoiled else None
-
-
-def _is_nan(gradient: Any) -> bool:
-    """Return whether a gradient has a NaN: too large a step leaves infinity."""
-    values = plain(gradient)
-    return values is not None and bool(values.isnan().any())
-
-
-def _is_harmless(node: GraphNode) -> bool:
-    """Return whether a node makes no NaN of finite values, but for a softmax, and has no data of the batch in it."""
-    if node.parameter is not None:
-        return True
-    if node.is_python or node.operator in OPAQUE:
-        return False
-    if node.builtin in _PRODUCTS:
-        return all(producer is not None for producer, _ in node.inputs[_PRODUCTS[node.builtin] :])
-    return node.builtin not in STRONG - _SOFTMAX or node.builtin.startswith("nll_loss") or _has_sound_operand(node)
-
-
-def _has_sound_operand(node: GraphNode) -> bool:
-    """Return whether a division is by a constant, a power at least 1, or a root that of a sum with a constant (RMSNorm's)."""
-    if node.builtin == "pow":
-        exponent = node.settings().get("exponent")
-        return isinstance(exponent, (int, float)) and exponent >= 1
-    if node.builtin == "div":
-        return _has_constant(node)
-    producer = node.inputs[0][0] if node.builtin in {"sqrt", "rsqrt"} else None
-    return producer is not None and producer.builtin == "add" and _has_constant(producer)
-
-
-def _has_constant(node: GraphNode) -> bool:
-    """Return whether the second operand has no gradient."""
-    return len(node.inputs) == 1 or node.inputs[1][0] is None
-
-
-def _below(node: GraphNode) -> set[GraphNode]:
-    below, waiting = set[GraphNode](), [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in below:
-            below.add(node)
-            waiting += [producer for producer, _ in node.inputs if producer is not None]
-    return below
 
 
 def _ignored_targets(node: GraphNode) -> Cause | None:
@@ -199,32 +132,3 @@ def _masked_row(node: GraphNode) -> Cause | None:
         return None
     dim %= result.dim()
     return Cause(MASKED_ROW, None, tuple((*row[:dim], 0, *row[dim:]) for row in rows))
-
-
-def _masked_attention(node: GraphNode) -> Cause | None:
-    """Return the cause if a fused attention has a NaN in a row that is all masked, as older versions of torch have."""
-    mask = next((node.kept[name] for name in ("attn_mask", "attn_bias") if node.kept.get(name) is not None), None)
-    output = node.kept.get("output")
-    if mask is None or output is None or mask.shape[-2] not in {1, output.shape[-2]}:
-        return None
-    masked = (mask == -inf if mask.is_floating_point() else ~mask).all(-1)
-    return Cause(MASKED_ROW) if bool((masked & output.isnan().any(-1)).any()) else None
-
-
-def _is_masked(node: GraphNode) -> bool:
-    """Return whether a mask was put on the operand of a softmax."""
-    seen, waiting = set[GraphNode](), list(_producers(node))
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.builtin in _MASKING or (node.builtin in _ADDING and any(producer is None for producer, _ in node.inputs)):
-            return True
-        if node.builtin in PASSING or node.builtin in {"mul", "div", "add"}:
-            waiting += _producers(node)
-    return False
-
-
-def _producers(node: GraphNode) -> Iterator[GraphNode]:
-    return (producer for producer, _ in node.inputs if producer is not None and producer.parameter is None)

@@ -40,7 +40,7 @@ class Birth:
     is_unread: bool = False
     """The values of ``operand``, a parameter, are not known: FSDP frees them after the forward pass"""
     is_unseen: bool = False
-    """It may be such an operand of a function written in Python, or the function's own fault; ``operand`` as before"""
+    """It may be such an operand of a function whose operands are not all kept, or its own fault; ``operand`` as before"""
 
 
 class ForwardTrace:
@@ -140,7 +140,7 @@ class ForwardTrace:
             following = self._origins(node)
             if not own and not following:
                 constant = node in self._guessed or self._has_constant(node)
-                if node.is_python and any(producer is None for producer, _ in node.inputs):
+                if (node.is_python or node.operator in OPAQUE) and any(producer is None for producer, _ in node.inputs):
                     yield Birth(node, certain=False, operand=self._result(node, result), is_unseen=True)
                 else:
                     yield Birth(node, certain, result if constant else None, is_constant=constant)
@@ -228,17 +228,13 @@ class ForwardTrace:
         return False
 
 
-def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) -> tuple[Birth, dict[str, Any]]:
-    """Return where the root's non-finite result was born, and the operands of that node by name.
-
-    ``earliest``: the first in the forward pass, even if another one is more certain.
-    """
+def first_birth(nodes: Sequence[GraphNode], root: GraphNode) -> tuple[Birth, dict[str, Any]]:
+    """Return where the root's non-finite result was born, and the operands of that node by name."""
     trace = ForwardTrace(nodes)
     births = list(trace.births(root)) or [Birth(root, certain=False)]
 
     def rank(each: Birth) -> tuple[bool, bool, bool, int]:
-        passing = not earliest and each.node.builtin in PASSING
-        return each.is_unread, not (each.certain or earliest), passing, each.node.number
+        return each.is_unread, not each.certain, each.node.builtin in PASSING, each.node.number
 
     birth = min(births, key=rank)
     return birth, trace.operands(birth.node)

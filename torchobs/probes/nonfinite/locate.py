@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs.probes.gradients.parameter_names import all_modules, clean, roots
 from torchobs.probes.memory.source_lines import is_installed
 from torchobs.probes.nonfinite.code import Line, is_users, lines_of, locals_of, used, visible
-from torchobs.probes.nonfinite.operators import spellings
+from torchobs.probes.nonfinite.operators import OPAQUE, spellings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,6 @@ class ModuleNames:
         self.modules: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._storages: dict[int, str] = {}
-        self._aliases: dict[int, str] = {}
         found = self._holding(known, wanted)
         missing = wanted - {id(p) for root in found for p in (*root.parameters(), *(whole for _, whole in gathered(root)))}
         # a look through all objects for what is a module's alone: not for an input, a received activation, a loose tensor
@@ -84,11 +83,7 @@ class ModuleNames:
 
     def of(self, tensor: Any) -> str:
         """Return the name of a parameter or buffer, or of the one whose memory the tensor uses; ``""`` for any other."""
-        return self._names.get(id(tensor)) or self._aliases.get(id(tensor)) or self._storages.get(memory_of(tensor) or -1, "")
-
-    def alias(self, copies: Iterable[tuple[Any, Any]]) -> None:
-        """Let these copies of buffers, each beside its original, have their names; earlier copies are gone."""
-        self._aliases = {id(copy): self.of(original) for copy, original in copies}
+        return self._names.get(id(tensor)) or self._storages.get(memory_of(tensor) or -1, "")
 
     def owner(self, name: str) -> str:
         """Return the path of the module that holds this parameter."""
@@ -164,7 +159,8 @@ class Locator:
             module = self._names.modules.get(own)
             lines = module_lines(module, words) if module is not None else []
             users = [line for line in lines if line.is_users]
-            return self._placed(own, users[0] if users else self._caller_line(own))
+            begins = _first_line(module) if node.operator in OPAQUE else None
+            return self._placed(own, users[0] if users else self._caller_line(own) or begins)
         before, after = self._around(node)
         for candidates in self._candidates(before, after):
             for apart in (1, 0):  # lines between those of the two neighbours, then theirs
@@ -278,6 +274,14 @@ def module_lines(module: Any, words: Sequence[str]) -> list[Line]:
         for name, value in vars(kind).items() if isinstance(value, FunctionType)
     }  # fmt: skip
     return lines_of(forward.__code__, {**visible(forward), **methods}, words)
+
+
+def _first_line(module: Any) -> Line | None:
+    """Return where a module's ``forward`` begins; ``None`` if the user has not written it."""
+    if not _is_written_by_user(module):
+        return None
+    code = type(module).forward.__code__
+    return Line(code.co_filename, code.co_firstlineno, code.co_firstlineno)
 
 
 def _is_written_by_user(module: Any) -> bool:

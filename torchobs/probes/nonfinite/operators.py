@@ -33,9 +33,8 @@ RESHAPING = frozenset({
 MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 """Operators to which negative infinity is a mask, and which give NaN where everything is masked"""
 
-COMPILED = "compiled_function"
-OPAQUE = frozenset({COMPILED, "checkpoint_function"})
-"""Nodes that stand for many operators"""
+OPAQUE = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
+"""Nodes that stand for many operators, and keep nothing by name: what they are"""
 
 ADDITIVE = frozenset({"add", "sub", "rsub"})
 

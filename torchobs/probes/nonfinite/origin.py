@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import likely_node
-from torchobs.probes.nonfinite.causes import LIKELY, MASKED_ROW, NAME, Cause, cause_of, likely_masked
+from torchobs.probes.nonfinite.causes import NAME, Cause, cause_of
 from torchobs.probes.nonfinite.code import is_users, locals_of
 from torchobs.probes.nonfinite.forward import Birth, first_birth
 from torchobs.probes.nonfinite.graph import GraphNode, read_graph
@@ -32,17 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from torchobs.probes.nonfinite.refused import RefusedInput
-
-OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "optimizer", "rank", "unknown"]
+OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "unknown"]
 FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Of a function written in Python; a sentence that follows"""
-WITHIN_STEP = "an optimizer had stepped in this step already"
+LATER = "or a later one"
+"""Of a compiled region: what came out of it is not known, and it leads to another"""
 UNNAMED = "unnamed"
 """A parameter that neither a module nor a variable holds"""
-REFUSED = "refused by torch, in a forward pass without a graph"
-ANOTHER_RANK = "; averaged gradients may bring it from another rank"
+OTHER_RANKS = "on this rank or another: gradients are averaged"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
 _MOST_ITEMS = 64
@@ -56,9 +54,7 @@ class NonfiniteOrigin(Result):
 
     kind: OriginKind
     """``input``: the batch held it; ``parameter``: so did a weight, before the step; ``operator``: the forward pass made it;
-    ``backward``: a derivative did, of a finite loss (without ``operator``: its gradient spoiled ``parameter``, unmeasured);
-    ``overflow``: its gradients did not fit into float16; ``optimizer``: its step did, of finite gradients; ``rank``: averaged
-    gradients brought it from another rank; ``unknown``"""
+    ``backward``: a derivative did, of a finite loss; ``overflow``: its gradients did not fit into float16; ``unknown``"""
     operator: str
     """The operator that made it, or was given it"""
     module: str
@@ -79,45 +75,43 @@ class NonfiniteOrigin(Result):
 
     def sentence(self) -> str:
         """Return the finding in one sentence."""
+        if self.operator in OPAQUE and self.kind in {"unknown", "backward"}:
+            return self._appeared()
         where = f"{self.module} ({self.module_class})" if self.module and self.module_class else self.module or "no module"
         at = f", at {self.line}" if self.line else ""
         if self.kind == "input":
             sample = "" if self.sample is None else f" in sample {self.sample}"
-            what = (
-                f"The input {self.parameter}"
-                if self.parameter
-                else "An input (the batch, or what was made of it without gradient)"
-            )
-            held = f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
-            seen = f"The variable {self.parameter} held such values{sample}{at}; {self.operator} refused what came of them."
-            return seen if self.note == REFUSED else held
-        if self.kind == "parameter":
-            before = "before this loss" if self.note == WITHIN_STEP else "before the step"
-            return f"The parameter {self.parameter} held values that are not finite {before}."
-        if self.kind in {"overflow", "optimizer", "rank"}:
-            several = f" {self.note}" if self.note else ""
-            return {
-                "overflow": f"Gradients of a finite loss most likely overflowed in {FLOAT16}; they reached"
-                f" {self.parameter}{several}.",
-                "optimizer": f"The step of the optimizer ({self.operator}) made them of finite gradients in {self.parameter}:"
-                f"{several}.",
-                "rank": f"The averaged gradients brought them from{several}; this rank's own loss was finite.",
-            }[self.kind]
+            what = f"input {self.parameter}" if self.parameter else "input (the batch, or what was made of it without gradient)"
+            return f"The {what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
         if self.kind == "operator":
-            likely, words = (
-                ("most likely ", self.note.removeprefix(LIKELY)) if self.note.startswith(LIKELY) else ("", self.note)
-            )
-            return f"The operator {self.operator} in {where} {likely}made them of finite inputs{at}{words and f': {words}'}."
+            why = f": {self.note}" if self.note else ""
+            return f"The operator {self.operator} in {where} made them of finite inputs{at}{why}."
         if self.kind == "backward":
             likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
-            rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
-            made = f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
-            return made if self.operator else f"They came with the gradient of {self.parameter}: {self.note}."
-        known = f"they passed {self.operator} in {where}{at}"
+            return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}."
+        if self.kind == "unknown":
+            return self._unknown(f"{self.operator} in {where}{at}")
+        reached = f"{self.parameter} {self.note}".rstrip()
+        return {
+            "parameter": f"The parameter {self.parameter} itself held values that are not finite.",
+            "overflow": f"Gradients of a finite loss most likely overflowed in {FLOAT16}; they reached {reached}.",
+        }[self.kind]
+
+    def _unknown(self, where: str) -> str:
+        """Return the sentence on values that began somewhere else: in weights, on a rank, or before an operator."""
         if self.parameter:
-            known = f"the parameters {self.parameter} {self.note} held them before the step"
-        note = f"; {self.note}" if self.note and not self.parameter else ""
-        return f"Where they began was not found; {known}{note}."
+            held = f"{self.parameter} {self.note}".rstrip()
+            return f"The parameters {held} were not finite already; what made them so was not seen."
+        if self.note == OTHER_RANKS:
+            return f"Where they began was not found; perhaps in the derivative of {where}, {self.note}."
+        return f"Where they began was not found; they passed {where}{self.note and f'; {self.note}'}."
+
+    def _appeared(self) -> str:
+        """Return the sentence on values that appeared inside a region: the graph has nothing of it."""
+        line, later = f"({self.line})" if self.line else "", LATER if self.note == LATER else ""
+        region = " ".join(filter(None, (OPAQUE[self.operator], self.module, line, later)))
+        within = "the backward pass of " if self.kind == "backward" else ""
+        return f"The NaN or infinity appeared inside {within}{region}. Run `debug.trace_nan(model, batch)`."
 
 
 def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
@@ -138,34 +132,9 @@ def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
     return found | ({"inputs": inputs} if inputs else {})
 
 
-def from_rank(rank: int, step: int) -> NonfiniteOrigin:
-    """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
-    return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
-
-
-def from_refused(found: RefusedInput, step: int) -> NonfiniteOrigin:
-    """Return the origin of what torch has refused in a forward pass without a graph."""
-    elements, inputs = bad_elements(found.value), _described({found.name: found.value})
-    sample = elements[0][0] if elements and elements[0] else None
-    return NonfiniteOrigin("input", found.by, "", "", found.line, found.name, inputs, elements, sample, step, REFUSED)
-
-
-def from_optimizer(optimizer: str, name: str, note: str, step: int) -> NonfiniteOrigin:
-    """Return the origin of parameters that the optimizer's own arithmetic has spoiled; ``name``: of the first one."""
-    return NonfiniteOrigin("optimizer", optimizer, "", "", "", name, (), (), None, step, note)
-
-
-def from_gradient(spoiled: NonfiniteOrigin, optimizer: str) -> NonfiniteOrigin:
-    """Return the origin of a parameter that the optimizer (its class) has spoiled with a gradient that was not finite."""
-    passed = "it was not finite in the last backward pass that reached it"
-    note = f"{passed}; the optimizer ({optimizer}) wrote it into the weights{_ranks()}"
-    return replace(spoiled, kind="backward", operator="", line="", inputs=(), elements=(), note=note)
-
-
 def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
     """Return the origin for parameters that, or whose gradients, an overflow in float16 has made non-finite."""
-    first = of_parameters(bad, models, step)
-    return replace(first, kind="overflow", elements=())
+    return replace(of_parameters(bad, models, step), kind="overflow", elements=())
 
 
 def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
@@ -195,50 +164,46 @@ class GraphTracer:
 
     def __init__(
         self, losses: Iterable[Any], frames: Sequence[FrameType], step: int | None, known: Iterable[Any] = (),
-        others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None, names: ModuleNames | None = None,
+        others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         """``known``: models. ``others``: parameters of other models that are trained.
 
-        ``variables``: where to look for an input, instead of the variables of the functions that run. ``names``: of modules, if
-        they are known from another graph of the same models.
+        ``variables``: where to look for an input, instead of the variables of the functions that run.
         """
         losses = [loss for loss in losses if getattr(loss, "grad_fn", None) is not None]
         self.nodes = read_graph(loss.grad_fn for loss in losses)
         self._frames, self._step, self._variables = frames, step, variables
         parameters = [node.parameter for node in self.nodes if node.parameter is not None]
-        self.names = names if names is not None else ModuleNames([*parameters, *others], [*known, *_models(frames)])
+        self.names = ModuleNames([*parameters, *others], [*known, *_models(frames)])
         self.locator = Locator(self.nodes, self.names, frames)
         self.node: GraphNode | None = None
         """Of the origin found"""
-        self.leaf: Any = None
-        """The parameter of the origin found, if it is one"""
         by_function = {node.function: node for node in self.nodes}
         self._root = next((by_function[loss.grad_fn] for loss in losses if condition(loss) is not Condition.FINITE), None)
 
-    def forward(self, *, earliest: bool = False) -> NonfiniteOrigin | None:
-        """Return the origin of a loss that is not finite; ``None`` without one that has a graph.
-
-        ``earliest``: parameters are known to be what an optimizer made of an earlier loss; what came first is the cause.
-        """
+    def forward(self) -> NonfiniteOrigin | None:
+        """Return the origin of a loss that is not finite; ``None`` without one that has a graph."""
         if self._root is None:
             return None
-        birth, operands = first_birth(self.nodes, self._root, earliest=earliest)
+        birth, operands = first_birth(self.nodes, self._root)
         node = birth.node
-        self.node, self.leaf = self._user_of(node), birth.operand if birth.is_leaf else None
+        self.node = self._user_of(node)
         bad = {
             id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
         }
-        if birth.is_leaf and not earliest and len(bad) >= SHARE_OF_STEP:
+        if birth.is_leaf and len(bad) >= SHARE_OF_STEP:
             found = likely_node(self.nodes, bad)
             if found is not None:
                 return self._backward(found, f"{len(bad)} parameters are not finite since the last step")
-        place, inputs = self.locator.place(self._user_of(node)), _described(operands)
+        place, inputs = self.locator.place(self.node), _described(operands)
         if birth.is_unseen:
             return self._through_python(birth, place, inputs)
         if birth.operand is not None or birth.is_constant:
-            return self._operand(birth.operand, self._user_of(node), place, inputs, is_leaf=birth.is_leaf)
+            return self._operand(birth.operand, self.node, place, inputs, is_leaf=birth.is_leaf)
+        if node.operator in OPAQUE:
+            return self._within(node, place)
         kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
-        made = self._made(kind, node, place, inputs, _remark(node))
+        made = self._made(kind, node, place, inputs, "")
         return made if kind == "unknown" else self._explained(made, cause_of(node, operands))
 
     def _explained(self, made: NonfiniteOrigin, cause: Cause | None) -> NonfiniteOrigin:
@@ -262,13 +227,11 @@ class GraphTracer:
     def gradients(self, bad: set[int]) -> NonfiniteOrigin | None:
         """Return the origin of non-finite gradients of these parameters (ids), of a finite loss."""
         node = likely_node(self.nodes, bad)
-        note = f"from the graph's structure: the values were freed by the backward{_ranks()}"
-        return None if node is None else self._backward(node, note)
-
-    def masked(self, bad: set[int]) -> NonfiniteOrigin | None:
-        """Return the softmax of masked values that most likely made such gradients, where no derivative and no overflow did."""
-        node = likely_masked(self.nodes, bad)
-        return None if node is None else self._made("operator", node, self.locator.place(node), (), LIKELY + MASKED_ROW)
+        if node is None:
+            return None
+        if has_other_ranks():
+            return self._made("unknown", node, self.locator.place(node), (), OTHER_RANKS)
+        return self._backward(node, "from the graph's structure: the values were freed by the backward")
 
     def release(self) -> None:
         """Drop the kept values, so that the backward pass frees them as ever."""
@@ -310,12 +273,17 @@ class GraphTracer:
             if holders and all(map(is_finite, holders)):  # the value may be a part of one of them
                 finite.add(memory)
         if len(finite) >= sum(producer is None for producer, _ in node.inputs):
-            return self._made("operator", node, place, inputs, _remark(node))
+            return self._made("operator", node, place, inputs, "")
         likely = (item for _, item in variables if condition(item) is Condition.BAD and explains(item, birth.operand))
         item = next(likely, None)
         if item is not None:
             return self._operand(item, node, place, inputs, is_leaf=False)
-        return self._made("unknown", node, place, inputs, UNSEEN)
+        return self._within(node, place) if node.operator in OPAQUE else self._made("unknown", node, place, inputs, UNSEEN)
+
+    def _within(self, node: GraphNode, place: Place) -> NonfiniteOrigin:
+        """Return the origin for values that appeared inside a compiled or checkpointed region: the graph has nothing of it."""
+        later = any(other.operator in OPAQUE and other.number > node.number for other in self.nodes)
+        return self._made("unknown", node, place, (), LATER if later else "")
 
     def _variables_held(self) -> Iterator[tuple[str, Any]]:
         """Yield the tensors without a graph that variables hold, by their names."""
@@ -357,14 +325,10 @@ class GraphTracer:
         )
 
 
-def _ranks() -> str:
-    """Return what may be otherwise where gradients are averaged over ranks: all have the NaN of one."""
+def has_other_ranks() -> bool:
+    """Return whether gradients may be averaged over several ranks: all have the NaN of one."""
     group = rank_and_size()
-    return ANOTHER_RANK if group is not None and group[1] > 1 else ""
-
-
-def _remark(node: GraphNode) -> str:
-    return "born within; torchobs.debug.trace_nan(model, batch) looks inside" if node.operator in OPAQUE else ""
+    return group is not None and group[1] > 1
 
 
 def _described(operands: dict[str, Any]) -> tuple[TensorStatistics, ...]:

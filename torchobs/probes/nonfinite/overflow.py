@@ -1,4 +1,4 @@
-"""Tell gradients that overflowed in float16 from a weight that something else has spoiled.
+"""What a step has made of its gradients: whether they may have overflowed in float16, or were finite.
 
 A float16 is at most 65504, and a gradient may be larger though the loss itself fits. A loss scaler leaves such steps out
 (Micikevicius et al. 2018, section 3.2). Without one the optimizer steps with infinity, and the next loss is NaN.
@@ -34,9 +34,22 @@ def is_of_a_step(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
     return len(bad) >= SHARE_OF_STEP or any(_keeps_bad_values(optimizer, each) for each in bad for optimizer in optimizers)
 
 
+def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
+    """Return True if what an optimizer keeps for one of these parameters is finite: its gradients were as well."""
+    return any(_keeps_finite_values(optimizer, each) for each in bad for optimizer in optimizers)
+
+
+def _keeps_finite_values(optimizer: Any, parameter: Any) -> bool:
+    kept = [value for value in _kept_for(optimizer, parameter) if value.shape == parameter.shape and value.is_floating_point()]
+    return bool(kept) and all(condition(value) is Condition.FINITE for value in kept)
+
+
 def _keeps_bad_values(optimizer: Any, parameter: Any) -> bool:
+    return any(condition(value) is not Condition.FINITE for value in _kept_for(optimizer, parameter))
+
+
+def _kept_for(optimizer: Any, parameter: Any) -> list[Any]:
     import torch  # torch is optional until training begins
 
     state = optimizer.state.get(parameter)
-    values = state.values() if isinstance(state, dict) else ()
-    return any(isinstance(each, torch.Tensor) and condition(each) is not Condition.FINITE for each in values)
+    return [value for value in list(state.values()) if isinstance(value, torch.Tensor)] if isinstance(state, dict) else []

@@ -10,39 +10,29 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.recovery import HEALTHY
-from torchobs.probes.nonfinite import ending, last_step, overflow, rank_notices
+from torchobs.probes.nonfinite import ending, last_step, overflow
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.code import locals_of
-from torchobs.probes.nonfinite.compiled_calls import CompiledCalls
 from torchobs.probes.nonfinite.gradients import bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames
-from torchobs.probes.nonfinite.operators import COMPILED
 from torchobs.probes.nonfinite.origin import (
     UNNAMED,
-    WITHIN_STEP,
     GraphTracer,
     NonfiniteOrigin,
     attributes_of,
-    from_gradient,
-    from_optimizer,
     from_overflow,
-    from_rank,
-    from_refused,
+    has_other_ranks,
     of_parameters,
     user_frames,
 )
 from torchobs.probes.nonfinite.raising import NonfiniteRaiser, skips_by_itself
-from torchobs.probes.nonfinite.refused import refused_input
-from torchobs.probes.nonfinite.spoiled import spoiled_by
 from torchobs.probes.nonfinite.values import Condition, condition
-from torchobs.probes.nonfinite.zero_eps import divided_by_zero
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -79,15 +69,10 @@ class NonfiniteProbe:
         self._last_examined = 0
         """Step whose gradients were looked at as the training ended"""
         self._found: NonfiniteOrigin | None = None
-        self._held: NonfiniteOrigin | None = None
-        """An origin that the graph of the next loss may explain"""
-        self._was_spoiled = False
-        """Whether a parameter was not finite already when that was found; else it is what a step has made of it since"""
         self._has_rest = False
         """Whether parameters and buffers are still to be searched for what such a value has left in them"""
         self._rest = -1
         """In how many such values were, by the last search"""
-        self._calls = CompiledCalls()
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._raising: NonfiniteRaiser | None = None
@@ -105,29 +90,23 @@ class NonfiniteProbe:
         )
         context.hooks.ends_by_error.register(self._breaker, self._ending)
         context.hooks.ends.register(self._breaker, self._end)
-        self._calls.install(context, self._breaker)
         if "nonfinite" in context.settings.raise_on:
             self._raising = NonfiniteRaiser(context, self._breaker, self._gradient)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._calls.remove()
         self._open = *self._open[:2], 0.0
         self._breaker.guard(self._warn_of_open_step)()
-        self._breaker.guard(self._release)()
         if self._raising is not None:
             self._raising.remove()
         self._raising = None
         self._disarm()
 
     def sample(self) -> None:
-        """Log what was found; what was held back, once the training is two steps on."""
+        """Log what was found."""
         self._warn_of_open_step()
         if self._is_rest_due() and self._traces.take(monotonic(), "rest"):
             self._context.at_backward(self._breaker.guard(self._find_rest))
-        held = self._held  # the training thread may take it at any time
-        if held is not None and self._context.recorder.step > (held.step or 0):
-            self._release()
         while self._told:
             _log.info("%s", self._told.pop(0))  # no warning: standard error is the script's own
 
@@ -148,87 +127,32 @@ class NonfiniteProbe:
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
         self._found = self._found if follows else None
-        if not follows:
-            rank_notices.post(step)
-        held, self._held = self._held, None
-        if (not follows or held is not None) and self._traces.take(monotonic(), "loss"):
-            frames = frames or user_frames(sys._getframe())
-            tracer = GraphTracer(_listed(tensors), frames, step, *self._known())
-            origin = tracer.forward(earliest=held is not None)
-            origin = self._within_compiled(tracer, frames, step) or origin
-            if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
-                stepped = self._context.recorder.ended  # this step's number, if another optimizer has stepped in it already
-                other = rank_notices.another(stepped)
-                origin = from_rank(other, stepped) if other is not None else self._by_optimizer(stepped) or origin
-            if origin is not None and origin.kind == "parameter":
-                overflown = self._by_overflow(self._context.recorder.ended, tracer.nodes) if held is None else None
-                origin = overflown or self._by_gradient(self._leaf(tracer, origin), origin) or self._dated(origin, step)
-            if held is not None:
-                follows_from = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
-                self._report(origin if origin is not None and origin.kind not in follows_from else held)
-            elif origin is not None and origin.kind == "input" and not origin.parameter:
-                self._was_spoiled = bool(ending.bad_parameters(self._known()[1]))
-                self._found = self._held = origin  # a detached tensor, whose own graph may come next: a GAN's generator
-            else:
-                self._report(origin)
+        if not follows and self._traces.take(monotonic(), "loss"):
+            tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known())
+            origin = tracer.forward()
+            if origin is not None and origin.kind in {"parameter", "backward"}:
+                origin = self._of_weights(ending.bad_parameters(self._known()[1]), origin, tracer.nodes) or origin
+            self._report(origin)
         if self._raising is not None:
             self._raising.expect(f"The loss is not finite in step {step}.", self._found)
 
-    def _within_compiled(self, tracer: GraphTracer, frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
-        """Return the origin if it lies in a compiled part of a model that can be run again without the compiler."""
-        if tracer.node is None or tracer.node.operator != COMPILED or self._context.device.cuda.capturing():
+    def _of_weights(
+        self, bad: Sequence[Any], likely: NonfiniteOrigin | None, nodes: Sequence[GraphNode] = ()
+    ) -> NonfiniteOrigin | None:
+        """Return the origin if the last step has made these parameters non-finite; ``likely``: by a derivative in the graph.
+
+        It is unknown where gradients were finite, or came from other ranks as well.
+        """
+        optimizers = list(self._context.recorder.optimizers())
+        if not overflow.is_of_a_step(bad, optimizers):
             return None
-        from torchobs.probes.nonfinite.eager_replay import EagerReplay  # needs torch
-
-        return EagerReplay(self._calls, self._context.training).within(tracer, frames, step)
-
-    def _gradients_within_compiled(self, bad: set[int], frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
-        """Return the origin of these parameters' (ids) gradients if a compiled part of a model makes such, run again."""
-        if not self._calls.latest() or self._context.device.cuda.capturing():
-            return None
-        from torchobs.probes.nonfinite.eager_replay import EagerReplay  # needs torch
-
-        models, parameters = self._known()
-        names = ModuleNames([each for each in parameters if id(each) in bad], models)
-        return EagerReplay(self._calls, self._context.training).gradients(bad, names, frames, step)
-
-    def _by_optimizer(self, step: int) -> NonfiniteOrigin | None:
-        """Return the origin if an optimizer's own arithmetic has spoiled the parameters in that step."""
-        models, parameters = self._known()
-        bad = ending.bad_parameters(parameters)
-        found = divided_by_zero(self._context.recorder.optimizers(), bad[0]) if bad else None
-        if found is None:
-            return None
-        return from_optimizer(found.optimizer, of_parameters(bad, models, step).parameter, found.note, step)
-
-    def _by_overflow(self, step: int, nodes: Sequence[GraphNode] = ()) -> NonfiniteOrigin | None:
-        """Return the origin if gradients of that step, which was not measured, have overflowed in float16."""
-        models, parameters = self._known()
-        bad = ending.bad_parameters(parameters)
-        if step < 1 or self._scaling.losses or not overflow.is_of_a_step(bad, self._context.recorder.optimizers()):
-            return None
-        return from_overflow(bad, models, step) if overflow.computes_in_float16(bad, nodes) else None
-
-    def _leaf(self, tracer: GraphTracer, origin: NonfiniteOrigin) -> Any:
-        """Return the parameter that was found, within a compiled part of a model, too; None for a buffer."""
-        if tracer.leaf is not None:
-            return tracer.leaf
-        bad = ending.bad_parameters(self._known()[1])
-        return next((each for each in bad if tracer.names.of(each) == origin.parameter), None)
-
-    def _by_gradient(self, parameter: Any, found: NonfiniteOrigin) -> NonfiniteOrigin | None:
-        """Return the origin if an optimizer has spoiled the parameter that was found, with a gradient that was not finite."""
-        by = spoiled_by(self._context.recorder.optimizers(), parameter, is_scaled=bool(self._scaling.losses))
-        return None if by is None else from_gradient(found, type(by).__name__)
-
-    def _dated(self, origin: NonfiniteOrigin, step: int) -> NonfiniteOrigin:
-        """Return the origin, a parameter, with a note if an optimizer has stepped in this step, and may have spoiled it."""
-        return replace(origin, note=WITHIN_STEP) if self._context.recorder.ended >= step else origin
-
-    def _release(self) -> None:
-        """Report an origin that was held back."""
-        held, self._held = self._held, None
-        self._report(held)
+        models, recorder = self._known()[0], self._context.recorder
+        if not overflow.gradients_were_finite(bad, optimizers) and not has_other_ranks():
+            if likely is not None and likely.kind == "backward":
+                return likely
+            if not self._scaling.losses and overflow.computes_in_float16(bad, nodes):
+                return from_overflow(bad, models, recorder.ended)
+        return of_parameters(bad, models, recorder.in_progress)
 
     def _gradient(self, optimizer: Any, keys: frozenset[int] = frozenset()) -> None:
         """Trace gradients that are not finite, of a finite loss; the optimizer is about to step.
@@ -244,15 +168,9 @@ class NonfiniteProbe:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             bad = set(keys) or {id(parameter) for parameter in bad_gradients(parameters)}
             if bad:
-                self._found, other = None, rank_notices.another(step)
-                if other is not None:
-                    self._report(from_rank(other, step))
-                else:
-                    frames = user_frames(sys._getframe())
-                    seen = self._gradients_within_compiled(bad, frames, step)
-                    self._report(seen or self._inferred(bad, frames, step))
-                    if seen is None:
-                        self._arm()
+                self._found = None
+                self._report(self._inferred(bad, user_frames(sys._getframe()), step))
+                self._arm()
         if self._raising is not None:
             self._raising.expect(f"Gradients are not finite in step {step}, of a finite loss.", self._found)
 
@@ -267,7 +185,7 @@ class NonfiniteProbe:
             ]
             for loss in losses:
                 tracer = GraphTracer([loss], frames, step, *self._known())
-                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step) or tracer.masked(bad)
+                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step)
                 if origin is not None:
                     return origin
         return self._gradients_overflow(bad, (), step)
@@ -276,7 +194,7 @@ class NonfiniteProbe:
         """Return the origin if gradients of these parameters (ids) have overflowed in float16."""
         models, parameters = self._known()
         spoiled = [each for each in parameters if id(each) in bad]
-        if not spoiled or self._scaling.losses or not overflow.computes_in_float16(spoiled, nodes):
+        if not spoiled or self._scaling.losses or has_other_ranks() or not overflow.computes_in_float16(spoiled, nodes):
             return None
         return from_overflow(spoiled, models, step)
 
@@ -291,21 +209,12 @@ class NonfiniteProbe:
             return
         parameters, losses = self._known()[1], ending.bad_losses(frames)
         bad = ending.bad_parameters(parameters)
-        if len(bad) > 1 and not losses:  # the last step has made them so
-            stepped = self._context.recorder.ended
-            origin = self._inferred({id(each) for each in bad}, frames, stepped)
-            several = of_parameters(bad, self._known()[0], step)
-            self._report(origin or self._by_overflow(stepped) or self._by_gradient(bad[0], several) or several)
-            return
-        losses = losses or ending.refused_by_torch(error)
+        losses = losses or ([] if len(bad) > 1 else ending.refused_by_torch(error))
         if losses:
             self._loss(losses, frames)
-            self._release()
         elif bad:
-            one = of_parameters(bad, self._known()[0], step)
-            self._report(self._by_gradient(bad[0], one) or self._dated(one, step))
-        elif (refused := refused_input(error)) is not None:
-            self._report(from_refused(refused, step))
+            likely = self._inferred({id(each) for each in bad}, frames, self._context.recorder.ended)
+            self._report(self._of_weights(bad, likely) or of_parameters(bad, self._known()[0], step))
         elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
             spoiled = {id(each) for each in ending.bad_gradients_left(parameters)}
             self._report(self._inferred(spoiled, frames, step) if spoiled else None)

@@ -31,30 +31,14 @@ class CallSite(NamedTuple):
     line: str
 
 
-class SitesOfNodes:
-    """Knows where the nodes of a forward pass come from."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.first = torch._C._autograd._get_sequence_nr()
-        """Number of the first node that can be made"""
-        self.sites: list[CallSite] = []
-
-    def find(self, number: int) -> CallSite | None:
-        """Return the innermost call that made the node with this sequence number."""
-        fitting = [site for site in self.sites if site.first <= number < site.last]
-        return min(fitting, key=lambda site: site.last - site.first, default=None)
-
-
-class CallSites(TorchFunctionMode, SitesOfNodes):
+class CallSites(TorchFunctionMode):
     """Notes each call of a torch function, with the module that is running and the line of the user's code."""
 
     def __init__(self, model: nn.Module) -> None:
         import torch
 
-        TorchFunctionMode.__init__(self)
-        SitesOfNodes.__init__(self)
+        super().__init__()
+        self._sites: list[CallSite] = []
         self._running: list[tuple[str, str]] = []
         self._handles = []
         for path, module in model.named_modules():
@@ -70,6 +54,11 @@ class CallSites(TorchFunctionMode, SitesOfNodes):
         """Remove the modules' hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def find(self, number: int) -> CallSite | None:
+        """Return the innermost call that made the node with this sequence number."""
+        fitting = [site for site in self._sites if site.first <= number < site.last]
+        return min(fitting, key=lambda site: site.last - site.first, default=None)
 
     @property
     def running(self) -> tuple[str, str]:
@@ -89,11 +78,11 @@ class CallSites(TorchFunctionMode, SitesOfNodes):
         first = number()
         result = function(*args, **(kwargs or {}))
         if number() > first:
-            self.sites.append(CallSite(first, number(), *self.running, _user_line()))
+            self._sites.append(CallSite(first, number(), *self.running, _user_line()))
         return result
 
 
-def placed(origin: NonfiniteOrigin, node: GraphNode, sites: SitesOfNodes) -> NonfiniteOrigin:
+def placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> NonfiniteOrigin:
     """Return the origin with the module and the line that were seen to make the node."""
     site = sites.find(node.number)
     if site is None or origin.kind == "parameter":
