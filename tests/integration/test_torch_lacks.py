@@ -78,7 +78,7 @@ NEEDED_BY_TORCH = frozenset(
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
         "_raw_saved_tensors",  # of a node of a function written in Python
-        *("_autograd", "_get_sequence_nr"),  # of debug.trace_nan
+        "_autograd",  # which says whether a profiler runs
         *(
             "_world",
             "_in_order",

@@ -6,13 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.debug.call_sites import CallSites, placed
 from torchobs.debug.reentrant_checkpoint import checkpoints_kept
 from torchobs.debug.statistics import wide
 from torchobs.debug.tensors import require_module
 from torchobs.debug.value_flow import CONSTANT, UNREADABLE, ValueFlow
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, OriginKind, attributes_of
-from torchobs.probes.nonfinite.replay import CallSites, placed
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.runtime.session import current
 from torchobs.support.collectives import is_shared

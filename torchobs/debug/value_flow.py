@@ -26,7 +26,7 @@ from torchobs.support.model_calls import walk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchobs.probes.nonfinite.replay import CallSites
+    from torchobs.debug.call_sites import CallSites
 
 CONSTANT = "an operand is a constant that is not finite"
 UNREADABLE = "not all inputs of this operator can be read: it may have been given them, or have made them"
