@@ -361,17 +361,17 @@ def test_what_is_inferred_is_said_to_be(run: Recording) -> None:
 
 def test_a_small_operand_of_a_large_result_is_not_computed_again() -> None:
     """What a trace computes is bounded by its results, not by what they are made of."""
-    from torchobs.probes.nonfinite import evaluate
+    from torchobs.probes.nonfinite import forward
 
     tall, wide = torch.ones(1 << 14, 1, requires_grad=True), torch.ones(1, 1 << 14)
-    assert evaluate._elements([tall, (wide, 3)]) == 1 << 15
+    assert forward._elements([tall, (wide, 3)]) == 1 << 15
     nodes = [
         node
         for node in read_graph([(torch.ones(4, 1, requires_grad=True) * torch.ones(1, 4)).grad_fn])
         if node.operator == "mul"
     ]
-    assert evaluate.compute(nodes[0], {"self": torch.ones(4, 1), "other": torch.ones(1, 4)}).shape == (4, 4)
-    assert evaluate.compute(nodes[0], {"self": tall, "other": wide}) is None
+    assert forward.compute(nodes[0], {"self": torch.ones(4, 1), "other": torch.ones(1, 4)}).shape == (4, 4)
+    assert forward.compute(nodes[0], {"self": tall, "other": wide}) is None
 
 
 def test_a_model_is_known_once_however_often_it_is_watched(run: Recording) -> None:

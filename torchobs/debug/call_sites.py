@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.overrides import TorchFunctionMode
 
 from torchobs.probes.gradients.parameter_names import clean
-from torchobs.probes.nonfinite.code import is_users
+from torchobs.probes.nonfinite.locate import is_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from torchobs.debug.statistics import own_work
-from torchobs.probes.nonfinite.code import is_users
+from torchobs.probes.nonfinite.locate import is_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
+from torchobs.probes.nonfinite.forward import MASKABLE, RESHAPING
 from torchobs.probes.nonfinite.locate import Place, memory_of
-from torchobs.probes.nonfinite.operators import MASKABLE, RESHAPING
 from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
 from torchobs.support.model_calls import walk
 

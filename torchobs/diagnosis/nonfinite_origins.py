@@ -25,7 +25,7 @@ _OTHER_RANKS = "on this rank or another: gradients are averaged"
 _UNNAMED = "unnamed"
 """A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``)"""
 _REGIONS = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
-"""Nodes of the graph that stand for many operators (``probes.nonfinite.operators.OPAQUE``)"""
+"""Nodes of the graph that stand for many operators (``probes.nonfinite.graph.OPAQUE``)"""
 
 
 def origins(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:

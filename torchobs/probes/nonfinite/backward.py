@@ -10,17 +10,25 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.operators import RISKY_BACKWARD
-from torchobs.probes.nonfinite.values import Condition, condition
+from torchobs.probes.nonfinite.values import Condition, condition, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torchobs.probes.nonfinite.graph import GraphNode
     from torchobs.support.error_guard import CircuitBreaker
 
 LEAST_AGREEMENT = 0.6
 """A node explains the gradients if those below it and those that are not finite have this share in common"""
+RISKY_BACKWARD = {
+    "sqrt": 0, "hypot": 0, "pow": 1, "log": 1, "div": 1, "acos": 1, "asin": 1, "reciprocal": 1, "xlogy": 1, "log2": 1,
+    "log10": 1, "log1p": 1, "linalg_eigh": 1, "linalg_svd": 1, "acosh": 1, "atanh": 1, "logit": 1, "rsqrt": 2, "exp": 2,
+    "logsumexp": 2, "prod": 2, "cumprod": 2,
+}  # fmt: skip
+"""Operators whose derivative is infinite or undefined at some finite value, the likeliest first: sqrt at 0.
+
+Torch makes that of norms, deviations, distances and ``atan2`` 0, and bounds that of the binary cross entropy.
+"""
 _WRITTEN_BY_USER = 3
 """Risk of a derivative that the user has written: after all that are known to be infinite somewhere"""
 _KEPT_AT_ZERO = {"sqrt": "result", "pow": "self", "log": "self", "div": "other", "reciprocal": "result"}
@@ -118,3 +126,25 @@ class BackwardWatch:
 
 def _odd(gradient: Any) -> bool:
     return gradient is not None and condition(gradient) in {Condition.BAD, Condition.MASKED}
+
+
+def bad_gradients(parameters: Iterable[Any]) -> list[Any]:
+    """Return the parameters with a gradient that is not finite; on a device with one transfer for all of them."""
+    import torch  # torch is optional until training begins
+
+    found, later = [], list[tuple[Any, Any]]()
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = plain(gradient)
+        if values is not None and not values.is_cpu and values.numel():
+            later.append((parameter, values))
+        elif condition(gradient) in {Condition.BAD, Condition.MASKED}:
+            found.append(parameter)
+    if later:
+        device = later[0][1].device
+        sound = torch.stack([values.abs().amax().isfinite().to(device) for _, values in later]).tolist()
+        found += [parameter for (parameter, _), is_sound in zip(later, sound, strict=True) if not is_sound]
+    return found

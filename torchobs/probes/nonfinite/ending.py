@@ -13,8 +13,8 @@ import traceback
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.code import is_users, locals_of
-from torchobs.probes.nonfinite.gradients import bad_gradients
+from torchobs.probes.nonfinite.backward import bad_gradients
+from torchobs.probes.nonfinite.locate import is_users, locals_of
 from torchobs.probes.nonfinite.values import Condition, condition
 
 if TYPE_CHECKING:

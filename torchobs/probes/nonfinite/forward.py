@@ -8,23 +8,69 @@ itself: a softmax that gives NaN of it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.nonfinite.causes import is_mean_of_nothing
-from torchobs.probes.nonfinite.evaluate import RESULTS, argument_names, compute
-from torchobs.probes.nonfinite.operators import ADDITIVE, CHOOSING, MASKABLE, OPAQUE, PASSING, RESHAPING, STRONG
+from torchobs.probes.nonfinite.graph import OPAQUE
 from torchobs.probes.nonfinite.values import Condition, condition, may_overflow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchobs.probes.nonfinite.graph import GraphNode
+
+STRONG = frozenset({
+    "log", "log2", "log10", "log1p", "div", "reciprocal", "exp", "exp2", "expm1", "pow", "sqrt", "rsqrt", "acos", "asin",
+    "acosh", "atanh", "tan", "sinh", "cosh", "lgamma", "digamma", "polygamma", "logit", "special_logit", "xlogy",
+    "special_xlogy", "logsumexp", "softmax", "log_softmax", "std", "var", "std_mean", "var_mean", "remainder", "fmod",
+    "linalg_inv_ex", "linalg_vector_norm", "norm", "linalg_solve_ex", "linalg_cholesky_ex", "linalg_eigh", "linalg_svd",
+    "cumprod", "prod", "logcumsumexp", "erfinv", "binary_cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d",
+    "poisson_nll_loss", "kl_div", "addcdiv", "scaled_dot_product_attention", "hypot", "ldexp",
+})  # fmt: skip
+"""Operators that make infinity or NaN of ordinary finite values; all others do so by overflow only, or not at all"""
+
+PASSING = frozenset({
+    "view", "reshape", "unsafe_view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "slice", "select",
+    "clone", "to_copy", "contiguous", "cat", "stack", "split", "split_with_sizes",
+    "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "unbind", "chunk", "alias", "as_strided",
+    "repeat", "flip", "roll", "gather", "index", "index_select", "neg", "abs", "relu", "leaky_relu", "gelu", "silu", "tanh",
+    "sigmoid", "max_pool2d_with_indices", "adaptive_avg_pool2d", "avg_pool2d", "unfold", "narrow", "copy_slices", "flatten",
+    "constant_pad_nd", "reflection_pad2d", "diagonal", "tril", "triu", "sin", "cos", "clamp", "elu", "hardtanh", "threshold",
+    "native_layer_norm", "native_batch_norm", "native_group_norm", "cudnn_batch_norm", "embedding", "movedim", "detach",
+    "upsample_nearest2d", "upsample_bilinear2d", "amax", "amin", "max", "min", "sort", "topk",
+})  # fmt: skip
+"""Operators that make nothing non-finite of finite operands: what comes out has come in"""
+
+RESHAPING = frozenset({
+    "view", "reshape", "unsafe_view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "to_copy",
+    "contiguous", "alias", "flatten", "neg", "movedim", "detach", "flip", "roll", "repeat",
+})  # fmt: skip
+"""Of those, operators whose result has all elements of the operand"""
+
+MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
+"""Operators to which negative infinity is a mask, and which give NaN where everything is masked"""
+
+ADDITIVE = frozenset({"add", "sub", "rsub"})
+
+CHOOSING = frozenset({"cat", "stack", "where", "maximum", "minimum"})
+"""Operators of several tensors whose result has only elements of these"""
 
 LONGEST_S = 5.0
 """After this time nothing is computed again; kept values alone decide"""
 _MOST_BIRTHS = 64
 _SOUND = frozenset({Condition.FINITE, Condition.MASKED})
+RESULTS = ("result", "output", "output[0]", "result0", "out", "values")
+"""Names under which a node keeps its first output"""
+_DERIVED = (
+    "_sym_sizes", "_sym_strides", "_sym_numel", "_sizes", "_options", "_args", "_sym_sizes_opt", "_sym_argsize_0",
+    "_sym_argsize_1",
+)  # fmt: skip
+_NO_GRADIENT = frozenset({"mask", "index", "indices", "condition"})
+_NOT_AGAIN = ("batch_norm", "dropout", "rrelu", "bernoulli", "rnn", "embedding_bag", "embedding_renorm")
+_TENSOR, _LIST = "Tensor", "Tensor[]"
+_MOST_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +284,121 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode) -> tuple[Birth, dic
 
     birth = min(births, key=rank)
     return birth, trace.operands(birth.node)
+
+
+def _without_memory(value: Any) -> Any:
+    import torch  # torch is optional until training begins
+
+    if isinstance(value, (list, tuple)):
+        return [_without_memory(each) for each in value]
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_elements, value))
+    numel = getattr(value, "numel", None)
+    return int(numel()) if numel is not None else 0
+
+
+@lru_cache(maxsize=512)
+def overloads(operator: str) -> tuple[Any, ...]:
+    """Return the overloads of an aten operator that make new tensors; its name may begin with an underscore."""
+    import torch  # torch is optional until training begins
+
+    found = []
+    for name in (operator, "_" + operator):
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            continue
+        for overload_name in packet.overloads():
+            overload = getattr(packet, overload_name)
+            if not (overload._schema.is_mutable or any(argument.is_out for argument in overload._schema.arguments)):
+                found.append(overload)
+    return tuple(found)
+
+
+def argument_names(node: GraphNode) -> tuple[str, ...]:
+    """Return the name of the argument that each of the node's inputs is; empty if unknown."""
+    if node.is_python:
+        return tuple(f"input[{index}]" for index in range(len(node.inputs)))
+    overload = _overload(node)
+    if overload is None:
+        return ()
+    tensors = _differentiable(overload)
+    if len(tensors) == 1 and _kind(tensors[0]) == _LIST:
+        return tuple(f"{tensors[0].name}[{index}]" for index in range(len(node.inputs)))
+    return tuple(argument.name for argument in tensors[: len(node.inputs)])
+
+
+@lru_cache(maxsize=2048)
+def _differentiable(overload: Any) -> list[Any]:
+    arguments = overload._schema.arguments
+    return [a for a in arguments if _kind(a) in {_TENSOR, _LIST} and a.name not in _NO_GRADIENT]
+
+
+def _overload(node: GraphNode) -> Any:
+    """Return the overload whose arguments fit best what the node has kept."""
+    if node.is_python:
+        return None
+    kept = {name.partition("[")[0] for name in node.kept} | {name for name in node.settings() if not name.endswith(_DERIVED)}
+    kept = {name for name in kept if name not in RESULTS and not name.startswith("result")} - {"total_weight"}
+    best, fewest = None, 1 << 10
+    for overload in overloads(node.operator):
+        arguments = overload._schema.arguments
+        names = {argument.name for argument in arguments}
+        tensors = _differentiable(overload)
+        lists = any(_kind(argument) == _LIST for argument in tensors)
+        if not kept <= names or (len(tensors) < len(node.inputs) and not lists):
+            continue
+        more = sum(name not in kept for name in names) + 100 * (len(tensors) != len(node.inputs) and not lists)
+        if more < fewest:
+            best, fewest = overload, more
+    return best
+
+
+def _kind(argument: Any) -> str:
+    return str(argument.type).removeprefix("Optional[").removesuffix("]").replace("List[Tensor", _LIST)
+
+
+def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[str] = ()) -> Any:
+    """Return the operator's result (a tensor, or a tuple of results); ``None`` if it cannot be computed.
+
+    Args:
+        node: the node.
+        operands: values of tensor arguments, by name.
+        stand_ins: constants that nobody kept and that change nothing if they are left out, as 0.
+    """
+    import torch  # torch is optional until training begins
+
+    overload = _overload(node)
+    if overload is None or torch.Tag.nondeterministic_seeded in overload.tags or any(w in node.operator for w in _NOT_AGAIN):
+        return None
+    settings = node.settings()
+    given: list[Any] = []
+    by_name: dict[str, Any] = {}
+    for argument in overload._schema.arguments:
+        name = argument.name
+        if name in operands:
+            value = operands[name]
+        elif name in settings:
+            value = settings[name]
+        elif name in stand_ins and _kind(argument) == _TENSOR:
+            value = torch.zeros(())
+        elif argument.has_default_value():
+            continue
+        else:
+            return None
+        if argument.kwarg_only or by_name or len(given) < overload._schema.arguments.index(argument):
+            by_name[name] = value
+        else:
+            given.append(value)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            # a small operand may become a large result: its size is known without its memory
+            made = overload(*map(_without_memory, given), **{name: _without_memory(value) for name, value in by_name.items()})
+            if _elements(made) + sum(map(_elements, operands.values())) > _MOST_ELEMENTS:
+                return None
+            return overload(*given, **by_name)
+    except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):  # its arguments were others
+        return None

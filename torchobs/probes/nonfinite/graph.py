@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.operators import OPAQUE
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -21,6 +19,8 @@ _RAW, _SAVED = "_raw_saved_", "_saved_"
 _NUMBERED = re.compile(r"Backward\d*$")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z])(?![DP](?:[A-Z]|$))|(?<=[A-Z])(?=[A-Z][a-z])")
 _LEAF = "AccumulateGrad"
+OPAQUE = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
+"""Nodes that stand for many operators, and keep nothing by name: what they are"""
 _fields: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import likely_node
 from torchobs.probes.nonfinite.causes import NAME, Cause, cause_of
-from torchobs.probes.nonfinite.code import is_users, locals_of
 from torchobs.probes.nonfinite.forward import Birth, first_birth
-from torchobs.probes.nonfinite.graph import GraphNode, read_graph
-from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, memory_of
-from torchobs.probes.nonfinite.operators import OPAQUE
+from torchobs.probes.nonfinite.graph import OPAQUE, GraphNode, read_graph
+from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
 from torchobs.probes.nonfinite.overflow import SHARE_OF_STEP
 from torchobs.probes.nonfinite.values import (
     Condition,

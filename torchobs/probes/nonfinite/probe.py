@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect.recovery import HEALTHY
 from torchobs.probes.nonfinite import ending, last_step, overflow
-from torchobs.probes.nonfinite.backward import BackwardWatch
-from torchobs.probes.nonfinite.code import locals_of
-from torchobs.probes.nonfinite.gradients import bad_gradients
-from torchobs.probes.nonfinite.locate import ModuleNames
+from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
+from torchobs.probes.nonfinite.locate import ModuleNames, locals_of
 from torchobs.probes.nonfinite.origin import (
     UNNAMED,
     GraphTracer,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.nonfinite.backward import bad_gradients
 from torchobs.probes.nonfinite.errors import NonFiniteError
-from torchobs.probes.nonfinite.gradients import bad_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
