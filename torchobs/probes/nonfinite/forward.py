@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.causes import is_mean_of_nothing
-from torchobs.probes.nonfinite.graph import OPAQUE
+from torchobs.probes.nonfinite.graph import OPAQUE, size_of
 from torchobs.probes.nonfinite.values import Condition, condition, may_overflow
 
 if TYPE_CHECKING:
@@ -402,3 +402,22 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
             return overload(*given, **by_name)
     except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):  # its arguments were others
         return None
+
+
+def given_size(node: GraphNode, place: int = 0) -> list[int]:
+    """Return the shape of an operand; ``[1]`` if it is not known."""
+    producer, index = node.inputs[place] if place < len(node.inputs) else (None, 0)
+    if producer is None:
+        return [1]
+    return list(producer.parameter.shape) if producer.parameter is not None else size_of(producer.function, index)
+
+
+def is_over_nothing(node: GraphNode) -> bool:
+    """Return whether no operand that has a gradient has an element."""
+    places = [place for place, (producer, _) in enumerate(node.inputs) if producer is not None]
+    return bool(places) and all(prod(given_size(node, place)) == 0 for place in places)
+
+
+def is_mean_of_nothing(node: GraphNode) -> bool:
+    """Return whether a mean, or a loss with one, has elements though its operands have none: each is NaN."""
+    return is_over_nothing(node) and prod(size_of(node.function)) != 0

@@ -1,19 +1,22 @@
-"""What is told about the birth of a value that is not finite, and how it is put together from a loss's graph."""
+"""The origin of a value that is not finite, as the graph of a loss and the weights show it, and why an operator made it.
+
+A float16 is at most 65504, and a gradient may be larger though the loss itself fits. A loss scaler leaves such steps out
+(Micikevicius et al. 2018, section 3.2). Without one the optimizer steps with infinity, and the next loss is NaN.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import likely_node
-from torchobs.probes.nonfinite.causes import NAME, Cause, cause_of
-from torchobs.probes.nonfinite.forward import Birth, first_birth
+from torchobs.probes.nonfinite.forward import Birth, first_birth, given_size, is_mean_of_nothing, is_over_nothing
 from torchobs.probes.nonfinite.graph import OPAQUE, GraphNode, read_graph
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
-from torchobs.probes.nonfinite.overflow import SHARE_OF_STEP
 from torchobs.probes.nonfinite.values import (
     Condition,
     TensorStatistics,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
+    from torchobs.probes.nonfinite.graph import GraphNode
+
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "unknown"]
 FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
@@ -44,6 +49,18 @@ _MOST_NAMED = 8
 _MOST_ITEMS = 64
 _OF_SAMPLES = re.compile(r"\w+\[(\d+)\]\[")
 """A variable that is a list of dictionaries, one for each sample, as detectors take their targets"""
+SHARE_OF_STEP = 2
+"""From so many parameters on they are what a step made of its gradients, not one bad weight"""
+MASKED_ROW = (
+    "every value of a row that it was given was masked (negative infinity), and of such a row it makes NaN; "
+    "is a sequence of the batch padding alone?"
+)
+NAME = "{name}"
+_SOFTMAX = frozenset({"softmax", "log_softmax"})
+_MEAN = 1
+"""``reduction`` of a loss"""
+_SELECTING = frozenset({"index", "masked_select", "index_select", "gather", "slice", "narrow", "take", "select"})
+_SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,3 +391,128 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{key!r}]", each) for key, each in value.items())
     else:
         yield name, value
+
+
+def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = ()) -> bool:
+    """Return True if parameters are float16, or results in the graph are, as under autocast."""
+    import torch  # torch is optional until training begins
+
+    results = (each for node in nodes for each in getattr(node.function, "_input_metadata", ()))  # private: without it, False
+    return any(each.dtype is torch.float16 for each in parameters) or any(
+        getattr(each, "dtype", None) is torch.float16 for each in results
+    )
+
+
+def is_of_a_step(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
+    """Return True if an optimizer's step made these parameters non-finite: there are several, or it has kept such gradients."""
+    return len(bad) >= SHARE_OF_STEP or any(_keeps_bad_values(optimizer, each) for each in bad for optimizer in optimizers)
+
+
+def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
+    """Return True if what an optimizer keeps for one of these parameters is finite: its gradients were as well."""
+    return any(_keeps_finite_values(optimizer, each) for each in bad for optimizer in optimizers)
+
+
+def _keeps_finite_values(optimizer: Any, parameter: Any) -> bool:
+    kept = [value for value in _kept_for(optimizer, parameter) if value.shape == parameter.shape and value.is_floating_point()]
+    return bool(kept) and all(condition(value) is Condition.FINITE for value in kept)
+
+
+def _keeps_bad_values(optimizer: Any, parameter: Any) -> bool:
+    return any(condition(value) is not Condition.FINITE for value in _kept_for(optimizer, parameter))
+
+
+def _kept_for(optimizer: Any, parameter: Any) -> list[Any]:
+    import torch  # torch is optional until training begins
+
+    state = optimizer.state.get(parameter)
+    return [value for value in list(state.values()) if isinstance(value, torch.Tensor)] if isinstance(state, dict) else []
+
+
+class Cause(NamedTuple):
+    """Why an operator made NaN. ``tensor``: what was given to it that explains this; ``elements``: where it shows."""
+
+    words: str
+    """with :data:`NAME` where the variable's name belongs"""
+    tensor: Any = None
+    elements: tuple[tuple[int, ...], ...] = ()
+
+
+def cause_of(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
+    """Return why an operator made NaN of its operands, known ones by name; ``None`` if that is not seen."""
+    if node.builtin.startswith("nll_loss"):
+        return _ignored_targets(node)
+    if node.builtin == "div":
+        return _zero_by_zero(node, operands)
+    if node.builtin in _SOFTMAX:
+        return _masked_row(node)
+    return _of_nothing(node)
+
+
+def _ignored_targets(node: GraphNode) -> Cause | None:
+    target, weight, total = (node.kept.get(name) for name in ("target", "weight", "total_weight"))
+    settings = node.settings()
+    if target is None or settings.get("reduction") != _MEAN or (total is not None and bool((total != 0).any())):
+        return None
+    count, ignored = target.numel(), settings.get("ignore_index")
+    if not count:
+        return Cause(f"it is over nothing, since {_why_empty(node)}, and the mean over none is NaN")
+    counted = target[target != ignored]
+    if not counted.numel():
+        words = f"all {count:,} targets of the batch{NAME} are ignored (ignore_index={ignored}), and the mean over none is NaN"
+        return Cause(words, target)
+    if weight is not None and not bool((weight[counted] != 0).any()):
+        words = f"the class weights of all {counted.numel():,} targets of the batch{NAME} are 0, and 0 / 0 is NaN"
+        return Cause(words, target)
+    return None
+
+
+def _zero_by_zero(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
+    other, numerator, summed = operands.get("other"), operands.get("self"), node.inputs[0][0]
+    if other is None or not other.numel() or bool((other != 0).all()):
+        return None
+    if summed is not None and is_over_nothing(summed):
+        return Cause(f"it divided 0 by 0: the sum is over nothing, since {_why_empty(summed)}")
+    zero = other == 0
+    if numerator is not None:
+        zero = zero & (numerator == 0)
+    if numerator is None or not bool(zero.any()):
+        return Cause("its divisor is 0, as that of a mean over a mask that leaves nothing is")
+    many = "" if zero.numel() == 1 else f" in {int(zero.sum()):,} of {zero.numel():,} elements"
+    return Cause(f"it divided 0 by 0{many}, as a mean over a mask that leaves nothing does")
+
+
+def _of_nothing(node: GraphNode) -> Cause | None:
+    """Return the cause of a mean, or of a loss with one, that had no element."""
+    if node.builtin in _SPREADS and prod(given_size(node)) == 1:
+        return Cause("the deviation of a single value is NaN (0 / 0)")
+    if not is_mean_of_nothing(node):
+        return None
+    return Cause(f"it is over nothing, since {_why_empty(node)}, and the mean over none is NaN")
+
+
+def _why_empty(node: GraphNode) -> str:
+    """Return why an operand has no element: by a selection, or from the start."""
+    while True:
+        empty = (place for place in range(len(node.inputs)) if prod(given_size(node, place)) == 0)
+        place = next(empty, None)
+        producer = node.inputs[place][0] if place is not None else None
+        if producer is None:
+            break
+        node = producer
+    return f"the selection ({node.operator}) before it left no element" if node.builtin in _SELECTING else "the batch is empty"
+
+
+def _masked_row(node: GraphNode) -> Cause | None:
+    """Return the cause if a whole row of a softmax is NaN: its operand was not, by the search that came here."""
+    import torch  # torch is optional until training begins
+
+    result = node.kept.get("result")
+    if result is None or not result.dim():
+        return None
+    dim = node.settings().get("dim", -1)
+    rows = torch.nonzero(result.isnan().all(dim))[:3].tolist()
+    if not rows:
+        return None
+    dim %= result.dim()
+    return Cause(MASKED_ROW, None, tuple((*row[:dim], 0, *row[dim:]) for row in rows))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.recovery import HEALTHY
-from torchobs.probes.nonfinite import ending, last_step, overflow
+from torchobs.probes.nonfinite import ending, last_step
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames, locals_of
 from torchobs.probes.nonfinite.origin import (
@@ -24,8 +24,11 @@ from torchobs.probes.nonfinite.origin import (
     GraphTracer,
     NonfiniteOrigin,
     attributes_of,
+    computes_in_float16,
     from_overflow,
+    gradients_were_finite,
     has_other_ranks,
+    is_of_a_step,
     of_parameters,
     user_frames,
 )
@@ -142,13 +145,13 @@ class NonfiniteProbe:
         It is unknown where gradients were finite, or came from other ranks as well.
         """
         optimizers = list(self._context.recorder.optimizers())
-        if not overflow.is_of_a_step(bad, optimizers):
+        if not is_of_a_step(bad, optimizers):
             return None
         models, recorder = self._known()[0], self._context.recorder
-        if not overflow.gradients_were_finite(bad, optimizers) and not has_other_ranks():
+        if not gradients_were_finite(bad, optimizers) and not has_other_ranks():
             if likely is not None and likely.kind == "backward":
                 return likely
-            if not self._scaling.losses and overflow.computes_in_float16(bad, nodes):
+            if not self._scaling.losses and computes_in_float16(bad, nodes):
                 return from_overflow(bad, models, recorder.ended)
         return of_parameters(bad, models, recorder.in_progress)
 
@@ -192,7 +195,7 @@ class NonfiniteProbe:
         """Return the origin if gradients of these parameters (ids) have overflowed in float16."""
         models, parameters = self._known()
         spoiled = [each for each in parameters if id(each) in bad]
-        if not spoiled or self._scaling.losses or has_other_ranks() or not overflow.computes_in_float16(spoiled, nodes):
+        if not spoiled or self._scaling.losses or has_other_ranks() or not computes_in_float16(spoiled, nodes):
             return None
         return from_overflow(spoiled, models, step)
 
