@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchobs import tune as tune
     from torchobs.api import event, log, phase, step, watch
     from torchobs.config.settings import Settings
-    from torchobs.probes.nonfinite.errors import NonFiniteError
+    from torchobs.probes.nonfinite.probe import NonFiniteError
     from torchobs.runtime.session import Session, init, shutdown
     from torchobs.support.anomaly_callbacks import AnomalyReport, on_anomaly
 
@@ -25,7 +25,7 @@ _HOMES = {
     **dict.fromkeys(("event", "log", "phase", "step", "watch"), "torchobs.api"),
     **dict.fromkeys(("Session", "init", "shutdown"), "torchobs.runtime.session"),
     **dict.fromkeys(("AnomalyReport", "on_anomaly"), "torchobs.support.anomaly_callbacks"),
-    "NonFiniteError": "torchobs.probes.nonfinite.errors",
+    "NonFiniteError": "torchobs.probes.nonfinite.probe",
     "Settings": "torchobs.config.settings",
 }
 _INERT = {"event", "init", "log", "phase", "shutdown", "step", "watch", "Session"}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.hook_removal import remove_hooks, remove_later
 from torchobs.probes.nonfinite.backward import bad_gradients
-from torchobs.probes.nonfinite.raising import skips_by_itself
+from torchobs.probes.nonfinite.probe import skips_by_itself
 from torchobs.runtime.session import current
 from torchobs.support.collectives import greatest, is_shared
 from torchobs.support.error_guard import call

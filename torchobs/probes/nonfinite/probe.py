@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.recovery import HEALTHY
-from torchobs.probes.nonfinite import ending, last_step
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS
+from torchobs.probes.core.hook_removal import remove_hooks
+from torchobs.probes.core.patch import Patch
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
-from torchobs.probes.nonfinite.locate import ModuleNames, locals_of
+from torchobs.probes.nonfinite.locate import ModuleNames, is_users, locals_of
 from torchobs.probes.nonfinite.origin import (
     UNNAMED,
     GraphTracer,
@@ -32,17 +35,18 @@ from torchobs.probes.nonfinite.origin import (
     of_parameters,
     user_frames,
 )
-from torchobs.probes.nonfinite.raising import NonfiniteRaiser, skips_by_itself
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import FrameType
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.core.step_recorder import StepRecorder
     from torchobs.probes.nonfinite.graph import GraphNode
     from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.support.error_guard import CircuitBreaker
 
 _log = logging.getLogger("torchobs")
 TRACE_EVERY_S, TRACES_AT_ONCE = 60.0, 3
@@ -54,6 +58,17 @@ OPEN_S = 0.3
 _MOST_KEPT = 64
 _REFUSALS = (ValueError, RuntimeError, ArithmeticError, AssertionError)
 """Exceptions by which a script, or torch, refuses a value"""
+LONGEST_WAIT_S = 1.0
+"""For a device that still computes: one that hangs must not keep the process from ending"""
+_MOST_NAMED = 8
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or a gradient is not finite. ``origin``: where it was born, if that was found."""
+
+    def __init__(self, what: str, origin: NonfiniteOrigin | None) -> None:
+        super().__init__(what if origin is None else f"{what} {origin.sentence()}")
+        self.origin = origin
 
 
 class NonfiniteProbe:
@@ -132,7 +147,7 @@ class NonfiniteProbe:
             tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known())
             origin = tracer.forward()
             if origin is not None and origin.kind in {"parameter", "backward"}:
-                origin = self._of_weights(ending.bad_parameters(self._known()[1]), origin, tracer.nodes) or origin
+                origin = self._of_weights(_bad_parameters(self._known()[1]), origin, tracer.nodes) or origin
             self._report(origin)
         if self._raising is not None:
             self._raising.expect(f"The loss is not finite in step {step}.", self._found)
@@ -200,34 +215,39 @@ class NonfiniteProbe:
         return from_overflow(spoiled, models, step)
 
     def _ending(self, error: BaseException | None) -> None:
-        """Trace what is not finite as the training ends; before a backward pass or a measurement has seen it."""
+        """Trace what is not finite as an exception, or ``sys.exit(n)``, ends the training.
+
+        A script that checks its loss and raises has no backward pass in which it would be traced, and one whose weights became
+        NaN may end in its next forward pass, before a measurement has seen them. The values are still there: in variables of
+        the functions that are left, and in what the optimizers hold.
+        """
         if isinstance(error, _REFUSALS):
             self._open = "", 0, 0.0  # the script's own words stand in the log already
         if not isinstance(error, KeyboardInterrupt):
             self._last_gradients(logged=not isinstance(error, _REFUSALS))
-        step, frames = self._context.recorder.in_progress, ending.frames_of(error)
+        step, frames = self._context.recorder.in_progress, _frames_of(error)
         if step - self._lost_step <= 1 and self._found is not None:
             return
-        parameters, losses = self._known()[1], ending.bad_losses(frames)
-        bad = ending.bad_parameters(parameters)
-        losses = losses or ([] if len(bad) > 1 else ending.refused_by_torch(error))
+        parameters, losses = self._known()[1], _bad_losses(frames)
+        bad = _bad_parameters(parameters)
+        losses = losses or ([] if len(bad) > 1 else _refused_by_torch(error))
         if losses:
             self._loss(losses, frames)
         elif bad:
             likely = self._inferred({id(each) for each in bad}, frames, self._context.recorder.ended)
             self._report(self._of_weights(bad, likely) or of_parameters(bad, self._known()[0], step))
         elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
-            spoiled = {id(each) for each in ending.bad_gradients_left(parameters)}
+            spoiled = {id(each) for each in _bad_gradients_left(parameters)}
             self._report(self._inferred(spoiled, frames, step) if spoiled else None)
 
     def _last_gradients(self, *, logged: bool = True) -> None:
         """Tell of gradients that are not finite and that the end leaves unmeasured: the weights are what they made of them."""
         context = self._context
-        step = last_step.step_of_gradients(context.recorder)
+        step = _step_of_gradients(context.recorder)
         if step - self._lost_step <= 1 or step == self._last_examined or self._scaling.losses:
             return  # known already, or what overflows of a scaled loss
         self._last_examined = step
-        attributes = last_step.faults(self._known()[1], self._known()[0])
+        attributes = _faults(self._known()[1], self._known()[0])
         if attributes:
             context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
             if logged:
@@ -250,8 +270,8 @@ class NonfiniteProbe:
             return  # the optimizers are gone
         names = ModuleNames(parameters, models)
         buffers = [each for module in names.modules.values() for each in module.buffers(recurse=False)]
-        bad = ending.bad_parameters(parameters)
-        bad += [each for each in ending.bad_parameters(buffers) if bool(each.isnan().any())]  # infinity may be meant
+        bad = _bad_parameters(parameters)
+        bad += [each for each in _bad_parameters(buffers) if bool(each.isnan().any())]  # infinity may be meant
         if len(bad) == self._rest:
             return
         self._has_rest, self._rest = bool(bad), len(bad)
@@ -324,3 +344,156 @@ class NonfiniteProbe:
 
 def _listed(tensors: Any) -> list[Any]:
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+class NonfiniteRaiser:
+    """A part of the probe, from its making until :meth:`remove`."""
+
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, trace: Callable[[Any], object]) -> None:
+        """``trace``: called with an optimizer whose gradients are not finite; it calls :meth:`expect`."""
+        import torch  # torch is optional until training begins
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._context, self._trace = context, trace
+        self._pending: NonFiniteError | None = None
+        look = breaker.guard(self._look_at_gradients)
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            look(optimizer)
+            self._raise_pending()
+
+        self._patch = Patch(torch.autograd, "backward", self._watched)
+        self._handles = [register_optimizer_step_pre_hook(before)]
+
+    def remove(self) -> None:
+        """Remove hook and wrapper."""
+        remove_hooks(self._handles)
+        self._patch.undo()
+
+    def expect(self, what: str, origin: NonfiniteOrigin | None) -> None:
+        """Have an error raised at the next place for it."""
+        self._pending = NonFiniteError(what, origin)
+
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        if self._pending is not None or skips_by_itself(optimizer) or self._context.device.cuda.capturing():
+            return
+        if bad_gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self._trace(optimizer)
+
+    def _raise_pending(self) -> None:
+        error, self._pending = self._pending, None
+        if error is not None:
+            raise error
+
+    def _watched(self, original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._raise_pending()
+            return result
+
+        return backward
+
+
+def skips_by_itself(optimizer: Any) -> bool:
+    """Return True for a fused step that a loss scaler has told whether to skip: its overflow is no fault."""
+    import torch  # torch is optional until training begins
+
+    return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
+
+
+def _frames_of(error: BaseException | None) -> list[FrameType]:
+    """Return the frames of the user's code that an exception leaves, or those that run now; innermost first."""
+    if error is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    else:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe().f_back)]
+    return [frame for frame in frames if is_users(frame.f_code)]
+
+
+def _bad_losses(frames: Iterable[FrameType]) -> list[Any]:
+    """Return the scalars with a graph that are not finite, of the innermost function that has any."""
+    for frame in frames:
+        scalars = [value for value in _with_graph(frame) if value.numel() == 1]
+        bad = [value for value in scalars if _is_idle(value.device) and condition(value) is Condition.BAD]
+        if bad:
+            return bad
+    return []
+
+
+def _refused_by_torch(error: BaseException | None) -> list[Any]:
+    """Return what is not finite, and has a graph, of the innermost function of torch's that has refused such values.
+
+    Empty if the exception was not raised by torch: values that are not finite are ordinary where nobody refuses them.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error is not None else []
+    if not frames or not isinstance(error, (ValueError, RuntimeError)) or is_users(frames[-1].f_code):
+        return []
+    for frame in reversed(frames):
+        bad = [value for value in _with_graph(frame) if _is_idle(value.device) and condition(value) is Condition.BAD]
+        if bad or is_users(frame.f_code):
+            return bad
+    return []
+
+
+def _with_graph(frame: FrameType) -> list[Any]:
+    """Return the tensors with a graph that variables hold. Objects of the user's are not asked whether they are tensors."""
+    import torch  # torch is optional until training begins
+
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [value for value in locals_of(frame).values() if issubclass(type(value), torch.Tensor)]
+        return [value for value in tensors if value.grad_fn is not None]
+
+
+def _bad_parameters(parameters: Sequence[Any]) -> list[Any]:
+    """Return the parameters that are not finite."""
+    idle = _idle_devices(each.device for each in parameters)
+    return [each for each in parameters if each.device in idle and condition(each) is Condition.BAD]
+
+
+def _bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
+    """Return the parameters whose gradients, which no optimizer has used yet, are not finite."""
+    with_gradient = [each for each in parameters if each.grad is not None]
+    idle = _idle_devices(each.grad.device for each in with_gradient)
+    return bad_gradients(each for each in with_gradient if each.grad.device in idle)
+
+
+def _idle_devices(devices: Iterable[Any]) -> set[Any]:
+    """Return those that are idle, each of which is waited for once."""
+    return {device for device in set(devices) if _is_idle(device)}
+
+
+def _is_idle(device: Any) -> bool:
+    """Return True if values can be read without waiting for longer than a second."""
+    import torch  # torch is optional until training begins
+
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda":
+        return False
+    stream, until_s = torch.cuda.current_stream(device), monotonic() + LONGEST_WAIT_S
+    try:
+        while not stream.query():
+            if monotonic() >= until_s:
+                return False
+            sleep(0.01)
+    except RuntimeError:  # the device failed: that is what ends the training
+        return False
+    return True
+
+
+def _step_of_gradients(recorder: StepRecorder) -> int:
+    """Return the number of the step whose backward pass was the last: the one in progress, or the last that has ended."""
+    begun = any(stamp & 15 in {BACKWARD_BEGINS, BACKWARD_ENDS} for stamp in list(recorder.trace))
+    return recorder.in_progress if begun and recorder.likely_end is None else recorder.last_complete
+
+
+def _faults(parameters: Sequence[Any], models: Iterable[Any]) -> dict[str, Any]:
+    """Return the attributes of the event for those whose gradient is not finite; empty if none is."""
+    bad = _bad_gradients_left(parameters)
+    if not bad:
+        return {}
+    names = ModuleNames(bad, models)
+    layers = list(dict.fromkeys(names.owner(name) for one in bad if (name := names.of(one))))
+    kinds = ["nan"] if any(bool(one.grad.isnan().any()) for one in bad[:_MOST_NAMED]) else ["inf"]
+    return {"layers": layers[:_MOST_NAMED], "layers_affected": len(layers), "kinds": kinds, "measured": False}
