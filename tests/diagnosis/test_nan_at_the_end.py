@@ -118,18 +118,6 @@ def refused(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None
     optimizer.step()
 
 
-def invalid(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """A distribution refuses what the model gives of a batch with a NaN."""
-    x = torch.randn(8, 4)
-    if number == AT:
-        x[5, 1] = float("nan")
-    policy = torch.distributions.Normal(model(x), 1.0)
-    loss = policy.mean.mean()
-    optimizer.zero_grad()
-    torch.autograd.backward(loss)
-    optimizer.step()
-
-
 def overwritten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
     """One weight is not finite since something between two steps."""
     loss = model(torch.randn(8, 4)).mean()
@@ -150,7 +138,6 @@ def overwritten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> 
         (spoiled, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
         (forgotten, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
         (cleared, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
-        (invalid, {"origin": "input", "parameter": "x", "sample": 5}),
         (refused, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
         (overwritten, {"origin": "parameter", "parameter": "inner.weight"}),
     ],

@@ -31,7 +31,6 @@ Torch makes that of norms, deviations, distances and ``atan2`` 0, and bounds tha
 """
 _WRITTEN_BY_USER = 3
 """Risk of a derivative that the user has written: after all that are known to be infinite somewhere"""
-_KEPT_AT_ZERO = {"sqrt": "result", "pow": "self", "log": "self", "div": "other", "reciprocal": "result"}
 
 
 def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode | None:
@@ -55,7 +54,7 @@ def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode |
         if risk is None or not reached or _is_harmless(node):
             continue
         agreement = (reached & target).bit_count() / (reached | target).bit_count()
-        rank = (-agreement, 0 if _at_zero(node) else 1, risk, node.number)
+        rank = (-agreement, risk, node.number)
         if agreement >= LEAST_AGREEMENT and (best is None or rank < best):
             best, found = rank, node
     return found
@@ -72,12 +71,6 @@ def _is_harmless(node: GraphNode) -> bool:
     exponent = node.settings().get("exponent") if node.operator == "pow" else None
     constant = node.operator == "div" and len(node.inputs) > 1 and node.inputs[1][0] is None
     return constant or (isinstance(exponent, (int, float)) and exponent >= 1)
-
-
-def _at_zero(node: GraphNode) -> bool:
-    """Return True if a kept value shows the node where its derivative is infinite. Values are gone after the backward."""
-    value = node.kept.get(_KEPT_AT_ZERO.get(node.operator, ""))
-    return value is not None and value.is_cpu and bool((value == 0).any())
 
 
 class BackwardWatch:

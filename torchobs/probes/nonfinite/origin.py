@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import likely_node
-from torchobs.probes.nonfinite.forward import Birth, first_birth, given_size, is_mean_of_nothing, is_over_nothing
+from torchobs.probes.nonfinite.forward import Birth, first_birth, given_size, is_mean_of_nothing
 from torchobs.probes.nonfinite.graph import OPAQUE, GraphNode, read_graph
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
 from torchobs.probes.nonfinite.values import (
@@ -60,7 +60,6 @@ _SOFTMAX = frozenset({"softmax", "log_softmax"})
 _MEAN = 1
 """``reduction`` of a loss"""
 _SELECTING = frozenset({"index", "masked_select", "index_select", "gather", "slice", "narrow", "take", "select"})
-_SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class NonfiniteOrigin(Result):
     """Where a NaN or an infinity first appeared."""
 
     kind: OriginKind
-    """``input``: the batch held it; ``parameter``: so did a weight, before the step; ``operator``: the forward pass made it;
+    """``input``: the batch held it; ``parameter``: a weight did already; ``operator``: the forward pass made it;
     ``backward``: a derivative did, of a finite loss; ``overflow``: its gradients did not fit into float16; ``unknown``"""
     operator: str
     """The operator that made it, or was given it"""
@@ -90,43 +89,27 @@ class NonfiniteOrigin(Result):
 
     def sentence(self) -> str:
         """Return the finding in one sentence."""
-        if self.operator in OPAQUE and self.kind in {"unknown", "backward"}:
-            return self._appeared()
-        where = f"{self.module} ({self.module_class})" if self.module and self.module_class else self.module or "no module"
-        at = f", at {self.line}" if self.line else ""
-        if self.kind == "input":
-            sample = "" if self.sample is None else f" in sample {self.sample}"
-            what = f"input {self.parameter}" if self.parameter else "input (the batch, or what was made of it without gradient)"
-            return f"The {what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
-        if self.kind == "operator":
-            why = f": {self.note}" if self.note else ""
-            return f"The operator {self.operator} in {where} made them of finite inputs{at}{why}."
-        if self.kind == "backward":
-            likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
-            return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}."
-        if self.kind == "unknown":
-            return self._unknown(f"{self.operator} in {where}{at}")
-        reached = f"{self.parameter} {self.note}".rstrip()
+        is_backward, line = self.kind == "backward", f" ({self.line})" if self.line else ""
+        if self.operator in OPAQUE and (is_backward or self.kind == "unknown"):
+            region = f"{'the backward pass of ' * is_backward}{OPAQUE[self.operator]} {self.module}".rstrip()
+            later = f" {LATER}" if self.note == LATER else ""
+            return f"The NaN or infinity appeared inside {region}{line}{later}. Run `debug.trace_nan(model, batch)`."
+        where = f"{self.operator} in {self.module or 'no module'}{line}"
+        if self.kind == "unknown" and self.note == OTHER_RANKS:
+            return f"Where they began was not found; perhaps in the derivative of {where}, {OTHER_RANKS}."
+        several, because = f"{self.parameter} {self.note}".rstrip(), f": {self.note}" if self.note else ""
         return {
+            "input": f"The input {self.parameter or '(the batch, or what was made of it without gradient)'} held values that"
+            f" are not finite{'' if self.sample is None else f' in sample {self.sample}'}; they reached {where}.",
             "parameter": f"The parameter {self.parameter} itself held values that are not finite.",
-            "overflow": f"Gradients of a finite loss most likely overflowed in {FLOAT16}; they reached {reached}.",
+            "operator": f"The operator {where} made them of finite inputs{because}.",
+            # by the graph alone; a derivative that was seen at work has no note
+            "backward": f"The derivative of {where} {'most likely ' if self.note else ''}made them, of finite values.",
+            "overflow": f"Gradients of a finite loss most likely overflowed in {FLOAT16}; they reached {several}.",
+            "unknown": f"Where they began was not found; they passed {where}{because}."
+            if self.operator
+            else f"The parameters {several} were not finite already; what made them so was not seen.",
         }[self.kind]
-
-    def _unknown(self, where: str) -> str:
-        """Return the sentence on values that began somewhere else: in weights, on a rank, or before an operator."""
-        if self.parameter:
-            held = f"{self.parameter} {self.note}".rstrip()
-            return f"The parameters {held} were not finite already; what made them so was not seen."
-        if self.note == OTHER_RANKS:
-            return f"Where they began was not found; perhaps in the derivative of {where}, {self.note}."
-        return f"Where they began was not found; they passed {where}{self.note and f'; {self.note}'}."
-
-    def _appeared(self) -> str:
-        """Return the sentence on values that appeared inside a region: the graph has nothing of it."""
-        line, later = f"({self.line})" if self.line else "", LATER if self.note == LATER else ""
-        region = " ".join(filter(None, (OPAQUE[self.operator], self.module, line, later)))
-        within = "the backward pass of " if self.kind == "backward" else ""
-        return f"The NaN or infinity appeared inside {within}{region}. Run `debug.trace_nan(model, batch)`."
 
 
 def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
@@ -219,7 +202,7 @@ class GraphTracer:
             return self._within(node, place)
         kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
         made = self._made(kind, node, place, inputs, "")
-        return made if kind == "unknown" else self._explained(made, cause_of(node, operands))
+        return made if kind == "unknown" else self._explained(made, cause_of(node))
 
     def _explained(self, made: NonfiniteOrigin, cause: Cause | None) -> NonfiniteOrigin:
         """Return the origin with the reason why the operator made such values, and the variable that explains it."""
@@ -438,12 +421,10 @@ class Cause(NamedTuple):
     elements: tuple[tuple[int, ...], ...] = ()
 
 
-def cause_of(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
-    """Return why an operator made NaN of its operands, known ones by name; ``None`` if that is not seen."""
+def cause_of(node: GraphNode) -> Cause | None:
+    """Return why an operator made NaN of its operands; ``None`` if that is not seen."""
     if node.builtin.startswith("nll_loss"):
         return _ignored_targets(node)
-    if node.builtin == "div":
-        return _zero_by_zero(node, operands)
     if node.builtin in _SOFTMAX:
         return _masked_row(node)
     return _of_nothing(node)
@@ -467,25 +448,8 @@ def _ignored_targets(node: GraphNode) -> Cause | None:
     return None
 
 
-def _zero_by_zero(node: GraphNode, operands: Mapping[str, Any]) -> Cause | None:
-    other, numerator, summed = operands.get("other"), operands.get("self"), node.inputs[0][0]
-    if other is None or not other.numel() or bool((other != 0).all()):
-        return None
-    if summed is not None and is_over_nothing(summed):
-        return Cause(f"it divided 0 by 0: the sum is over nothing, since {_why_empty(summed)}")
-    zero = other == 0
-    if numerator is not None:
-        zero = zero & (numerator == 0)
-    if numerator is None or not bool(zero.any()):
-        return Cause("its divisor is 0, as that of a mean over a mask that leaves nothing is")
-    many = "" if zero.numel() == 1 else f" in {int(zero.sum()):,} of {zero.numel():,} elements"
-    return Cause(f"it divided 0 by 0{many}, as a mean over a mask that leaves nothing does")
-
-
 def _of_nothing(node: GraphNode) -> Cause | None:
     """Return the cause of a mean, or of a loss with one, that had no element."""
-    if node.builtin in _SPREADS and prod(given_size(node)) == 1:
-        return Cause("the deviation of a single value is NaN (0 / 0)")
     if not is_mean_of_nothing(node):
         return None
     return Cause(f"it is over nothing, since {_why_empty(node)}, and the mean over none is NaN")

@@ -230,7 +230,6 @@ class NonfiniteProbe:
             return
         parameters, losses = self._known()[1], _bad_losses(frames)
         bad = _bad_parameters(parameters)
-        losses = losses or ([] if len(bad) > 1 else _refused_by_torch(error))
         if losses:
             self._loss(losses, frames)
         elif bad:
@@ -404,45 +403,27 @@ def skips_by_itself(optimizer: Any) -> bool:
 
 def _frames_of(error: BaseException | None) -> list[FrameType]:
     """Return the frames of the user's code that an exception leaves, or those that run now; innermost first."""
-    if error is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-    else:
-        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe().f_back)]
+    if error is None:
+        return user_frames(sys._getframe())
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     return [frame for frame in frames if is_users(frame.f_code)]
 
 
 def _bad_losses(frames: Iterable[FrameType]) -> list[Any]:
-    """Return the scalars with a graph that are not finite, of the innermost function that has any."""
+    """Return the scalars with a graph that are not finite, of the innermost function that has any.
+
+    Objects of the user's are not asked whether they are tensors.
+    """
+    import torch  # torch is optional until training begins
+
     for frame in frames:
-        scalars = [value for value in _with_graph(frame) if value.numel() == 1]
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [value for value in locals_of(frame).values() if issubclass(type(value), torch.Tensor)]
+            scalars = [value for value in tensors if value.grad_fn is not None and value.numel() == 1]
         bad = [value for value in scalars if _is_idle(value.device) and condition(value) is Condition.BAD]
         if bad:
             return bad
     return []
-
-
-def _refused_by_torch(error: BaseException | None) -> list[Any]:
-    """Return what is not finite, and has a graph, of the innermost function of torch's that has refused such values.
-
-    Empty if the exception was not raised by torch: values that are not finite are ordinary where nobody refuses them.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error is not None else []
-    if not frames or not isinstance(error, (ValueError, RuntimeError)) or is_users(frames[-1].f_code):
-        return []
-    for frame in reversed(frames):
-        bad = [value for value in _with_graph(frame) if _is_idle(value.device) and condition(value) is Condition.BAD]
-        if bad or is_users(frame.f_code):
-            return bad
-    return []
-
-
-def _with_graph(frame: FrameType) -> list[Any]:
-    """Return the tensors with a graph that variables hold. Objects of the user's are not asked whether they are tensors."""
-    import torch  # torch is optional until training begins
-
-    with torch._C.DisableTorchFunctionSubclass():
-        tensors = [value for value in locals_of(frame).values() if issubclass(type(value), torch.Tensor)]
-        return [value for value in tensors if value.grad_fn is not None]
 
 
 def _bad_parameters(parameters: Sequence[Any]) -> list[Any]:
