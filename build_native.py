@@ -17,7 +17,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NAME = "torchobs._native"
-SOURCES = [f"torchobs/_native{part}.c" for part in ("", "_clipping", "_hook", "_hooks", "_signals")]
+SOURCES = [f"torchobs/_native{part}.c" for part in ("", "_hook", "_hooks", "_signals")]
 FLAGS = [
     "-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wstrict-prototypes",
     "-Werror",

@@ -13,13 +13,10 @@ from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.probes.core.boundaries import EXHAUSTED
 from torchobs.probes.core.hooks import Hooks
-from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.data import fetches
-from torchobs.probes.gradients import clipping
 from torchobs.probes.optimizer.hyperparameters import RateSource
-from torchobs.probes.precision.loss_scale import LossScaling
 from torchobs.probes.step import backward, loss, steps
 from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.support.error_guard import CircuitBreaker
@@ -70,13 +67,10 @@ class StepHooks:
             patch.setattr(backward, "dispatch_modes", lambda: lambda: self.traced)
             patch.setattr(backward, "graph_being_made", lambda: lambda: self.traced > 1)
             self._make(context)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clipping, "dispatch_modes", lambda: lambda: self.traced)
-            self._make_clipping(context)
         self.owners: dict[str, Any] = {
             "recorder": self.recorder, "training": self.training, "breaker": self.breaker, "rates": self.rates,
             "before_step": self.hooks.before_step, "manual": self.manual, "loss": self.loss_probe, "data": self.data_probe,
-            "step": self.step_probe, "clip": self.clip_watch, "scaling": self.scaling, "pace": self.pace, "self": self,
+            "step": self.step_probe, "self": self,
         }  # fmt: skip
 
     def _note(self, what: str) -> Callable[..., None]:
@@ -110,26 +104,10 @@ class StepHooks:
             self.breaker, probe._plain_before(self.breaker), probe._plain_after(self.breaker)
         )
 
-    def _make_clipping(self, context: Any) -> None:
-        self.scaling, self.pace = LossScaling(), SamplingInterval(0.005)
-        self.pace.due_at = 1 << 40
-        devices: Any = SimpleNamespace(cuda=SimpleNamespace(capturing=lambda: False, holds=lambda _: True))
-        watch: Any = clipping.ClipWatch(context, self.scaling, self.pace, lambda *_: None, devices)
-        self.clip_watch = watch
-        watch._torch, watch._breaker = SimpleNamespace(Tensor=Loss, _foreach_norm=None), self.breaker
-        watch._modes, watch._graph_being_made = (lambda: self.traced), (lambda: self.traced and self.traced > 1)
-        watch._captured_results = self._note("captured")
-        self.total_norm: Any = watch._watched_total(_act_given)
-        self.clip: Any = watch._watched_clip(_act_given)
-
-    def plain(self, optimizer: Any, value: float = 0.5, limit: float | None = None) -> None:
-        """Make a step, with clipping where there is a limit."""
+    def plain(self, optimizer: Any, value: float = 0.5) -> None:
+        """Make a step."""
         self.fetch(SimpleNamespace(_index_sampler=optimizer, act=lambda: 1))
         self.backward(Loss(value), None)
-        if limit is not None:
-            norm = Loss(value)
-            self.total_norm(GRADIENTS, 2.0, lambda: norm)
-            self.clip(GRADIENTS, limit, norm, None)
         self.before(optimizer, (optimizer,), {})
         self.after(optimizer, (optimizer,), {})
 
@@ -145,7 +123,6 @@ class StepHooks:
                 (self.data_probe, "_depth"),
                 (self.training, "backwards in_closure"),
                 (self.step_probe, "_depth _given _outer _untraced"),
-                (self.clip_watch, "_noted _noted_in _covered_grads _seen limit"),
                 (self.hooks.before_step, "due_at"),
             )
         ]
@@ -184,7 +161,6 @@ class Optimizer:
         self.param_groups = groups
 
 
-GRADIENTS = [Loss(0.0), Loss(0.0)]
 OPTIMIZERS = [
     Optimizer([{"lr": 0.1}]), Optimizer([{"lr": 3}]), Optimizer([]), Optimizer(None), Optimizer([{"lr": None}, {"lr": 0.5}]),
     Optimizer([{}]), Optimizer(({"lr": 0.2},)), SimpleNamespace(),
@@ -200,9 +176,6 @@ _SLOTS = {
     "before_step": "due_at",
     "manual": "active",
     "data": "_depth",
-    "clip": "_noted _noted_in _covered _covered_grads _covered_until _each_ns _seen limit",
-    "scaling": "waits_for_unscale",
-    "pace": "due_at step fixed",
     "self": "traced gradients",
 }
 STATE = [f"{owner}.{name}" for owner, names in _SLOTS.items() for name in names.split()]
@@ -212,8 +185,7 @@ STATE = [f"{owner}.{name}" for owner, names in _SLOTS.items() for name in names.
 def ready(*, native: bool, optimizer: Any = OPTIMIZERS[0], **slots: Any) -> StepHooks:
     """Hooks of a training that has made two steps, so that the next is a plain one."""
     hooks = StepHooks(native=native)
-    hooks.recorder.sole = hooks.rates.key = hooks.clip_watch._covered = id(optimizer)
-    hooks.clip_watch._covered_grads, hooks.clip_watch._covered_until = len(GRADIENTS), 1 << 40
+    hooks.recorder.sole = hooks.rates.key = id(optimizer)
     for name, value in slots.items():
         setattr(hooks.recorder, name, value)
     for _ in range(2):
@@ -236,9 +208,6 @@ def perform(hooks: StepHooks, optimizer: Any, what: str, *given_values: Any) -> 
 
     if what == "plain":
         given_values = optimizer, *given_values
-    elif what == "total_norm":
-        *given_values, norm = given_values  # type: ignore[assignment]  # a list, which is as good
-        given_values = (*given_values, lambda: norm)
     elif what == "fetch":
         given_values = (SimpleNamespace(_index_sampler=optimizer, act=act),)
     elif what == "backward":

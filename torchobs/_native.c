@@ -473,7 +473,7 @@ static int fill(PyObject *module)
 {
     if (add_type(module, "Map", &map_spec) < 0 || add_type(module, "PlainSteps", &plain_steps_spec) < 0)
         return -1;
-    if (add_hooks(module) < 0 || add_clipping(module) < 0 || add_signals(module) < 0)
+    if (add_hooks(module) < 0 || add_signals(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
 }

@@ -1,5 +1,5 @@
-/* What the parts of torchobs._native share: _native.c writes records, _native_hooks.c and _native_clipping.c have the hooks,
- * _native_signals.c the ends by a signal. */
+/* What the parts of torchobs._native share: _native.c writes records, _native_hooks.c has the hooks, _native_signals.c the ends
+ * by a signal. */
 
 #ifndef TORCHOBS_NATIVE_H
 #define TORCHOBS_NATIVE_H
@@ -48,7 +48,6 @@ int stamp(PyObject *trace, uint64_t code); /* appends `monotonic_ns() << 4 | cod
 PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count);
 int add_type(PyObject *module, const char *name, PyType_Spec *spec);
 int add_hooks(PyObject *module);
-int add_clipping(PyObject *module);
 int add_signals(PyObject *module);
 /* Memory of a Map; NULL, with an exception, for anything else, or outside of it. */
 unsigned char *in_map(PyObject *map, size_t offset, size_t size);

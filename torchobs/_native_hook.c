@@ -1,4 +1,4 @@
-/* Makes the hooks of _native_hooks.c and _native_clipping.c out of Python objects with `__slots__`.
+/* Makes the hooks of _native_hooks.c out of Python objects with `__slots__`.
  *
  * A hook holds its parts until it ends, as a tuple does: it has no tp_clear, so that no method finds a part missing. Every
  * cycle that it is in has an object of Python's, which the garbage collector clears.

@@ -1,4 +1,4 @@
-/* What the hooks of _native_hooks.c and _native_clipping.c are made of; _native_hook.c makes them. */
+/* What the hooks of _native_hooks.c are made of; _native_hook.c makes them. */
 
 #ifndef TORCHOBS_NATIVE_HOOK_H
 #define TORCHOBS_NATIVE_HOOK_H
@@ -11,7 +11,7 @@ enum { MOST_OWNERS = 7, MOST_SLOTS = 20, MOST_HELD = 10 };
 enum { FLAGS, LOSSES, TOKENS, SAMPLES, NUMBER, LOSS_SUM, NORM_SQUARED, LEARNING_RATE, NORM_BASE, NORM_SCALE, FIELDS };
 
 /* torchobs.flight.format.step_record.StepFlag */
-enum { FLAG_LOSS = 1, FLAG_GRAD_NORM = 2, FLAG_LEARNING_RATE = 4, FLAG_CLIPPED = 128 };
+enum { FLAG_LOSS = 1, FLAG_GRAD_NORM = 2, FLAG_LEARNING_RATE = 4 };
 
 /* Attributes and keys of torch's, interned. */
 enum { IS_CPU, ITEM, NUMEL, INDEX_SAMPLER, PARAM_GROUPS, LR, NAMES };

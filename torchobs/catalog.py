@@ -430,8 +430,8 @@ GRAD_NONFINITE_STEPS = _counter("torchobs.grad.nonfinite_steps", "{step}").descr
     "Measured steps whose gradient norm was NaN or infinite."
 )
 GRAD_CLIPPED_STEPS = _counter("torchobs.grad.clipped_steps", "{step}", quiet=0.0).described(
-    "Steps with clipped gradients. The effect of clipping by value is known in measured steps only; clipping in compiled code"
-    " is not seen."
+    "Steps with clipped gradients. The effect of clipping by value is known in measured steps only; clipping in compiled code,"
+    " by FSDP1's own method or to a limit on a device is not seen."
 )
 GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "").described("Threshold for clipping gradients by norm, if used.")
 GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "").described(

@@ -344,34 +344,6 @@ def test_a_disabled_scaler_changes_nothing(run: Recording) -> None:
     assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False] * 3
 
 
-def test_clipping_leaves_the_norm_before_it(run: Recording) -> None:
-    """What clip_grad_norm_ returns is what is recorded: the clipped norm would hide every explosion."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    returned = []
-    for index in range(5):
-        optimizer.zero_grad()
-        (loss_of(model, index) * 100).backward()  # type: ignore[no-untyped-call]
-        returned.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx(returned, rel=1e-6)
-    assert min(returned) > 0.5
-
-
-def test_clipping_a_part_does_not_pass_for_the_whole(run: Recording) -> None:
-    """Only the first layer is clipped: the norm is that of all gradients, as the optimizer finds them."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    norms = []
-    for index in range(3):
-        optimizer.zero_grad()
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
-        norms.append(norm_of(model))
-        optimizer.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-4)
-
-
 def test_activation_checkpointing_is_one_backward(run: Recording) -> None:
     """Reentrant checkpointing runs backward inside backward; the loss is taken once."""
     model = mlp()

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from tests.step_hooks import GRADIENTS, OPTIMIZERS, STATE, Loss, owner_of, perform, ready
+from tests.step_hooks import OPTIMIZERS, STATE, Loss, owner_of, perform, ready
 from torchobs.flight.files.create import new_header
 from torchobs.flight.format.layout import MIN_SIZE
 from torchobs.flight.format.step_record import PLAIN_CODES
@@ -64,13 +64,10 @@ def act(chance: random.Random) -> tuple[Any, ...]:
     return chance.choice((
         ("plain", chance.choice((0.5, odd))),
         ("plain", 0.5),
-        ("plain", chance.choice((0.5, odd)), chance.choice((0.25, 0.75, odd))),
         ("set", chance.choice(STATE), odd),
         ("fetch", chance.choice((0.5, odd))),
         ("backward", [loss, None, *OTHERS][: chance.choice((0, 1, 2, 2, 2, 5))], chance.choice((None, KeyError()))),
         ("take_loss", loss, chance.choice((None, 1)), odd),
-        ("total_norm", chance.choice((GRADIENTS, GRADIENTS, odd)), chance.choice((2.0, 2.0, odd)), loss),
-        ("clip", GRADIENTS, chance.choice((0.25, odd)), loss),
         (
             chance.choice(("before", "after")),
             chance.choice(OPTIMIZERS),
@@ -94,7 +91,7 @@ def compare_hooks(module: ModuleType, chance: random.Random, calls: int) -> int:
             delattr(*owner_of(both[1], chance.choice(STATE)))
             perform(both[1], optimizer, "plain", 0.5)
         written += len(both[0].writer._recent)
-        for name in ("Loss", "Backward", "Fetch", "OptimizerStep", "TotalNorm", "Clip"):
+        for name in ("Loss", "Backward", "Fetch", "OptimizerStep"):
             made = getattr(module, f"Plain{name}")
             outcome(made, [tuple(anything(chance) for _ in range(chance.choice((0, 3, 4, 7)))) for _ in range(2)])
     return written

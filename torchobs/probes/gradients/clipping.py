@@ -2,9 +2,10 @@
 
 ``clip_grad_norm_`` is imported by name everywhere, but looks ``_get_total_norm`` and ``_clip_grads_with_norm_`` up in its own
 module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under
-public names, FSDP1 a method of its own. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made
-of. A DTensor's total would need a collective: there it comes from the coefficient of clipping, for which torch has completed
-it, and the shards are measured for the layers' norms. Compiled regions are not observed.
+public names. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made of. A DTensor's total would
+need a collective: there it comes from the coefficient of clipping, for which torch has completed it, and the shards are
+measured for the layers' norms. Not observed are compiled regions, FSDP1's own method, whose gradients are measured after it,
+and a limit that is on a device, to which nothing is compared.
 """
 
 from __future__ import annotations
@@ -15,17 +16,14 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Clipping, from_norms
 from torchobs.probes.gradients.norms import completed_total, is_l2
-from torchobs.support.graph_safe import dispatch_modes, graph_being_made, outside_of_graphs
-from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from importlib.abc import MetaPathFinder
 
     from torchobs.probes.core.capture_results import CapturedResults
     from torchobs.probes.core.context import ProbeContext
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     Measure = Callable[[list[Any]], Measurement | None]
 
 _KEPT = 8
-_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _EACH_NS = 500_000_000
 """Norms of single tensors are gauges, not recorded by step: two a second are enough, unless the user sets the interval"""
 _TRUSTED_STEPS = 64
@@ -50,17 +47,12 @@ _SUSPICIOUS = 1e-15
 class ClipWatch:
     """Wraps clipping functions. ``measure`` gets the gradients before clipping, in due steps."""
 
-    __slots__ = (  # the compiled part reads them in place
-        "__dict__", "_covered", "_covered_grads", "_covered_until", "_each_ns", "_noted", "_noted_in", "_seen", "limit",
-    )  # fmt: skip
-
     def __init__(
         self, context: ProbeContext, scaling: LossScaling, pace: SamplingInterval, measure: Measure, devices: Devices
     ) -> None:
         self._context, self._scaling, self._pace, self._measure, self._devices = context, scaling, pace, measure, devices
         self._seen: list[Clipping] = []
         self._patches: list[Patch] = []
-        self._fsdp: MetaPathFinder | None = None
         self.limit: float | None = None
         """The threshold of the last clipping by norm"""
         self.value: float | None = None
@@ -82,7 +74,7 @@ class ClipWatch:
         from torchobs.probes.core.capture_results import CapturedResults
 
         self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
-        self._graph_being_made, self._modes = graph_being_made(), dispatch_modes()
+        self._graph_being_made = graph_being_made()
         utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
         for name, alias, watched in (
             ("_get_total_norm", "get_total_norm", self._watched_total),
@@ -100,11 +92,9 @@ class ClipWatch:
         self._patches += [
             Patch(owner, "clip_grad_value_", by_value, probe=breaker.probe, nests=True) for owner in (clip, utils)
         ]
-        self._fsdp = after_import(_FSDP, breaker.guard(self._watch_fsdp))
 
     def remove(self) -> None:
         """Undo the patches. Idempotent."""
-        cancel(self._fsdp)
         for patch in reversed(self._patches):
             patch.undo()
 
@@ -182,23 +172,7 @@ class ClipWatch:
             note(tensors, norm_type, norm, seen)
             return norm
 
-        return self._compiled("PlainTotalNorm", original, note, get_total_norm)
-
-    def _compiled(self, name: str, original: Any, note: Callable[..., None], watched: Any) -> Any:
-        """Return a function that does in nearly every step what ``watched`` does; that itself where it is not compiled."""
-        recorder, held = self._context.recorder, (self._modes, self._torch.Tensor, note, original, ELSEWHERE)
-        owners = recorder, self, self._scaling, self._breaker, self._pace
-        made = make_hook(self._context.writer.native, name, owners, held)
-        if made is None:
-            return watched
-        run = made.run
-
-        @functools.wraps(original)
-        def clipping_function(*args: Any, **kwargs: Any) -> Any:
-            result = run(args, kwargs)
-            return watched(*args, **kwargs) if result is ELSEWHERE else result
-
-        return clipping_function
+        return get_total_norm
 
     def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
         """Return a capture of the tensors' norms, in a step that is due."""
@@ -282,7 +256,7 @@ class ClipWatch:
             note(max_norm, total_norm, seen)  # only now: a limit that is no number is torch's to refuse
             return result
 
-        return self._compiled("PlainClip", original, note, clip_grads_with_norm_)
+        return clip_grads_with_norm_
 
     def _intercept_clamp(self, total: Any) -> CapturedResults | None:
         """Return a capture of the clipping coefficient of a distributed total, which is complete, clamped and as it was."""
@@ -290,16 +264,19 @@ class ClipWatch:
         return self._captured_results(self._torch.clamp, keep=True) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
-        limit: float | None = max_norm if type(max_norm) is float else self._take_limit(max_norm)
-        self.limit = self.limit if limit is None else limit
+        if type(max_norm) is float:  # in nearly every step
+            limit = max_norm
+        elif is_on_device(max_norm):  # ``float`` would wait for it
+            self._noted = None
+            return
+        else:
+            limit = float(max_norm)
+        self.limit = limit
         if seen is not None and (self._devices.cuda.capturing() or (total := completed_total(seen.given, limit)) is None):
             for coefficient in seen.results:  # in a capture the division would become part of the graph
                 self.decide(getattr(coefficient, "_local_tensor", coefficient), lambda value: value < 1.0)
             return
         noted, self._noted = self._noted, None
-        if limit is None:
-            self._decide_there(total, max_norm)
-            return
         if noted is not None:
             if limit < noted:
                 self._context.recorder.values.flags |= StepFlag.CLIPPED  # inline: in nearly every step
@@ -313,21 +290,6 @@ class ClipWatch:
                 return  # decided when its norm arrives
             total = last.total
         self.decide(total, lambda value: limit < value < inf)
-
-    def _take_limit(self, max_norm: Any) -> float | None:
-        """Set the threshold; return it, or ``None`` if a device has yet to deliver it: ``float`` would wait for that."""
-        if is_on_device(max_norm):
-            if self._devices.cuda.holds(max_norm):
-                self._context.device.take(max_norm.detach(), functools.partial(setattr, self, "limit"))
-            return None
-        self.limit = float(max_norm)
-        return self.limit
-
-    def _decide_there(self, total: Any, max_norm: Any) -> None:
-        """Compare a norm with a threshold that is on a device, by their quotient, which arrives later."""
-        if not self._devices.cuda.capturing():  # the division would become part of the graph
-            with self._torch.no_grad():
-                self.decide(total / max_norm, lambda quotient: 1.0 < quotient < inf)
 
     def decide(self, value: Any, clipped: Callable[[float], bool]) -> None:
         """Flag the step in progress if ``clipped(value)``, now or when a device has delivered the value."""
@@ -358,42 +320,6 @@ class ClipWatch:
     def _note_value(self, clip_value: Any) -> None:
         self._clamped = not is_on_device(clip_value)  # ``float`` would wait for the device
         self.value = float(clip_value) if self._clamped else None
-
-    def _watch_fsdp(self) -> None:
-        from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-
-        probe = self._breaker.probe
-        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", self._watched_fsdp, probe=probe))
-
-    def _watched_fsdp(self, original: Any) -> Any:
-        before, after = self._breaker.guard(self._before_fsdp), self._breaker.guard(self._after_fsdp)
-
-        @functools.wraps(original)
-        def clip_grad_norm_(module: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-            made = before(module, norm_type)
-            norm = original(module, max_norm, norm_type)
-            after(made, max_norm, norm)
-            return norm
-
-        return clip_grad_norm_
-
-    def _before_fsdp(self, module: Any, norm_type: Any) -> Clipping | None:
-        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        if not is_l2(norm_type) or not gradients:
-            return None
-        made = self._clipping(gradients)
-        self._measure_shards(gradients, made)
-        return made
-
-    def _after_fsdp(self, made: Clipping | None, max_norm: Any, norm: Any) -> None:
-        limit = self._take_limit(max_norm)
-        if made is not None and not self._devices.cuda.capturing():  # it would keep the graph's memory
-            made.make_whole(norm)
-            self._keep(made)
-        if limit is None:
-            self._decide_there(norm, max_norm)
-        else:
-            self.decide(norm, lambda value: limit < value < inf)
 
 
 def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:

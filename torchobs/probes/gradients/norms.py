@@ -45,12 +45,12 @@ def is_l2(norm_type: Any) -> bool:
         return False
 
 
-def completed_total(coefficients: Sequence[Any], limit: float | None) -> Any:
+def completed_total(coefficients: Sequence[Any], limit: float) -> Any:
     """Return the total norm that torch has completed over all shards to divide the limit by it; ``None`` if it is not told.
 
     ``coefficients``: of clipping, not clamped yet. On a device the total is a tensor there. No collective, and nothing waits.
     """
-    if limit is None or not 0.0 < limit < inf or len(coefficients) != 1:
+    if not 0.0 < limit < inf or len(coefficients) != 1:
         return None
     coefficient = getattr(coefficients[0], "_local_tensor", coefficients[0]).detach()
     if not coefficient.is_cpu:
