@@ -357,7 +357,7 @@ shell.display_pub = CapturingDisplayPublisher(parent=shell, shell=shell)
 if sys.argv[1] == "kernel":
     shell.kernel = object()  # what a Jupyter kernel's shell has
 import torch, torchobs
-session = torchobs.init(grad_interval=1)
+torchobs.init(grad_interval=1)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 until = time.monotonic() + 2.5
@@ -366,9 +366,9 @@ while time.monotonic() < until:
     optimizer.step()
     time.sleep(0.01)
 from torchobs import debug
-html = session.report()._repr_html_()
+html = debug.report()._repr_html_()
 assert html.startswith("<iframe") and "Gradient norm" in html
-assert str(session.report()).startswith("# ")
+assert str(debug.report()).startswith("# ")
 assert debug.report("own.md").read_text().startswith("# ")
 assert all(path.suffix == ".svg" for path in debug.plots("figures", format="svg"))
 torchobs.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from torchobs.runtime.session import current
 
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
     from torchobs.diagnosis.choose import Chosen
     from torchobs.report.content import Document
-    from torchobs.runtime.session import Session
 
 
 class RunReport:
-    """The report on the run so far, as :func:`live` returns it: a page in a notebook, Markdown as text."""
+    """The report on the run so far, as :func:`report` returns it: a page in a notebook, Markdown as text."""
 
     __slots__ = ("_document",)
 
@@ -37,11 +36,15 @@ class RunReport:
         return fragment(self._document)
 
 
-def report(path: str | os.PathLike[str]) -> Path:
-    """Write the report on this rank's run so far to a file, and return its path.
+@overload
+def report() -> RunReport: ...
+@overload
+def report(path: str | os.PathLike[str]) -> Path: ...
+def report(path: str | os.PathLike[str] | None = None) -> RunReport | Path:
+    """Return the report on this rank's run so far, which a notebook shows as a page; or write it to a file.
 
     Args:
-        path: the file; its ending chooses the format: ``.html``, ``.md`` or ``.json``.
+        path: the file, which is returned then; its ending chooses the format: ``.html``, ``.md`` or ``.json``.
 
     Raises:
         RuntimeError: this process records nothing (no ``torchobs.init()``, or nowhere to write).
@@ -49,10 +52,13 @@ def report(path: str | os.PathLike[str]) -> Path:
         OSError: the file cannot be written.
     """
     from torchobs.report import write
+    from torchobs.report.run import run_document
 
+    if path is None:
+        return RunReport(run_document(_read()))
     output = Path(path)
     write.check_format(output)
-    write.write(output, write.report_text(_read(_session()), output.suffix))
+    write.write(output, write.report_text(_read(), output.suffix))
     return output
 
 
@@ -72,30 +78,16 @@ def plots(path: str | os.PathLike[str], format: str = "png") -> list[Path]:  # n
     from torchobs.report.plots import draw
     from torchobs.report.run import run_document
 
-    return draw(run_document(_read(_session())), Path(path), format)
+    return draw(run_document(_read()), Path(path), format)
 
 
-def live(session: Session | None = None) -> RunReport:
-    """Return the report on this rank's run so far, which a notebook shows as a page.
-
-    Raises ``RuntimeError`` as :func:`report`.
-    """
-    from torchobs.report.run import run_document
-
-    return RunReport(run_document(_read(session if session is not None else _session())))
-
-
-def _session() -> Session:
-    session = current()
-    if session is None:
-        raise RuntimeError("this process records nothing: call torchobs.init() first; its warnings say why if it is off")
-    return session
-
-
-def _read(session: Session) -> Chosen:
+def _read() -> Chosen:
     from torchobs.diagnosis import load
     from torchobs.diagnosis.choose import Chosen
 
+    session = current()
+    if session is None:
+        raise RuntimeError("this process records nothing: call torchobs.init() first; its warnings say why if it is off")
     if not session.recorded_in:
         raise RuntimeError("this session has recorded nothing")
     if session.writer is not None:

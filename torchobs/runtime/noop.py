@@ -45,9 +45,6 @@ class Session:
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
-    def report(self) -> None:
-        """Return nothing."""
-
     def note_exit(self, code: int) -> None:
         """Do nothing."""
 

@@ -63,7 +63,7 @@ class NotebookStatus:
 
     def end(self) -> None:
         """Show that recording has ended."""
-        self.update(f"ended after step {self._context.recorder.step:,}; <code>session.report()</code> shows the report")
+        self.update(f"ended after step {self._context.recorder.step:,}")
 
     def update(self, words: str) -> None:
         """Replace what the line says."""

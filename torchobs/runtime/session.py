@@ -12,9 +12,8 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs._version import __version__
@@ -137,11 +136,6 @@ class Session:
     def writer(self) -> FlightWriter | None:
         """Flight file's writer; ``None`` while inactive."""
         return self.context.writer if self.context is not None and self.active else None
-
-    def report(self) -> Any:
-        """Return the report on the run so far, which a notebook shows as a page; ``RuntimeError`` without a flight file."""
-        # by name: the toolboxes stand above the session
-        return import_module("torchobs.debug.reports").live(self)
 
     def open(self, chosen: Settings, found_identity: Identity) -> None:
         """Create the flight file, install the probes, start the sampler. Raises ``NoPlaceError`` without a place to write."""
