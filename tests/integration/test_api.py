@@ -1,4 +1,4 @@
-"""The API over HTTP: what it tells, whom it refuses, what it takes from hostile files."""
+"""The exporter's API: what it answers, to whom, and that it is as described."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import logging
 import os
 import stat
+import subprocess
+import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
@@ -24,9 +27,12 @@ from tests.support import wait_until
 from torchobs import catalog, debug
 from torchobs.config.settings import PROBES
 from torchobs.exporter import daemon
+from torchobs.exporter.api import artifacts as answers
 from torchobs.exporter.api import commands, openapi
 from torchobs.exporter.api import unix_socket_path as place
 from torchobs.exporter.api.app import Api
+from torchobs.exporter.api.authorization import AccessChannel, Token, access_channel, refusal
+from torchobs.exporter.api.history import Dated, Position
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.http import unix_socket
 from torchobs.exporter.snapshot_cache import SnapshotCache
@@ -533,3 +539,191 @@ def test_the_description_is_served(web: Caller, checkout: Path) -> None:
     reply = web.ask("GET", "/openapi.json")
     assert reply.body.decode() == openapi.TEXT == (checkout / "docs" / "openapi.json").read_text()
     assert json.loads(openapi.TEXT)["openapi"] == "3.1.0"
+
+
+# As a program: as a plug-in it costs every run of pytest five seconds, whichever tests that is for (see `addopts`).
+SCHEMATHESIS = (sys.executable, "-m", "schemathesis.cli", "run", "--header", f"Authorization: Bearer {TOKEN}")
+HOW = ("--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--generation-deterministic")
+
+
+def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path) -> None:
+    """No server error, no status, content type or content that the description does not have; what it forbids is refused.
+
+    Asked is a node's exporter with two ranks, steps, events and evidence.
+    """
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "openapi.json").write_text(openapi.TEXT)
+    writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
+    for writer in writers:
+        train(writer, [1, 2, 3])
+        writer.level(1)
+        writer.event("torchobs.anomaly", {"kind": "loss_spike", "value": float("nan")}, 3)
+    (flight_dir / named(writers[0].name, STACKS, 1).name).write_text("Thread 0x1\n")
+    config = ExporterConfig(flight_dir=str(flight_dir), mode="node", api_token_file=str(tmp_path / "token"))
+    with Service(config) as exporter:
+        wait_until(lambda: len(Caller(exporter.address).get("/ranks")["ranks"]) == 2)
+        argv = [*SCHEMATHESIS, *HOW, "--url", f"http://{exporter.address}/api/v1", "openapi.json"]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    for writer in writers:
+        writer.close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    operations = sum(map(len, json.loads(openapi.TEXT)["paths"].values()))
+    assert f"Tested: {operations}\n" in done.stdout
+
+
+SECRET = "0123456789abcdef-token"
+JSON = {"content-type": "application/json; charset=utf-8"}
+BEARER = {"authorization": f"Bearer {SECRET}"}
+LOCAL = {"host": "localhost:10960"}
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Token:
+    """A token file with a newline at its end, as an editor leaves it."""
+    path = tmp_path / "token"
+    path.write_text(f"{SECRET}\n")
+    return Token(str(path))
+
+
+def status(method: str, headers: dict[str, str], door: AccessChannel, token: Token) -> int:
+    """What the refusal answers with; 0 for none."""
+    refused = refusal(method, headers, door, token)
+    return refused.status if refused else 0
+
+
+@pytest.mark.parametrize(
+    ("door", "method", "headers", "expected"),
+    [
+        ("socket", "GET", {}, 0),
+        ("socket", "POST", JSON, 0),
+        ("socket", "POST", {}, 415),
+        ("loopback", "GET", LOCAL, 0),
+        ("loopback", "HEAD", {"host": "127.0.0.1"}, 0),
+        ("loopback", "GET", {"host": "[::1]:10960"}, 0),
+        ("loopback", "GET", {"host": "[::1]"}, 0),
+        ("loopback", "GET", {"host": "evil.example"}, 421),
+        ("loopback", "GET", {"host": "evil.example:10960"}, 421),
+        ("loopback", "GET", {"host": "10.0.0.1:10960"}, 421),
+        ("loopback", "GET", {}, 421),
+        ("loopback", "GET", LOCAL | {"origin": "http://localhost:10960"}, 0),
+        ("loopback", "GET", LOCAL | {"origin": "http://evil.example"}, 403),
+        ("loopback", "GET", LOCAL | {"origin": "null"}, 403),
+        ("loopback", "POST", LOCAL | JSON, 401),
+        ("loopback", "DELETE", LOCAL | JSON, 401),
+        ("loopback", "POST", LOCAL | JSON | BEARER, 0),
+        ("loopback", "POST", LOCAL | JSON | BEARER | {"origin": "http://evil.example"}, 403),
+        ("loopback", "POST", LOCAL | BEARER | {"content-type": "text/plain"}, 415),
+        ("loopback", "POST", LOCAL | JSON | {"authorization": "Bearer wrong"}, 401),
+        ("loopback", "GET", LOCAL | {"authorization": "Bearer wrong"}, 401),
+        ("loopback", "POST", LOCAL | JSON | {"authorization": f"Basic {SECRET}"}, 401),
+        ("open", "GET", {"host": "node-1"}, 401),
+        ("open", "GET", {"host": "node-1"} | BEARER, 0),
+        ("open", "POST", {"host": "node-1"} | JSON | BEARER, 0),
+        ("open", "POST", {"host": "node-1"} | JSON, 401),
+        ("open", "POST", JSON | {"authorization": "Basic dTpw", "torchobs-token": SECRET}, 0),
+        ("open", "POST", JSON | {"authorization": "Basic dTpw", "torchobs-token": "wrong"}, 401),
+        ("open", "POST", JSON | {"authorization": "Bearer wrong", "torchobs-token": SECRET}, 401),
+    ],
+)
+def test_the_gate(door: AccessChannel, method: str, headers: dict[str, str], expected: int, token: Token) -> None:
+    """With a token file."""
+    assert status(method, headers, door, token) == expected
+
+
+def test_without_a_token_file_commands_are_off_but_for_the_socket() -> None:
+    """And the refusal says how to switch them on."""
+    refused = refusal("POST", LOCAL | JSON, "loopback", Token(None))
+    assert refused
+    assert (refused.status, refused.kind) == (403, "control-off")
+    assert "--api.token-file" in refused.detail
+    assert refusal("POST", LOCAL | JSON | BEARER, "loopback", Token(None))
+    assert refusal("GET", LOCAL, "loopback", Token(None)) is None
+
+
+@pytest.mark.parametrize("content", [None, "", "short", "\n\n", b"\xff" * 32])
+def test_a_token_file_that_is_none_admits_nobody(tmp_path: Path, content: str | bytes | None) -> None:
+    """It fails closed: missing, empty, too short, no text."""
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for given in ("", "short", "\udcff" * 32):
+        assert not Token(str(path)).admits(given)
+    assert status("POST", LOCAL | JSON | {"authorization": "Bearer short"}, "loopback", Token(str(path))) == 401
+
+
+def test_a_token_is_rotated_by_its_file(tmp_path: Path) -> None:
+    """As a mounted secret is; and a directory or a FIFO in its place admits nobody, and holds nobody up."""
+    path = tmp_path / "token"
+    token = Token(str(path))
+    path.write_text(SECRET)
+    assert token.admits(SECRET)
+    path.write_text(SECRET[::-1])
+    assert not token.admits(SECRET)
+    assert token.admits(SECRET[::-1])
+    path.unlink()
+    path.mkdir()
+    assert not token.admits(SECRET)
+
+
+def test_a_password_or_a_certificate_is_enough_for_reading() -> None:
+    """Where the web configuration asks for one; commands need the token all the same."""
+    assert refusal("GET", {"host": "node-1"}, "open", Token(None), authenticated=True) is None
+    refused = refusal("POST", {"host": "node-1"} | JSON, "open", Token(None), authenticated=True)
+    assert refused
+    assert refused.kind == "control-off"
+    crossed = refusal("GET", {"host": "node-1", "origin": "https://evil.example"}, "open", Token(None), authenticated=True)
+    assert crossed
+    assert crossed.kind == "foreign-origin"
+
+
+@pytest.mark.parametrize(
+    ("host", "door"),
+    [("127.0.0.1", "loopback"), ("127.8.9.1", "loopback"), ("::1", "loopback"), ("::ffff:127.0.0.1", "loopback"),
+     ("10.1.2.3", "open"), ("fe80::1%eth0", "open"), ("", "open")],
+)  # fmt: skip
+def test_every_request_has_its_door(host: str, door: AccessChannel) -> None:
+    """By the address of this machine that it came to, whatever is listened on."""
+    assert access_channel({"server": (host, 10960)}) == door
+
+
+REASONS = {
+    str(reason)
+    for event in (catalog.EVENT_STACKS_FAILED, catalog.EVENT_PROFILE_FAILED)
+    for attribute in event.attributes
+    if attribute.name == "reason"
+    for reason in attribute.values
+}
+
+
+@pytest.mark.parametrize("reason", sorted(REASONS - {"error"}))
+def test_every_reason_has_its_remedy(reason: str) -> None:
+    """Whoever asked is told what to do, and what the system said."""
+    problem = answers.failure_problem("3", {"reason": reason, "detail": "No space left on device"})
+    assert (problem.status, problem.kind) == (410, "evidence-failed")
+    assert problem.detail.startswith("Rank 3 ")
+    assert ": " in problem.detail
+    assert problem.detail.endswith(" (No space left on device)")
+
+
+@pytest.mark.parametrize("said", [{}, {"reason": ["x"], "detail": {}}, {"reason": "a\nb", "exception.type": 7}])
+def test_whatever_a_rank_says_is_an_answer(said: dict[str, Any]) -> None:
+    """The event is from a file that anybody may have written."""
+    assert answers.failure_problem("0", said).detail == "Rank 0 failed at it."
+
+
+def test_what_a_rank_says_is_one_short_line() -> None:
+    """However long it is."""
+    assert len(answers.failure_problem("0", {"reason": "no_room", "detail": "\x1b[31m\n" + "x" * 9_000}).detail) < 400
+    assert "\n" not in answers.failure_problem("0", {"detail": "a\nb"}).detail
+
+
+def test_only_the_evidence_in_question_is_found() -> None:
+    """Not another's failure, and not an event of the application that has the same attribute."""
+    events = [
+        Dated(Position(at, "ab", at), {"name": name, "attributes": {"evidence": evidence, "at": at}})
+        for at, (name, evidence) in enumerate(
+            [("mine", "1" * 16), ("torchobs.stacks", "1" * 16), ("torchobs.stacks_failed", "2" * 16)]
+        )
+    ]
+    assert answers.failure(events, "1" * 16) is None
+    assert answers.failure(events, "2" * 16) == {"evidence": "2" * 16, "at": 2}

@@ -1,14 +1,18 @@
-"""What an exporter can be told, and that nothing wrong in it stops a sidecar."""
+"""The exporter's options: how they are read, and that the documentation has them."""
+
+from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config import option_types
 from torchobs.config.option_types import Address
 from torchobs.exporter import config
-from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.config import EVERY_OPTION, ExporterConfig
 from torchobs.exporter.http.unix_socket import UnixAddress
 
 
@@ -229,3 +233,32 @@ def test_a_collector_that_does_not_exist_is_refused(text: str) -> None:
     chosen = config.parse({"collect_host": [text]}, {})
     assert chosen.collect_host == ()
     assert all(name in chosen.problems[0] for name in HOST_COLLECTORS)
+
+
+@pytest.fixture
+def page(checkout: Path) -> str:
+    """The page's text."""
+    return (checkout / "docs" / "exporter.md").read_text()
+
+
+def test_every_option_is_documented_with_its_variables(page: str) -> None:
+    """And none that does not exist."""
+    told = {
+        option: tuple(re.findall(r"`(\w+)`", variables))
+        for option, variables in re.findall(r"^\| `(--[\w.-]+)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE)
+    }
+    assert told == {option.flag: option.variables for option in EVERY_OPTION}
+
+
+def test_every_state_and_every_ending_is_documented(page: str) -> None:
+    """In the catalog's words, and in its order."""
+    assert tuple(re.findall(r"^\| `(\w+)` \| ", page.split("## Options", maxsplit=1)[0], re.MULTILINE)) == catalog.RANK_STATES
+    for reason in catalog.EXIT_REASONS:
+        assert f"`{reason}`" in page
+
+
+def test_metrics_are_called_by_their_names(page: str) -> None:
+    """Whatever looks like one of ours is one."""
+    names = {metric.prometheus for metric in catalog.METRICS}
+    for told, star in re.findall(r"\b(torchobs_\w+)(\*?)", page):
+        assert told.startswith("torchobs_run") or told in names or (star and any(name.startswith(told) for name in names)), told

@@ -1,4 +1,4 @@
-"""The live page's formats and its parts."""
+"""Words and numbers of the live page."""
 
 from __future__ import annotations
 
@@ -249,14 +249,6 @@ def test_html_is_a_string() -> None:
     assert text(Html("<b>")) == "<b>"
 
 
-@pytest.mark.parametrize("ranks", [None, 1.0, 4.0])
-def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None) -> None:
-    """FSDP's gradients that are not clipped: each rank has another norm, and none is the model's."""
-    one = row(values={} if ranks is None else {catalog.GRAD_NORM_RANKS.name: {(): ranks}})
-    page = rendered(model((run(one),), Choice(), {}, [], 0.0))
-    assert f"<h3>Gradient norm{' of its shard' if ranks == 4 else ''}</h3>" in page["curves"]
-
-
 MIB = float(1 << 20)
 
 
@@ -296,3 +288,11 @@ def test_a_percentage_says_of_what_it_is(
     for (metric, key), value in values.items():
         by_name.setdefault(metric.name, {})[key] = value
     assert _memory(Readings(by_name)) == shown
+
+
+@pytest.mark.parametrize("ranks", [None, 1.0, 4.0])
+def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None) -> None:
+    """FSDP's gradients that are not clipped: each rank has another norm, and none is the model's."""
+    one = row(values={} if ranks is None else {catalog.GRAD_NORM_RANKS.name: {(): ranks}})
+    page = rendered(model((run(one),), Choice(), {}, [], 0.0))
+    assert f"<h3>Gradient norm{' of its shard' if ranks == 4 else ''}</h3>" in page["curves"]

@@ -1,27 +1,36 @@
-"""The whole page, from flight files to bytes: its golden, its parsers, and what hostile files cannot do to it."""
+"""The metrics page of flight files: what is on it, in which format, with which exemplars, and within which limits."""
+
+from __future__ import annotations
 
 import math
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Sample, Timestamp
 
 from tests.exporter_page import USER, Exporter, parse_openmetrics, user
-from tests.rank_files import File, S
+from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind
+from torchobs.exporter.prometheus.rank_series import SeriesLimits
 from torchobs.exporter.prometheus.text_format import Style
+from torchobs.flight.format import span_ids
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.format.series import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from prometheus_client.metrics_core import Metric as Family
 
 
 @pytest.fixture
@@ -111,24 +120,6 @@ def test_the_page_is_what_prometheus_client_would_write(flight_dir: Path, file: 
     assert exporter.written(Style(openmetrics=True, escaping=escaping)) == expected
     assert exporter.written(Style(openmetrics=False, escaping=escaping)) == generate_latest(families, escaping=escaping)
     exporter.close()
-
-
-def test_a_block_that_has_not_changed_is_written_once(exporter: Exporter, file: File) -> None:
-    """And one that has is written anew: what is served is never older than what was read."""
-    file.step(1, 0.1)
-    file.set(user("my.requests"), 7, USER)
-    file.save().hold()
-    exporter.scan()
-    before = exporter.openmetrics()
-    assert exporter.openmetrics() == before
-    file.set(user("my.requests"), 8, USER)
-    file.save()
-    exporter.scan(2.0)
-    assert [number(sample) for sample in exporter.samples("my_requests_total")] == [15]
-    file.release()
-    exporter.scan(100.0)
-    assert [number(sample) for sample in exporter.samples("torchobs_rank_up")] == [0]
-    assert not exporter.samples("torchobs_anomaly_active"), "a dead rank's levels end, though its file has not changed"
 
 
 def test_both_parsers_read_the_same(exporter: Exporter, file: File) -> None:
@@ -519,20 +510,205 @@ def test_a_file_that_was_gone_for_a_moment_has_its_series_again(exporter: Export
     assert 'reason="conflict"} 0.0' in exporter.text()
 
 
-def test_the_labels_of_a_series_are_made_once(exporter: Exporter, file: File) -> None:
-    """What does not change between scrapes is not computed again."""
+def shown(exporter: Exporter, name: str = DURATION) -> dict[str, int]:
+    """The step that each bucket shows, by its upper bound."""
+    return {one.labels["le"]: int(one.exemplar.labels["step"]) for one in exporter.samples(name) if one.exemplar}
+
+
+def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, file: File) -> None:
+    """With the span's identifiers, what was observed, and when the step ended; the classic format has no exemplars."""
+    for step, duration_s in enumerate((0.1, 0.11, 0.6, 0.1), start=1):
+        file.step(step, step / 4, duration_s=duration_s, norm=3.0 * step)
+        if step != 4:
+            file.span(step, step / 4, attrs={"duration_s": duration_s, "grad_norm": 3.0 * step})
     file.save()
     exporter.scan()
-    exporter.text()
-    before = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.series.entries()}
+    assert shown(exporter) == {"0.125": 2, "1.0": 3}
+    assert shown(exporter, NORM) == {"4.0": 1, "16.0": 3}
+    (slow,) = [one.exemplar for one in exporter.samples(DURATION) if one.labels["le"] == "1.0"]
+    ids = span_ids.SpanIds(file.header).step(3)
+    assert slow is not None
+    assert slow.labels == {"trace_id": ids.trace, "span_id": ids.span, "step": "3"}
+    assert (slow.value, slow.timestamp) == (0.6, Timestamp(BORN_WALL_NS // S, 750_000_000))
+    assert " # {" not in exporter.text()
+
+
+def test_an_exemplar_outlives_its_span_in_the_ring(exporter: Exporter, file: File) -> None:
+    """An application that writes many spans pushes the step's out; the bucket shows it on, of a dead rank, too."""
+    file.step(1, 0.1)
+    file.span(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 1}
+    for number in range(1000):
+        file.writer.events.append({"k": "span", "name": "work", "n": number, "text": "x" * 300})
+    file.step(2, 0.2)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 1}
+    file.release()
+    exporter.scan(5.0)
+    assert shown(exporter) == {"0.125": 1}
+
+
+def test_a_span_is_shown_though_no_counter_has_changed(exporter: Exporter, file: File) -> None:
+    """A step found to be anomalous afterwards has its span later than its place in the histogram; the page is written anew."""
+    file.step(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {}
+    file.span(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 1}
+
+
+def test_a_norm_that_a_device_delivers_late_finds_its_span(exporter: Exporter, file: File) -> None:
+    """Of a step whose span is there, and by the step's own end: it does not take a newer step's place."""
+    file.step(1, 0.1, norm=3.0)
+    file.span(1, 0.1, attrs={"duration_s": 0.1})
+    file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.0})
+    file.writer.events.append({"k": "late", "step": 7, "grad_norm": 3.0})
+    file.save()
+    exporter.scan()
+    assert (shown(exporter), shown(exporter, NORM)) == ({"0.125": 1}, {"4.0": 1})
+    file.step(2, 0.2, norm=3.0)
+    file.span(2, 0.2, attrs={"duration_s": 0.1, "grad_norm": 3.0})
+    file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.5})
+    file.save()
+    exporter.scan()
+    assert shown(exporter, NORM) == {"4.0": 2}
+
+
+@pytest.mark.parametrize("given", [{}, {"trace_id": "0af7651916cd43dd8448eb211c80319c"}], ids=["run id", "launcher"])
+def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, flight_dir: Path, given: dict[str, Any]) -> None:
+    """Derived from the run's id, or from the trace that the launcher gave; in it each rank has a span of its own."""
+    for rank in range(2):
+        file = File(flight_dir, seed=1 + rank, rank=rank, **given)
+        file.step(1, 0.1)
+        file.span(1, 0.1)
+        file.save()
+    exporter.scan()
+    found = [one.exemplar.labels for one in exporter.samples(DURATION) if one.exemplar]
+    assert len(found) == 2
+    assert len({labels["trace_id"] for labels in found}) == 1
+    assert len({labels["span_id"] for labels in found}) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "work"},
+        {"k": "span_start"},
+        {"k": "event", "step": 1, "duration_s": 0.1},
+        {"span_id": "0123456789abcdef"},
+        {"trace_id": "0123456789abcdef" * 2},
+        {"flags": 0},
+        {"attrs": {"step": 2, "duration_s": 0.1}},
+        {"attrs": {"step": 1, "duration_s": "NaN"}},
+        {"attrs": {"step": 1, "duration_s": 77.0}},
+    ],
+    ids=str,
+)
+def test_what_is_no_span_of_a_step_is_never_shown(exporter: Exporter, file: File, other: dict[str, Any]) -> None:
+    """Nor is one whose trace nobody samples, or that says what its bucket has not counted."""
+    file.step(1, 0.1)
+    file.span(1, 0.1, **other)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {}
+
+
+def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
+    """One rank cannot fill Prometheus; what every rank has is not lost to it."""
+    exporter = Exporter(flight_dir, limits=SeriesLimits(per_rank=100))
+    for index in range(150):
+        file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
+    file.save()
+    exporter.scan()
+    kept = len(exporter.samples("my_layers"))
+    assert 0 < kept < 100
+    assert f'reason="limit"}} {150 - kept}.0' in exporter.text()
+    assert exporter.samples("torchobs_steps_total")
+    exporter.close()
+
+
+def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> None:
+    """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
+    other = File(flight_dir, seed=2, rank=1).save()
+    file.save()
+    both = SeriesLimits()
+    exporter = Exporter(flight_dir, limits=both)
     exporter.scan()
     exporter.text()
-    after = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.series.entries()}
-    assert before == after
-    assert before
+    exporter.close()
+    exporter = Exporter(flight_dir, limits=(nothing := SeriesLimits(per_rank=0)))
+    exporter.scan()
+    exporter.text()
+    exporter.close()
+    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=both.taken // 2)))
+    exporter.scan()
+    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["0"]
+    assert limits.dropped["total_limit"] == nothing.dropped["limit"] // 2
+    assert {one.labels["rank"] for one in exporter.samples("torchobs_rank_up")} == {"0", "1"}
+    file.path.unlink()
+    exporter.scan(2.0)
+    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
+    assert limits.taken == both.taken // 2
+    exporter.close()
+    assert other.path.exists()
 
 
-def test_the_parser_of_these_tests_finds_faults() -> None:
-    """Or the tests above could not fail."""
-    with pytest.raises(ValueError, match="Clashing name"):
-        list(parse_openmetrics("# TYPE a gauge\na 1\n# TYPE b gauge\nb 1\n# TYPE a gauge\na 1\n# EOF\n"))
+def test_a_histogram_takes_the_room_of_its_lines(flight_dir: Path, file: File) -> None:
+    """As Prometheus counts series: the last quarter of the room is for torchobs' own, which no application can fill."""
+    file.set(user("my.time", Kind.HISTOGRAM, bounds=(1.0, 2.0, 4.0)), 1.0, USER)
+    for index in range(200):
+        file.set(user("my.size", Kind.GAUGE), index, USER, path=str(index))
+    file.save()
+    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=160)))
+    exporter.scan()
+    lines = [line for line in exporter.text().splitlines() if 'rank="0"' in line and not line.startswith("#")]
+    assert len([line for line in lines if line.startswith("my_time_")]) == 6
+    assert limits.taken <= 160
+    assert len([line for line in lines if line.startswith("my_")]) <= 120
+    assert limits.dropped["total_limit"] > 0
+    assert exporter.samples("torchobs_steps_total")
+    exporter.close()
+
+
+def test_a_series_that_is_left_out_is_counted_once(flight_dir: Path, file: File) -> None:
+    """Also where all are placed anew, because a rank has gone and others waited for its room."""
+    rest = [File(flight_dir, seed=2, rank=1), File(flight_dir, seed=3, rank=2)]
+    for one in (file, *rest):
+        one.set(user("my.size", Kind.GAUGE), 1, USER, a="1")
+        one.save()
+    alone = SeriesLimits(drop=["my_size"])
+    exporter = Exporter(flight_dir, limits=alone)
+    exporter.scan()
+    exporter.text()
+    exporter.close()
+    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=alone.taken // 3, drop=["my_size"])))
+    exporter.scan()
+    exporter.text()
+    before = dict(limits.dropped)
+    assert before["drop_list"] == 3
+    assert before["total_limit"] > 0
+    file.path.unlink()
+    exporter.scan(2.0)
+    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
+    assert limits.dropped == before
+    exporter.close()
+
+
+def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:
+    """By the whole name that it has on the page, or by its beginning; what the exporter says of a rank stays."""
+    file.save()
+    limits = SeriesLimits(drop=["torchobs_steps_total", "torchobs_anomal*", "torchobs_rank_*", "torchobs_step_duration"])
+    exporter = Exporter(flight_dir, limits=limits)
+    exporter.scan()
+    names = {sample.name for family in exporter.families().values() for sample in family.samples}
+    assert not {name for name in names if name.startswith(("torchobs_steps_total", "torchobs_anomal"))}
+    assert {"torchobs_rank_up", "torchobs_step_duration_seconds_sum"} <= names
+    assert f'reason="drop_list"}} {limits.dropped["drop_list"]}.0' in exporter.text()
+    assert limits.dropped["drop_list"] > 1
+    exporter.close()

@@ -1,0 +1,441 @@
+"""The metrics page without files: formats, numbers, lines, compression, and who has scraped it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import math
+import random
+import zlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from isal import isal_zlib
+from prometheus_client.utils import floatToGoString
+
+from torchobs.catalog import Kind
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.http.content_negotiation import accept_items, accepts_gzip
+from torchobs.exporter.prometheus import page_cache
+from torchobs.exporter.prometheus.handler import MetricsPage
+from torchobs.exporter.prometheus.line_renderer import BlockRenderer
+from torchobs.exporter.prometheus.name_registry import family_of
+from torchobs.exporter.prometheus.page_cache import Page
+from torchobs.exporter.prometheus.rank_series import QuietSeries, label
+from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
+from torchobs.exporter.prometheus.text_format import PLAIN_FROM, Style, negotiate, number, numbers
+from torchobs.flight.format.series import Series, ValueType
+from torchobs.flight.reader.decode import DecodedBlock, Distribution, Value
+from torchobs.ranks.exemplars import NONE
+from torchobs.ranks.snapshot import EMPTY
+
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=1.0.0;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,"
+    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", PLAIN),
+        ("text/html,*/*;q=0.8", PLAIN),
+        ("application/json", PLAIN),
+        ("text/*;q=0.9, application/openmetrics-text;q=0.8", PLAIN),
+        ("*/*", PLAIN),
+        ("text/plain;version=1.0.0", "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"),
+        ("text/plain;version=9.0.0", PLAIN),
+        ("application/openmetrics-text", OPENMETRICS_TYPE),
+        ("Application/OpenMetrics-Text; Version=1.0.0", f"{OPENMETRICS_TYPE}; escaping=underscores"),
+        ('application/openmetrics-text;version="1.0.0";escaping="dots"', f"{OPENMETRICS_TYPE}; escaping=dots"),
+        ("application/openmetrics-text;version=1.0.0;escaping=nonsense", f"{OPENMETRICS_TYPE}; escaping=underscores"),
+        ("application/openmetrics-text;q=0,text/plain", PLAIN),
+        ("application/openmetrics-text;q=0.2,text/plain;q=0.3", PLAIN),
+        ("text/plain;q=0.2,application/openmetrics-text;q=0.3", OPENMETRICS_TYPE),
+        ("application/openmetrics-text;version=2.0.0", PLAIN),
+        ("application/openmetrics-text;version=2.0.0,application/openmetrics-text;version=1.0.0;q=0.5", OPENMETRICS_TYPE),
+        ("application/openmetrics-text;version=0.0.1,text/plain;version=0.0.4;q=0.5", PLAIN),
+        ("application/openmetrics-text;version=a.b", PLAIN),
+        (f"{PROTOBUF};q=0.7,{PROMETHEUS_3}", f"{OPENMETRICS_TYPE}; escaping=allow-utf-8"),
+        (";;;,,,=", PLAIN),
+    ],
+)
+def test_the_format_is_the_dearest_that_we_have(accept: str, content_type: str) -> None:
+    """By its weight; no version is claimed that is not written, and what is refused is not sent."""
+    found = negotiate(accept)
+    if content_type == OPENMETRICS_TYPE and "version" in accept:
+        content_type = f"{OPENMETRICS_TYPE}; escaping=underscores"
+    assert found.content_type == content_type
+    assert found.style.openmetrics == content_type.startswith(OPENMETRICS_TYPE)
+    assert found.style.escaping in {"underscores", content_type.rpartition("escaping=")[2]}
+
+
+@given(st.text(max_size=60) | st.lists(st.sampled_from([*";,=*/", "q", "version", "1.0.0", "text/plain", "nan"])).map("".join))
+def test_nonsense_gets_what_everyone_understands(accept: str) -> None:
+    """And fails nothing."""
+    assert negotiate(accept).content_type.startswith(("text/plain; version=", "application/openmetrics-text; version=1.0.0"))
+    assert accepts_gzip(accept) in {True, False}
+
+
+def test_a_long_header_is_not_looked_at_for_long() -> None:
+    """Whoever sends ten thousand formats is no scraper."""
+    assert len(accept_items("text/plain," * 10_000)) == 64
+
+
+@pytest.mark.parametrize(
+    ("header", "accepted"),
+    [
+        ("gzip", True),
+        ("GZIP", True),
+        ("x-gzip", True),
+        ("deflate, gzip;q=0.5", True),
+        ("*", True),
+        ("gzip;q=1.0", True),
+        ("gzip;q=0.001", True),
+        ("*;q=0, gzip", True),
+        ("gzip;q=nonsense", True),
+        ("gzip;q=0", False),
+        ("gzip; q=0.000", False),
+        ("gzip;Q=0", False),
+        ("gzip;q=0, *", False),
+        ("*;q=0", False),
+        ("br, deflate", False),
+        ("identity", False),
+        ("", False),
+    ],
+)
+def test_compression_is_negotiated(header: str, accepted: bool) -> None:  # noqa: FBT001  # a parameter of the table above
+    """A name beats the star, and a weight of nothing refuses."""
+    assert accepts_gzip(header) is accepted
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+AROUND = [
+    sign * math.nextafter(edge, to) for edge in (0.0, PLAIN_FROM, 1.0, 1e6, 1e16) for to in (0.0, 1e300) for sign in (1, -1)
+]
+SMALL = [step * 10.0**-exponent for exponent in range(3, 30) for step in (1.0, 1.5, 1.0000000000000002, 2.0, 9.999999999999998)]
+LARGE = [step * 10.0**exponent for exponent in range(5, 18) for step in (1.0, 1.5, 1.0000000000000002, 7.25, 9.999999999999998)]
+POWERS = [sign * 2.0**exponent for exponent in range(-1074, 1024) for sign in (1, -1)]
+
+
+@given(
+    st.lists(FINITE | st.floats(PLAIN_FROM, 1e6) | st.floats(0, 1e6, width=32) | st.floats(1e-22, 1e-3) | st.floats(1e5, 1e17))
+)
+def test_many_numbers_are_written_as_one_is(values: list[float]) -> None:
+    """As prometheus-client writes them, digit for digit."""
+    assert numbers(values) == [number(value) for value in values]
+    assert numbers(values) == [floatToGoString(value) for value in values]  # type: ignore[no-untyped-call]  # it has no types
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0, -0.0, 1e7], AROUND, SMALL, LARGE, POWERS, [math.nextafter(one, 0.0) for one in (*POWERS, *SMALL, *LARGE)]]
+)
+def test_numbers_at_the_edges_are_written_as_one_is(values: list[float]) -> None:
+    """Where an exponent begins, where a float's neighbours are not equally far, and the zeros; also each by itself."""
+    expected = [number(value) for value in values]
+    assert numbers(values) == expected
+    assert [text for value in values for text in numbers([value])] == expected
+
+
+OPENMETRICS, TEXT = Style(openmetrics=True), Style(openmetrics=False)
+
+
+def one(
+    name: str, kind: Kind = Kind.GAUGE, value_type: int = ValueType.FLOAT, bounds: tuple[float, ...] = (), **own: str
+) -> Series:
+    """A series."""
+    return Series(name, kind, "", "", tuple(own.items()), bounds, value_type, 1, 0)
+
+
+ALL = (
+    one("a", layer="0"), one("c", Kind.COUNTER), one("a", layer="1"), one("b"),
+    one("h", Kind.HISTOGRAM, ValueType.HISTOGRAM, (1.0,)), one("mixed"), one("mixed", value_type=ValueType.INT, which="whole"),
+)  # fmt: skip
+FULL: list[Value | None] = [0.5, 3, 0.25, 1e-7, Distribution((1, 2), 4.5, None, None), 1.5, 7]
+LINES = {
+    "a": ['a{layer="0"} 0.5', 'a{layer="1"} 0.25'],
+    "c": ["c_total 3.0"],
+    "b": ["b 1e-07"],
+    "h": ['h_bucket{le="1.0"} 1.0', 'h_bucket{le="+Inf"} 3.0', "h_count 3.0", "h_sum 4.5"],
+    "mixed": ["mixed 1.5", 'mixed{which="whole"} 7.0'],
+}
+
+
+def text_of(style: Style = OPENMETRICS, *, born_s: float | None = None) -> BlockRenderer:
+    """The text of a block with all of them."""
+    entries = [label(series, family_of(series.name, series.kind, ""), {}) for series in ALL]
+    return BlockRenderer([*enumerate(entries)], style, QuietSeries(1), born_s=born_s)
+
+
+def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str]]:
+    """What is written of those values, by family."""
+    block = DecodedBlock(ALL, values, whole=None not in values)
+    return {chunk.heading.family: chunk.lines.split("\n")[1:] for chunk in text.lines(block, NONE)}
+
+
+def test_families_come_in_the_order_of_their_first_series() -> None:
+    """Each with its lines in the order of the series, whatever way they are written in."""
+    found = lines(text_of(), FULL)
+    assert found == LINES
+    assert [*found] == ["a", "c", "b", "h", "mixed"]
+
+
+def test_what_has_no_value_has_no_line_and_gets_one_again() -> None:
+    """One after the other, and all of them: the others' lines stay what they are."""
+    text = text_of()
+    for index in (*range(len(ALL)), None):
+        values = [None if index in {None, place} else value for place, value in enumerate(FULL)]
+        known = {line for place, line in enumerate(_flat(LINES)) if values[_SERIES[place]] is not None}
+        assert {line for family in lines(text, values).values() for line in family} == known
+        assert lines(text, FULL) == LINES
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), Distribution((1, 2), 1.0, None, None)])
+def test_a_counter_is_what_a_page_can_show(value: Value) -> None:
+    """Neither less than zero nor not finite nor something else; it comes back when it is."""
+    text = text_of()
+    assert "c" not in lines(text, [FULL[0], value, *FULL[2:]])
+    assert lines(text, FULL) == LINES
+
+
+def test_a_histogram_whose_sum_is_negative_has_buckets_only() -> None:
+    """For a while, as a sum may be again."""
+    text = text_of()
+    fallen: list[Value | None] = [*FULL[:4], Distribution((1, 2), -4.5, None, None), *FULL[5:]]
+    assert lines(text, fallen)["h"] == LINES["h"][:2]
+    assert lines(text, FULL) == LINES
+
+
+def test_what_counts_says_since_when_behind_its_lines() -> None:
+    """In OpenMetrics within its family; in the classic format apart; a gauge nowhere; what has no value not either."""
+    assert lines(text_of(born_s=1.5), FULL) == {
+        **LINES, "c": [*LINES["c"], "c_created 1.5"], "h": [*LINES["h"], "h_created 1.5"],
+    }  # fmt: skip
+    text = text_of(TEXT, born_s=1.5)
+    assert {chunk.heading.family: chunk.created for chunk in text.lines(DecodedBlock(ALL, FULL), NONE) if chunk.created} == {
+        "c": "\nc_created 1.5", "h": "\nh_created 1.5",
+    }  # fmt: skip
+    without: list[Value | None] = [FULL[0], None, *FULL[2:]]
+    assert [chunk.heading.family for chunk in text.lines(DecodedBlock(ALL, without), NONE) if chunk.created] == ["h"]
+
+
+def _flat(found: dict[str, list[str]]) -> list[str]:
+    return [line for family in found.values() for line in family]
+
+
+_SERIES = [0, 2, 1, 3, 4, 4, 4, 4, 5, 6]
+"""The series that each of those lines is of"""
+
+
+def page_lines(number: int) -> list[bytes]:
+    """Pieces of different length that look like a page."""
+    dice = random.Random(number)
+    text = [f'torchobs_grad_layer_norm{{layer="{index}",rank="{index % 8}"}} {dice.random()}\n' for index in range(number)]
+    return ["".join(text[at : at + 300]).encode() for at in range(0, number, 300)]
+
+
+@pytest.mark.parametrize("compressor", [isal_zlib, zlib], ids=["isal", "zlib"])
+@pytest.mark.parametrize(
+    "page",
+    [[], [b""], [b"a"], page_lines(10), page_lines(20_000), [random.Random(1).randbytes(1 << 19)], [b"x" * (1 << 22), b"y"]],
+)
+def test_it_is_one_member_with_a_right_checksum(
+    page: list[bytes], compressor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for readers that stop after the first member, and for pages that do not shrink."""
+    monkeypatch.setattr(page_cache, "compressor", compressor)
+    body, made = b"".join(page), page_cache.gzipped(page)
+    assert gzip.decompress(made) == body
+    reader = zlib.decompressobj(wbits=31)
+    assert reader.decompress(made) + reader.flush() == body
+    assert reader.eof
+    assert reader.unused_data == b""
+
+
+def test_it_is_no_larger_than_by_zlib() -> None:
+    """Faster, and not at the network's cost."""
+    page = page_lines(20_000)
+    assert len(page_cache.gzipped(page)) < 1.02 * len(zlib.compress(b"".join(page), 1))
+
+
+TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
+
+
+class Pages:
+    """One page, whatever is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.acknowledged = list[int]()
+
+    async def get(self, _: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int) -> Page:
+        """See :class:`torchobs.exporter.prometheus.page_cache.PageCache`."""
+        self.asked.append((accept, compressed))
+        self.acknowledged.append(acknowledged)
+        return Page(b"page\n", "text/plain", 7)
+
+
+class Asked:
+    """What came of a request."""
+
+    def __init__(
+        self, method: str = "GET", *headers: tuple[bytes, bytes], query: bytes = b"", pod_uid: str | None = None
+    ) -> None:
+        self.pages, self.scrapers, self.deadlines_s = Pages(), ScrapeTracker(), list[float]()
+        self.sent: list[Any] = []
+        page = MetricsPage(self._fresh, self.pages, self.scrapers, pod_uid)  # type: ignore[arg-type]  # as far as it is used
+        scope = {"type": "http", "method": method, "path": "/metrics", "client": ("10.0.0.1", 1), "headers": [*headers]}
+        scope["query_string"] = query
+        asyncio.run(page(scope, self._receive, self._send))
+        self.scrapes = page.scrapes
+        self.status, self.headers = self.sent[0]["status"], dict(self.sent[0]["headers"])
+
+    async def _fresh(self, deadline_s: float) -> ScrapeInput:
+        self.deadlines_s.append(deadline_s)
+        return ScrapeInput(EMPTY)
+
+    async def _receive(self) -> Any:
+        return {"type": "http.request"}
+
+    async def _send(self, message: Any) -> None:
+        assert not self.scrapers.got(7), "noted before it was sent"
+        self.sent.append(message)
+
+
+def test_a_scraper_that_got_its_page_is_remembered() -> None:
+    """By its address and name, and only then: an exporter that leaves waits for pages that arrived."""
+    asked = Asked("GET", (b"user-agent", b"Prometheus/3"), (TIMEOUT, b"10"))
+    assert asked.scrapers.got(7)
+    assert asked.scrapers.waiting(8, asked.scrapers.last_s or 0.0) == ["10.0.0.1 Prometheus/3"]
+    assert asked.sent[1]["body"] == b"page\n"
+    assert asked.headers[b"content-length"] == b"5"
+    assert asked.scrapes.served == 1
+    assert asked.scrapes.seconds >= 0
+
+
+def test_who_asks_for_the_head_has_got_no_page() -> None:
+    """The same headers; nobody is noted."""
+    asked = Asked("HEAD")
+    assert (asked.status, asked.headers[b"content-length"]) == (200, b"5")
+    assert not asked.scrapers.got(7)
+    assert asked.scrapes.served == 0
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_else_can_be_done_with_it(method: str) -> None:
+    """Refused, with what is possible, before anything is looked at."""
+    asked = Asked(method)
+    assert (asked.status, asked.headers[b"allow"]) == (405, b"GET, HEAD")
+    assert (asked.deadlines_s, asked.pages.asked) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("query", "pod_uid", "status"),
+    [
+        (b"pod=b", "a", 421),
+        (b"pod=%ff&&=", "a", 421),
+        (b"pod=\xff", "a", 421),
+        (b"pod=a", "a", 200),
+        (b"pod=a&pod=b", "a", 200),
+        (b"pod=", "a", 200),
+        (b"x=1", "a", 200),
+        (b"", "a", 200),
+        (b"pod=b", None, 200),
+    ],
+)
+def test_who_asks_for_another_pod_gets_no_page(query: bytes, pod_uid: str | None, status: int) -> None:
+    """Two pods with the node's network have one address: the page of one is not that of the other, and nobody is noted."""
+    asked = Asked("GET", (TIMEOUT, b"10"), query=query, pod_uid=pod_uid)
+    assert (asked.status, asked.scrapers.got(7)) == (status, status == 200)
+
+
+def test_the_first_of_two_headers_counts() -> None:
+    """As everywhere else in the exporter; and what is no text is no error."""
+    asked = Asked("GET", (b"accept", b"text/plain"), (b"accept", b"\xff"), (b"accept-encoding", b"gzip"))
+    assert asked.pages.asked == [("text/plain", True)]
+    assert asked.headers[b"content-encoding"] == b"gzip"
+
+
+def scraped(*times_s: float, number: int = 1, declared: bool = True) -> ScrapeTracker:
+    """Scrapes of one scraper at these times."""
+    made = ScrapeTracker()
+    for time_s in times_s:
+        made.note("prometheus", number, time_s, declared=declared)
+    return made
+
+
+def test_nobody_is_waited_for_when_nobody_scraped() -> None:
+    """A Job that ends before its first scrape ends."""
+    assert ScrapeTracker().waiting(1, 0.0) == []
+    assert ScrapeTracker().last_s is None
+
+
+def test_a_scraper_is_waited_for_until_it_has_the_final_snapshot() -> None:
+    """By number, not by time: the page it got may be older than the request."""
+    scrapers = scraped(0, 15, number=7)
+    assert scrapers.waiting(7, 20.0) == []
+    assert scrapers.waiting(8, 20.0) == ["prometheus"]
+    scrapers.note("prometheus", 8, 30.0, declared=True)
+    assert scrapers.waiting(8, 31.0) == []
+    assert scrapers.got(8)
+    assert not scrapers.got(9)
+
+
+def test_each_of_two_scrapers_is_waited_for() -> None:
+    """A pair of Prometheus is the usual way to have no gap."""
+    scrapers = scraped(0, 15, number=8)
+    scrapers.note("other", 7, 16.0, declared=True)
+    assert scrapers.waiting(8, 17.0) == ["other"]
+
+
+def test_a_scraper_that_missed_two_scrapes_is_gone() -> None:
+    """A Prometheus that moved to another node comes back with another address."""
+    scrapers = scraped(0, 15, 30)
+    assert scrapers.waiting(2, 30 + 2.5 * 15 + 5) == ["prometheus"]
+    assert scrapers.waiting(2, 30 + 2.5 * 15 + 5.1) == []
+
+
+def test_a_scraper_seen_once_is_expected_for_five_minutes() -> None:
+    """Its interval is not known yet; no usual one is longer."""
+    assert scraped(0).waiting(2, 300.0) == ["prometheus"]
+    assert scraped(0).waiting(2, 300.1) == []
+
+
+def test_a_person_with_curl_is_not_waited_for() -> None:
+    """One request without a scrape timeout is no scraper; a second one may be."""
+    assert scraped(0, declared=False).waiting(2, 1.0) == []
+    assert scraped(0, 10, declared=False).waiting(2, 11.0) == ["prometheus"]
+
+
+def test_names_made_up_by_the_thousand_cost_no_memory() -> None:
+    """The oldest are forgotten."""
+    scrapers = ScrapeTracker()
+    for index in range(10_000):
+        scrapers.note(f"curl/{index}", 1, float(index), declared=True)
+    assert len(scrapers.waiting(2, 10_000.0)) == 64
+
+
+def test_a_page_with_a_counter_held_at_zero_is_not_the_final_state() -> None:
+    """An exporter that leaves waits until what was held back has been scraped, too."""
+    scrapers = scraped(0, 15)
+    scrapers.note("prometheus", 2, 30.0, declared=True, final=False)
+    assert scrapers.acknowledged(30.0) == 2
+    assert (scrapers.waiting(2, 30.0), scrapers.got(2)) == (["prometheus"], False)
+    scrapers.note("prometheus", 3, 45.0, declared=True)
+    assert (scrapers.waiting(3, 45.0), scrapers.got(3)) == ([], True)
+
+
+def test_what_is_acknowledged_is_what_the_slowest_expected_scraper_has() -> None:
+    """One that has gone holds nobody up."""
+    scrapers = scraped(0, 15)
+    scrapers.note("other", 5, 16.0, declared=True)
+    assert scrapers.acknowledged(16.0) == 1
+    assert scrapers.acknowledged(15 + 2.5 * 15 + 5.1) == 5
+    assert ScrapeTracker().acknowledged(0.0) == 0
