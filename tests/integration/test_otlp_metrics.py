@@ -344,7 +344,7 @@ def test_what_a_replaced_incarnation_counted_last_arrives(
             pushing.look(second_s)
         pushing.scanner.scan()
     assert [value for value in steps(receiver, first) if value != 0 or not delta] == expected
-    assert named(receiver)[first.header.incarnation.hex()] == ["epoch", "torchobs.run"]
+    assert named(receiver)[first.header.incarnation.hex()] == ["epoch"]
     last = [one for one in points(receiver.of("/v1/metrics")) if one.metric.name == "torchobs.rank.exit"]
     ways = {one.attributes["reason"] for one in last if one.point.as_double == 1.0}
     assert ways == {"finished"}
@@ -364,7 +364,7 @@ def test_one_that_lived_between_two_looks_arrives(
         pushing.look(1.5)
         pushing.look(2.5)
     assert steps(receiver, short) == [5, None]
-    assert named(receiver)[short.header.incarnation.hex()] == ["epoch", "torchobs.run"]
+    assert named(receiver)[short.header.incarnation.hex()] == ["epoch"]
 
 
 def test_what_waits_is_taken_though_the_push_comes_late(

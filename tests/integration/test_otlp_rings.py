@@ -97,12 +97,10 @@ def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiv
     assert attributes(seen.attributes) == {"torchobs.anomaly.kind": "x", "torchobs.step.number": 3}
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: File, announced: bool) -> None:  # noqa: FBT001  # a case
-    """Its end is its last heartbeat, and an error; also where the ring has written over its beginning."""
-    if announced:
-        file.writer.events.append(run_span(file))
-        file.writer.events.append(frame(9, 0.5, 0.0) | {"k": "span_start"})
+def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Its end is its last heartbeat, and an error; and so is that of a span which was open."""
+    file.writer.events.append(run_span(file))
+    file.writer.events.append(frame(9, 0.5, 0.0) | {"k": "span_start"})
     file.beat(1.5)
     file.save()
     with Pushing(flight_dir, only_traces(receiver)) as pushing:
@@ -110,7 +108,7 @@ def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: Fil
         file.release()
         pushing.look(4.0)
     *others, run = spans(receiver.taken)
-    assert [span.name for span in others] == (["work 9"] if announced else [])
+    assert [span.name for span in others] == ["work 9"]
     for span in (*others, run):
         assert span.end_time_unix_nano == BORN_WALL_NS + round(1.5 * S)
         assert (span.status.code, span.status.message) == (2, "the rank ended before it: lost")
@@ -152,7 +150,7 @@ def test_no_frame_stops_the_others(flight_dir: Path, receiver: Receiver, file: F
 def test_what_a_ring_loses_between_two_looks_is_said(
     flight_dir: Path, receiver: Receiver, file: File, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the rank's first second as well; on the log once a minute."""
+    """On the log once a minute."""
     with Pushing(flight_dir, only_traces(receiver)) as pushing:
         for second in (1, 2, 3):
             for number in range(2000):
@@ -407,6 +405,7 @@ def test_the_run_s_span_has_them_too_unless_switched_off(
     span_events: bool,  # noqa: FBT001  # a case
 ) -> None:
     """And what happened last is pushed when the rank has ended."""
+    file.writer.events.append(run_span(file))
     event(file, "my.event")
     file.save()
     with Pushing(flight_dir, everything(receiver, span_events=span_events)) as pushing:

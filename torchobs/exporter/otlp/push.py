@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.exporter.exporter_metrics import PushCounts
 from torchobs.exporter.otlp import messages, send
-from torchobs.exporter.otlp.metrics import OLDER_NS, Metrics, key_of
+from torchobs.exporter.otlp.metrics import Metrics, key_of
 from torchobs.exporter.otlp.rings import Rings
 from torchobs.support.rate_limit import RateLimiter
 
@@ -229,7 +229,7 @@ class Push:
         }
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
-        self._rings = Rings(exporter, born_ns - OLDER_NS, spans="traces" in self._senders, span_events=config.span_events)
+        self._rings = Rings(exporter, spans="traces" in self._senders, span_events=config.span_events)
         self._spans: list[Item] = []
         """spans that wait for their time"""
         self._ended: set[str] = set()

@@ -70,7 +70,6 @@ _SEVERITIES = {
 }
 _SAMPLED, _FLAGS = 0x01, 0xFF
 _MOST_OPEN, _MOST_SCOPES, _MOST_BODY = 1024, 1024, 1000
-_LONGEST_NS = 3_600_000_000_000
 _UINT32 = (1 << 32) - 1
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
@@ -79,12 +78,9 @@ _log = logging.getLogger(__name__)
 class Rings:
     """Reads every rank's event ring, with its own file descriptors: the scanner's belong to its thread. For one thread."""
 
-    def __init__(self, config: ExporterConfig, since_ns: int, *, spans: bool, span_events: bool) -> None:
-        """``since_ns``, Unix ns: what older ranks have lost so far may have been read by an earlier exporter.
-
-        ``spans``: they are wanted; ``span_events``: root spans hold torchobs' events.
-        """
-        self._directory, self._since_ns = Directory(config), since_ns
+    def __init__(self, config: ExporterConfig, *, spans: bool, span_events: bool) -> None:
+        """``spans``: they are wanted; ``span_events``: root spans hold torchobs' events."""
+        self._directory = Directory(config)
         self._spans, self._span_events = spans, spans and span_events
         self._rings: dict[str, _Ring] = {}
         self._warnings = RateLimiter(_WARN_EVERY_S)
@@ -126,11 +122,8 @@ class Rings:
         is_first, ring.head = not ring.head, rank.view.live.event_head
         self._directory.names(wall_ns)
         payloads = ring.read(self._directory)
-        if ring.tail.missed and (not is_first or rank.view.header.wall_ns >= self._since_ns):
-            ring.missed += ring.tail.missed
-            if self._warnings.take(time.monotonic()):
-                words = "OTLP: rank %s writes more spans and events than its ring holds between two looks: %d KiB are lost"
-                _log.warning(words, rank.rank, ring.missed >> 10)
+        if ring.tail.missed and not is_first and self._warnings.take(time.monotonic()):  # at first, another may have read it
+            _log.warning("OTLP: rank %s writes more spans and events than its ring holds between two looks", rank.rank)
         return payloads
 
 
@@ -140,8 +133,6 @@ class _Ring:
     def __init__(self, header: Header, *, spans: bool, span_events: bool) -> None:
         self.tail, self.head = Tail(header.regions[Region.EVENTS].length, header.seed), 0
         """``head``: the end of the ring as it was read last"""
-        self.missed = 0
-        """bytes that were overwritten before they were read"""
         self._header, self._ids = header, SpanIds(header)
         self._spans, self._span_events = spans, span_events
         version = header.resource.get("torchobs_version")
@@ -154,7 +145,7 @@ class _Ring:
         """the root span that is open"""
         self._root_ids: SpanId = self._ids.run
         self._flags = _SAMPLED
-        self._has_root = self._has_finished = False
+        self._has_finished = False
         self._events: deque[Span.Event] = deque()
         self._dropped_events = 0
 
@@ -181,7 +172,7 @@ class _Ring:
         kind, span_id = frame.get("k"), frame.get("span_id")
         is_root = frame.get("name") in _ROOTS and kind in {"span", "span_start"} and _is_ours(frame)
         if is_root:
-            self._has_root, self._flags = True, whole(frame.get("flags")) & _SAMPLED
+            self._flags = whole(frame.get("flags")) & _SAMPLED
             self._root_ids = SpanId(text(frame.get("trace_id")), text(span_id))
             self._root = frame if kind == "span_start" else None
         elif kind == "span_start" and isinstance(span_id, str):
@@ -211,22 +202,12 @@ class _Ring:
         spans = [
             span for frame in opened for span in self._span(frame | ended | {"t1": max(last_ns, whole(frame.get("t0")))}, None)
         ]
-        root, self._root = self._root if self._has_root else self._run(last_ns), None
+        root, self._root = self._root, None
         if root is not None:
             attributes = mapping(root.get("attrs")) | {"reason": reason}
             root = root | ended | {"t1": max(last_ns, whole(root.get("t0"))), "attrs": attributes}
             spans += self._span(root, self._events_until(None))
         return spans
-
-    def _run(self, end_ns: int) -> Frame | None:
-        """Return a replacement for the run's start if it was overwritten: all but its parent is in the header.
-
-        A rank that lived longer than a root span has ended the run's, and which segment was open is not known.
-        """
-        if end_ns - self._header.wall_ns > _LONGEST_NS:
-            return None
-        ids: Frame = {"trace_id": self._ids.run.trace, "span_id": self._ids.run.span, "flags": _SAMPLED}
-        return {**ids, "name": catalog.SPAN_RUN.name, "t0": self._header.wall_ns, "scope": [SCOPE]}
 
     def _wall_ns(self, monotonic_ns: object) -> int:
         return whole(whole(monotonic_ns) - self._header.monotonic_ns + self._header.wall_ns)
