@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -38,25 +39,29 @@ class Waiting(Dataset[torch.Tensor]):
     """Samples that come when they are let go."""
 
     def __init__(self) -> None:
-        self.go = multiprocessing.get_context("fork").Event()
+        context = multiprocessing.get_context("fork")
+        self.begun, self.go = context.Semaphore(0), context.Event()
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        self.begun.release()
         self.go.wait()
         return torch.ones(1)
 
 
 @pytest.fixture
 def worker(run: Recording) -> Iterator[int]:
-    """The process id of a worker that the next batch is awaited from."""
+    """The process id of a worker that the next batch is awaited from; it sleeps, as the other one does."""
     data, context = Waiting(), run.session.context
     assert context is not None
     batches = iter(DataLoader(data, num_workers=2, multiprocessing_context="fork"))
     wait_until(lambda: [worker for find in context.loader_workers for worker in find()])
     first, second = (worker for find in context.loader_workers for worker in find())
     assert (first.number, first.awaited, second.awaited) == (0, True, False)
+    assert all(data.begun.acquire(timeout=60) for _ in range(2))
+    wait_until(lambda: all(psutil.Process(one.pid).status() == psutil.STATUS_SLEEPING for one in (first, second)))
     yield first.pid
     data.go.set()
     del batches
