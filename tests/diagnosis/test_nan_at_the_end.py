@@ -102,12 +102,6 @@ def forgotten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> No
     spoiled(model, optimizer, number)
 
 
-def cleared(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """The same, and the gradients are gone as well."""
-    spoiled(model, optimizer, number)
-    optimizer.zero_grad()
-
-
 def refused(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
     """Clipping refuses the gradients."""
     model.alike = number == AT
@@ -137,7 +131,6 @@ def overwritten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> 
         (left, {"origin": "operator", "operator": "log", "module": "Model"}),
         (spoiled, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
         (forgotten, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
-        (cleared, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
         (refused, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
         (overwritten, {"origin": "parameter", "parameter": "inner.weight"}),
     ],

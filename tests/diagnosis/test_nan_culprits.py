@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from tests.diagnosis.observing import Look, Observed, observe
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_STEPS
 
 AT = 5
 Step = Callable[[nn.Module, int], torch.Tensor]
@@ -282,28 +281,6 @@ def test_a_loss_module_has_the_line_that_calls_it() -> None:
     told = origin(observe(train))
     assert (told["operator"], told["step"]) == ("ctc_loss", AT)
     assert "test_nan_culprits.py:" in told["location"]
-
-
-@pytest.mark.parametrize("begins", [0, 3])
-def test_evaluation_mode_is_told_where_the_optimizer_calls_a_closure(begins: int) -> None:
-    """As Lightning steps all optimizers."""
-
-    def train(look: Look) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for number in range(2 * LASTING_STEPS):
-            model.train(number < LASTING_STEPS // 2 + begins)
-
-            def closure() -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = model(torch.randn(8, 4)).square().mean()
-                torch.autograd.backward(loss)
-                return torch.as_tensor(loss)
-
-            optimizer.step(closure)
-            look.stepped()
-
-    assert "evaluation_mode" in observe(train, grad_interval=1).kinds()
 
 
 class Normalized(nn.Module):

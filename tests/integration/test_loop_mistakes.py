@@ -206,3 +206,21 @@ def test_train_that_was_forgotten_in_a_later_fold(run: Recording, monkeypatch: p
     steps(run, model, optimizer, 5, optimizer.zero_grad)
     steps(run, model, optimizer, 2 * LASTING_STEPS + 10, optimizer.zero_grad)
     assert told(run) == [("evaluation_mode", 3 * 20 + 10 + 5 + 1)]
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+def test_evaluation_mode_is_reported_where_the_optimizer_calls_a_closure(run: Recording, begins: int) -> None:
+    """Promise: as Lightning steps all optimizers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        torch.autograd.backward(loss)
+        return torch.as_tensor(loss)
+
+    for number in range(2 * LASTING_STEPS):
+        model.train(number < LASTING_STEPS // 2 + begins)
+        optimizer.step(closure)
+    assert "evaluation_mode" in {kind for kind, _ in told(run)}
