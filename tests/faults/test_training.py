@@ -146,46 +146,6 @@ def wrong() -> None:
     raise TimeIsUpError
 
 
-@pytest.mark.usefixtures("handled")
-@pytest.mark.parametrize(
-    "use", [lambda breaker: breaker.guard(interrupted)(), lambda breaker: error_guard.call(breaker, interrupted)]
-)
-def test_what_a_handler_raises_in_our_code_passes(use: Callable[[error_guard.CircuitBreaker], None]) -> None:
-    """The user's time limit works wherever it strikes, and no probe is switched off for it."""
-    breaker = error_guard.CircuitBreaker("probe")
-    with pytest.raises(TimeIsUpError):
-        use(breaker)
-    assert (breaker.is_open, breaker.failures) == (False, [])
-
-
-@pytest.mark.usefixtures("handled")
-def test_the_same_exception_of_our_own_goes_no_further() -> None:
-    """It is not the class that decides."""
-    breaker = error_guard.CircuitBreaker("probe")
-    error_guard.call(breaker, wrong)
-    assert breaker.is_open
-    assert [failure.exception for failure in breaker.failures] == ["TimeIsUpError"]
-
-
-def test_the_end_is_written_though_workers_die_meanwhile() -> None:
-    """Each one's signal breaks in; the work is begun anew until it is done."""
-    left = [3]
-    done = []
-
-    def work() -> None:
-        if left[0]:
-            left[0] -= 1
-            signal.raise_signal(signal.SIGUSR1)
-        done.append(True)
-
-    before = signal.signal(signal.SIGUSR1, limit)
-    try:
-        error_guard.settle(error_guard.CircuitBreaker("exits"), work)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert done == [True]
-
-
 LIMIT = 768 * 1024**2
 """Torch fits, twice."""
 Start = "Callable[..., subprocess.Popen[str]]"

@@ -510,6 +510,9 @@ def test_a_file_that_was_gone_for_a_moment_has_its_series_again(exporter: Export
     assert 'reason="conflict"} 0.0' in exporter.text()
 
 
+DURATION, NORM = "torchobs_step_duration_seconds_bucket", "torchobs_grad_norm_distribution_bucket"
+
+
 def shown(exporter: Exporter, name: str = DURATION) -> dict[str, int]:
     """The step that each bucket shows, by its upper bound."""
     return {one.labels["le"]: int(one.exemplar.labels["step"]) for one in exporter.samples(name) if one.exemplar}
