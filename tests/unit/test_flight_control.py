@@ -12,7 +12,6 @@ from torchobs.flight.files import control
 from torchobs.flight.files.control import Command, ControlReader, write_command
 
 TARGET = token_bytes(16)
-POLL_LIMIT_S = 50e-6
 
 
 @pytest.fixture
