@@ -86,7 +86,6 @@ class Word:
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
 BURST_WORDS = len(Bursts.__slots__)
-MOST_CANDIDATES = SETTLED - 1
 WORDS = Word.LOSS_RISE + 3
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
