@@ -1,4 +1,4 @@
-"""A step of the loss is a new level, an excursion is a spike, and a single batch's gradient is neither."""
+"""A step of the loss is a new level, an excursion is a spike, and a single batch is neither."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from math import exp, nan
 import pytest
 
 from torchobs.detect.excursions import SETTLED
+from torchobs.detect.spikes import CALM
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.fold import fold
 from torchobs.flight.metrics.totals import SIZE, Anomaly, Totals
@@ -107,6 +108,27 @@ def test_single_batches_of_a_heavy_tail_are_no_explosion(tail: float) -> None:
     chance = random.Random(f"{tail}")
     runs = [[chance.paretovariate(tail) for _ in range(500)] for _ in range(10)]
     assert sum(bool(anomalies([1.0] * 500, norms)) for norms in runs) <= 1
+
+
+def test_a_batch_with_one_sample_far_from_all_others_is_no_spike() -> None:
+    """Means of 16 samples with Pareto's tail (4), 500 steps: 1 run of 20 has a spike, and 6 where each such batch is one."""
+    chance = random.Random(4)
+    runs = [[sum(chance.paretovariate(4.0) for _ in range(16)) / 16 for _ in range(500)] for _ in range(20)]
+    assert sum(bool(anomalies(losses)) for losses in runs) <= 2
+
+
+@pytest.mark.parametrize("lasts", [1, 2])
+def test_one_batch_or_two_are_a_spike_at_twice_the_distance_of_three(lasts: int) -> None:
+    """Promise: 1.4 times the loss is one for three steps, where 1.25 times is the least, and twice the loss is one at once."""
+    chance = random.Random(lasts)
+
+    def steps(factor: float, count: int) -> list[int]:
+        losses = around(2.0, 0.01, BEFORE, chance) + around(2.0 * factor, 0.01, count, chance)
+        return [anomaly.step for anomaly in anomalies(losses + around(2.0, 0.01, CALM, chance))]
+
+    assert steps(1.4, lasts) == []
+    assert steps(1.4, 3) == [BEFORE + 1, BEFORE + 2, BEFORE + 3]
+    assert len(steps(2.0, lasts)) == lasts
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,7 +5,9 @@ then varies around another one as it did around the first; no weight has moved. 
 after a few values, or it goes on growing. One value shows not which it is, so a value far above the baseline
 (:func:`torchobs.detect.spikes.judge`) is a candidate until
 
-- ``CALM`` values have come back to the old level: the candidates were spikes;
+- ``CALM`` values have come back to the old level: the candidates were spikes, but one or two of them only at twice the distance
+  that longer ones need. A batch may hold one sample that is far from all others, and no distribution of the batches before
+  shows it: the losses of a flow of heavy-tailed returns are normal (kurtosis 3.2) until one is 13 deviations above them;
 - one rises above the candidates by as much as a spike has to, or by half their height, or is so large that no data explains it:
   they are, and so is it;
 - ``SETTLED`` values have stayed, and data explains it: they are a level, which is the baseline from there on. If they still
@@ -126,8 +128,10 @@ class Excursions:
         spikes = [candidate for candidate in far if self._is_spike(candidate, mean, far=True)]
         for _ in range(calm if last is None else 0):
             self.bursts.judge(mean, mean, is_spike=False)
-        is_outlier = self._logs and short and last is None and len(far) <= SHORT_BURST
-        return [] if is_outlier else spikes  # single batches differ in their gradients by so much
+        together = far if self._logs else candidates  # the norms beside an outlier vary as well
+        if short and last is None and len(together) <= SHORT_BURST:
+            least += least - mean
+        return [candidate for candidate in spikes if candidate.value > least]
 
     def _is_spike(self, candidate: Candidate, mean: float, *, far: bool) -> bool:
         peak = self.bursts.peak
