@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.excursions import SETTLED, Candidate
+from torchobs.detect.excursions import Candidate
 from torchobs.detect.spikes import Bursts
 from torchobs.flight.format.step_record import StepRecord
 
