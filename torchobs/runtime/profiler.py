@@ -11,23 +11,28 @@ import gzip
 import tempfile
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 from torchobs import catalog
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import LIMITS, PROFILE, named
 from torchobs.flight.files.headroom import deadly_limit, shortage, survive_limits
-from torchobs.probes.core.torch_profiler import ProfilerBusyError, Recording
+from torchobs.probes.core.torch_profiler import ProfilerBusyError, Recording, exclusively
 from torchobs.probes.memory.process_stats import ProcessStats
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.descriptors import Descriptor
+
+P = ParamSpec("P")
 
 NO_STEP_S = 120.0
 """A rank without a backward pass for this long is not training."""
@@ -51,6 +56,13 @@ class _TooLargeError(Exception):
     """A compressed trace exceeds the artifact limit."""
 
 
+class _Request(NamedTuple):
+    """A profile that is asked for."""
+
+    steps: int
+    wanted: ArtifactName
+
+
 class _Run(NamedTuple):
     """A profile in progress."""
 
@@ -64,61 +76,80 @@ class _Run(NamedTuple):
 
 
 class Profiles:
-    """Runs one profile at a time. ``request`` and ``sample`` are for the sampler thread."""
+    """Runs one profile at a time. ``request`` and ``sample`` are for the sampler thread.
+
+    Each request is answered once. It waits in a queue: whoever takes it from there answers, the training thread that starts
+    the profile or the sampler thread that gives it up. A profile begins and ends under the lock of :mod:`torch_profiler`,
+    which the script's own profiler holds while it ends ours, in whichever thread. The sampler thread takes no lock.
+    """
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._requested: tuple[int, ArtifactName, float] | None = None
+        self._requests: deque[_Request] = deque()
+        self._give_up_s = 0.0
         self._running: _Run | None = None
         self._writing: threading.Thread | None = None
+        self._in_progress = False
+        """from a request to its answer; set by the sampler thread alone"""
 
     def request(self, steps: int, number: int) -> None:
         """Profile that many steps, unless a profile is in progress."""
         context, wanted = self._context, named(self._context.writer.name, PROFILE, number)
-        writes = self._writing is not None and self._writing.is_alive()
-        if self._requested is not None or self._running is not None or writes:
-            self._fail(wanted, "profiler_in_use")
+        if self._in_progress:
+            self._report_failure(wanted, "profiler_in_use")
             return
-        self._requested = steps, wanted, time.monotonic() + NO_STEP_S
+        self._in_progress, self._give_up_s = True, time.monotonic() + NO_STEP_S
+        self._requests.append(_Request(steps, wanted))
         context.at_backward(self._at_backward)
 
     def sample(self) -> None:
         """Give up a request if no step began in time."""
-        requested = self._requested
-        if requested is not None and time.monotonic() > requested[2]:
-            self._requested = None
-            self._fail(requested[1], "no_step")
+        if self._requests and time.monotonic() > self._give_up_s and (request := self._take()) is not None:
+            self._fail(request.wanted, "no_step")
 
     def close(self) -> None:
         """Stop a running profile without a trace, and wait for a trace that is being written."""
-        self._requested = None
-        self._stop()
-        if self._writing is not None:
-            self._writing.join(WRITE_TIMEOUT_S)
+        self._requests.clear()
+        with exclusively():
+            self._discard()
+            writing = self._writing
+        if writing is not None:
+            writing.join(WRITE_TIMEOUT_S)
+
+    def _take(self) -> _Request | None:
+        """Return the request, for the caller to answer; ``None`` if there is none, or another thread has it."""
+        try:
+            return self._requests.popleft()
+        except IndexError:
+            return None
 
     def _at_backward(self) -> None:
-        """Start, continue or end a profile. In the training thread, when a backward pass begins. Cannot raise."""
+        """Start, continue or end a profile. In the training thread, when a backward pass begins."""
         if self._context.device.cuda.capturing():  # starting or stopping a profiler synchronizes, which would break the capture
             self._context.at_backward(self._at_backward)
             return
-        breaker, requested, run = CircuitBreaker("profile"), self._requested, self._running
-        call(breaker, self._advance)
-        for failure in breaker.failures:
-            call(CircuitBreaker("profile"), self._stop)
-            wanted = run.wanted if run is not None else requested[1] if requested is not None else None
-            if wanted is not None:
-                self._fail(wanted, "error", exception=failure.exception)
+        with exclusively():
+            if (run := self._running) is not None:
+                self._attempt(run.wanted, self._go_on, run)
+            elif (request := self._take()) is not None:
+                self._attempt(request.wanted, self._start, request)
+            if self._running is not None:
+                self._context.at_backward(self._at_backward)
 
-    def _advance(self) -> None:
-        run = self._running
-        if run is None:
-            requested, self._requested = self._requested, None
-            if requested is not None:
-                self._start(*requested[:2])
-        elif (reason := self._end_reason(run)) is not None:
-            self._end(reason)
-        if self._running is not None:
-            self._context.at_backward(self._at_backward)
+    def _attempt(self, wanted: ArtifactName, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a function; if it raises, or a signal's handler within it, the profile ends without a trace, and says so."""
+        breaker, done = CircuitBreaker("profile"), False
+        try:
+            call(breaker, function, *args, **kwargs)
+            done = not breaker.failures
+        finally:
+            if not done:
+                self._discard()
+                self._fail(wanted, "error", exception=breaker.failures[0].exception if breaker.failures else "")
+
+    def _go_on(self, run: _Run) -> None:
+        if (reason := self._end_reason(run)) is not None:
+            self._end(run, reason)
 
     def _end_reason(self, run: _Run) -> str | None:
         if self._context.recorder.ended - run.first >= run.steps:
@@ -127,31 +158,35 @@ class Profiles:
             return "time"
         return "memory" if ProcessStats().resident().all - run.memory > MAX_GROWTH else None
 
-    def _start(self, steps: int, wanted: ArtifactName) -> None:
+    def _start(self, request: _Request) -> None:
         try:
             recording = Recording("torchobs profile", all_threads=True, interrupted=self._interrupted)
         except ProfilerBusyError:
-            self._fail(wanted, "profiler_in_use")
+            self._fail(request.wanted, "profiler_in_use")
             return
-        recording.start()
         first, deadline_s = self._context.recorder.ended, time.monotonic() + MAX_DURATION_S
-        self._running = _Run(recording, steps, wanted, first, deadline_s, ProcessStats().resident().all)
-        attributes = {"steps": steps, "evidence": wanted.id}
+        self._running = run = _Run(recording, request.steps, request.wanted, first, deadline_s, 0)
+        recording.start()
+        self._running = run._replace(memory=ProcessStats().resident().all)
+        attributes = {"steps": request.steps, "evidence": request.wanted.id}
         self._context.event(catalog.EVENT_PROFILE_START, attributes)
 
     def _interrupted(self) -> None:
         """End the profile with the steps that it has. In the thread in which the application's own profiler begins."""
-        self._end("interrupted")
+        if (run := self._running) is not None:
+            self._attempt(run.wanted, self._end, run, "interrupted")
 
-    def _stop(self) -> _Run | None:
-        """Stop the profiler; return None if it was stopped before."""
+    def _discard(self) -> None:
+        """Stop a running profile without a trace."""
         run, self._running = self._running, None
-        return run if run is not None and run.recording.stop() else None
+        if run is not None:
+            call(CircuitBreaker("profile"), run.recording.stop)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, run: _Run, reason: str) -> None:
         place, ended = self._context.writer.place, self._context.recorder.ended
-        run = self._stop()
-        if run is None or place is None:
+        self._running = None
+        if not run.recording.stop() or place is None:  # the interpreter exits, or there is no directory: nobody asks for it
+            self._in_progress = False
             return
         attributes = {"reason": reason, "steps": ended - run.first, "evidence": run.wanted.id}
         own = replace(place, directory=place.directory.copy())  # the session may end while the trace is written
@@ -167,12 +202,18 @@ class Profiles:
         place.directory.close()
         if isinstance(done, int):
             self._context.event(catalog.EVENT_PROFILE_END, {**attributes, "size": done})
+            self._in_progress = False
         elif done is not None:
             self._fail(run.wanted, **done)
         else:
             self._fail(run.wanted, "error", exception=breaker.failures[0].exception)
 
     def _fail(self, wanted: ArtifactName, reason: str, detail: str = "", exception: str = "") -> None:
+        """Answer the request that is in progress: there is no trace."""
+        self._report_failure(wanted, reason, detail, exception)
+        self._in_progress = False
+
+    def _report_failure(self, wanted: ArtifactName, reason: str, detail: str = "", exception: str = "") -> None:
         given = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}
         attributes = {name: text for name, text in given.items() if text}
         self._context.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes)

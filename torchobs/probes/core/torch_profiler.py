@@ -22,9 +22,15 @@ from torchobs.support.living_objects import living
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 _mutex = RLock()
 """Held while a profiler of ours begins or ends, and while one of the script's is prepared"""
+
+
+def exclusively() -> AbstractContextManager[object]:
+    """Return a lock for a block in which no profiler begins or ends in another thread. It may be taken again in the block."""
+    return _mutex
 
 
 class ProfilerBusyError(RuntimeError):
