@@ -1,4 +1,4 @@
-"""Healthy and odd runs, of which nothing may be said. Each is trained as its seed decides."""
+"""Healthy and odd runs, of which nothing may be said, each trained as its seed decides. `test_healthy_zoo` has others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.diagnosis.healthy_loops import LOOPS
 from tests.diagnosis.observing import Look, Observed, observe
 from tests.diagnosis.random_trainings import Setup, Training, build, setups
 
@@ -84,56 +83,9 @@ def accumulation(look: Look, chance: random.Random) -> None:
             look.stepped()
 
 
-def policy_gradient(look: Look, chance: random.Random) -> None:
-    """REINFORCE with heavy-tailed rewards, without a baseline."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    policy = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    tail = torch.distributions.StudentT(chance.uniform(2.5, 5.0))
-    for _ in range(2 * STEPS):
-        states = torch.randn(16, 4)
-        chosen = torch.distributions.Categorical(logits=policy(states))
-        actions = chosen.sample()  # type: ignore[no-untyped-call]
-        rewards = (actions == states[:, :3].argmax(1)).float() * 2 + tail.sample((16,))
-        optimizer.zero_grad()
-        (-(chosen.log_prob(actions) * rewards).mean()).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        look.stepped()
-
-
-def values(look: Look, chance: random.Random) -> None:
-    """Q-learning whose targets grow with what it has learned, with a target network."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    net = nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 2))
-    target, optimizer = copy.deepcopy(net), torch.optim.Adam(net.parameters(), lr=1e-3)
-    for number in range(2 * STEPS):
-        states, after = torch.randn(32, 4), torch.randn(32, 4)
-        actions = torch.randint(0, 2, (32, 1))
-        with torch.no_grad():
-            goal = (states[:, :1] > 0).float() + 0.97 * target(after).max(1, keepdim=True).values
-        optimizer.zero_grad()
-        functional.smooth_l1_loss(net(states).gather(1, actions), goal).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if not number % 50:
-            target.load_state_dict(net.state_dict())
-        look.stepped()
-
-
 def gan(look: Look, chance: random.Random) -> None:
     """Two players."""
     _fit(look, _training(chance, training="gan", optimizer="adamw"), STEPS)
-
-
-def unfreezing(look: Look, chance: random.Random) -> None:
-    """The backbone is frozen, thawed and frozen again."""
-    training = _training(chance, training=chance.choice(("mlp", "cnn", "gpt")))
-    backbone = [*training.models["model"].stem.parameters(), *training.body.parameters()]  # type: ignore[union-attr]
-
-    def before(number: int) -> None:
-        for parameter in backbone:
-            parameter.requires_grad_(130 <= number < 260)
-
-    _fit(look, training, 400, before)
 
 
 def head_only(look: Look, chance: random.Random) -> None:
@@ -179,20 +131,6 @@ def label_noise(look: Look, chance: random.Random) -> None:
         labels = torch.where(torch.rand(24) < 0.33, torch.randint(0, 4, (24,)), x[:, :4].argmax(1))
         optimizer.zero_grad()
         functional.cross_entropy(model(x), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        look.stepped()
-
-
-def fitted(look: Look, chance: random.Random) -> None:
-    """A classifier of few samples that learns them all: a loss near zero, with a long tail."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-    data, labels = torch.randn(64, 16), torch.randint(0, 4, (64,))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(3 * STEPS):
-        taken = torch.randint(0, 64, (8,))
-        optimizer.zero_grad()
-        functional.cross_entropy(model(data[taken]), labels[taken]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         look.stepped()
 
@@ -268,14 +206,6 @@ def several_optimizers(look: Look, chance: random.Random) -> None:
         look.stepped()
 
 
-def averaged(look: Look, chance: random.Random) -> None:
-    """An exponential moving average of the weights, evaluated now and then."""
-    training = _training(chance, training=chance.choice(("mlp", "cnn", "gpt")))
-    model = training.models["model"]
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))  # type: ignore[no-untyped-call]
-    _fit(look, training, STEPS, lambda _: average.update_parameters(model))
-
-
 def profiled(look: Look, chance: random.Random) -> None:
     """A profiler, torch's own, on for some steps."""
     training = _training(chance)
@@ -291,90 +221,11 @@ def anomaly_mode(look: Look, chance: random.Random) -> None:
         _fit(look, _training(chance), STEPS // 2)
 
 
-def experts(look: Look, chance: random.Random) -> None:
-    """A mixture of experts of which each batch uses one."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    every = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-    head = nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW([*every.parameters(), *head.parameters()], lr=1e-3)
-    for _ in range(2 * STEPS):
-        x = torch.randn(16, 8)
-        optimizer.zero_grad(set_to_none=chance.random() < 0.5)
-        functional.mse_loss(head(every[chance.randrange(4)](x).relu()), x.sum(1, keepdim=True)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        look.stepped()
-
-
-def adapters(look: Look, chance: random.Random) -> None:
-    """LoRA: a frozen layer and a product of two matrices, of which one begins at zero."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    base, down, up = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
-    base.requires_grad_(requires_grad=False)
-    nn.init.zeros_(up.weight)
-    goal = nn.Linear(16, 16).requires_grad_(requires_grad=False)
-    optimizer = torch.optim.AdamW([*down.parameters(), *up.parameters()], lr=1e-3)
-    for _ in range(STEPS):
-        x = torch.randn(16, 16)
-        optimizer.zero_grad()
-        functional.mse_loss(base(x) + up(down(x)), goal(x)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        look.stepped()
-
-
 def shapes(look: Look, chance: random.Random) -> None:
     """A compiled model with batches of two sizes."""
     torch._dynamo.reset()
     training = build(Setup("mlp", "adamw", "float32", compiled=True, seed=chance.randrange(1 << 30)))
     _fit(look, training, STEPS, lambda number: training.make_batch()[: 5 if number % 10 == 9 else 8])
-
-
-def triplets(look: Look, chance: random.Random) -> None:
-    """A margin loss that is zero for most batches in the end."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(2 * STEPS):
-        x = torch.randn(4, 6)
-        optimizer.zero_grad()
-        functional.triplet_margin_loss(model(x), model(x + 0.01 * torch.randn_like(x)), model(-x), margin=0.5).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        look.stepped()
-
-
-def folds(look: Look, chance: random.Random) -> None:
-    """Four models trained one after the other, each from its start."""
-    for _ in range(4):
-        _fit(look, _training(chance, training="mlp"), STEPS // 2)
-
-
-def zeroed_branches(look: Look, chance: random.Random) -> None:
-    """Residual branches that begin at zero, and a warm-up from a rate of zero."""
-    training = _training(chance, training="gpt", optimizer="adamw")
-    for block in training.body:
-        nn.init.zeros_(block.out.weight)  # type: ignore[union-attr,arg-type]
-        nn.init.zeros_(block.down.weight)  # type: ignore[union-attr,arg-type]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(_optimizer(training), lambda step: min(1.0, step / 100))
-    for _ in range(STEPS):
-        training.step()
-        scheduler.step()
-        look.stepped()
-
-
-def autoencoder(look: Look, chance: random.Random) -> None:
-    """A variational autoencoder whose second loss term is warmed up."""
-    torch.manual_seed(chance.randrange(1 << 30))
-    encoder = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 8))
-    decoder = nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 12))
-    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=2e-3)
-    for number in range(2 * STEPS):
-        x = torch.randn(16, 4) @ torch.ones(4, 12) + torch.randn(16, 12)
-        mean, log_variance = encoder(x).chunk(2, 1)
-        made = decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp())
-        divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance).sum(1).mean()
-        optimizer.zero_grad()
-        (functional.mse_loss(made, x) + min(1.0, number / 200) * 0.1 * divergence).backward()
-        optimizer.step()
-        look.stepped()
 
 
 _rates = torch.optim.lr_scheduler
@@ -386,14 +237,11 @@ HEALTHY: dict[str, Run] = {
     "restarts of the learning rate": _scheduled(lambda o: _rates.CosineAnnealingWarmRestarts(o, 60)),
     "one cycle": _scheduled(lambda o: _rates.OneCycleLR(o, 4 * o.param_groups[0]["lr"], total_steps=STEPS + 2)),
     "a step of the learning rate": _scheduled(lambda o: _rates.StepLR(o, 80)),
-    "evaluation": evaluation, "accumulation": accumulation, "policy gradient": policy_gradient, "value learning": values,
-    "two players": gan, "freezing and thawing": unfreezing, "a head alone": head_only, "growing sequences": lengths,
-    "a curriculum": harder, "batches of one": tiny_batches, "label noise and dropout": label_noise,
-    "a loss near zero": fitted, "loss scale that overflows": scaled, "clipping": clipping, "pauses": pauses,
+    "evaluation": evaluation, "accumulation": accumulation, "two players": gan, "a head alone": head_only,
+    "growing sequences": lengths, "a curriculum": harder, "batches of one": tiny_batches,
+    "label noise and dropout": label_noise, "loss scale that overflows": scaled, "clipping": clipping, "pauses": pauses,
     "checkpoints": checkpoints, "back to a checkpoint": resumed, "two optimizers": several_optimizers,
-    "moving average": averaged, "a profiler": profiled, "anomaly mode": anomaly_mode, "experts": experts,
-    "low-rank adapters": adapters, "two shapes, compiled": shapes, "margin loss": triplets, "folds": folds,
-    "branches that begin at zero": zeroed_branches, "variational autoencoder": autoencoder, **LOOPS,
+    "a profiler": profiled, "anomaly mode": anomaly_mode, "two shapes, compiled": shapes,
 }  # fmt: skip
 
 

@@ -13,8 +13,6 @@ from torch import nn
 from tests.training import Recording
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
-from torchobs.probes.gradients import left_out as left_out_parameters
-from torchobs.support.living_objects import living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,10 +66,10 @@ def test_a_head_that_no_optimizer_has(run: Recording) -> None:
 class Mixing(nn.Module):
     """A graph network's weights between nodes, which are sparse and trained."""
 
-    def __init__(self, layout: torch.layout) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(8, 1)
-        self.edges = nn.Parameter(torch.eye(8).to_sparse(layout=layout))
+        self.edges = nn.Parameter(torch.eye(8).to_sparse())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Mixed features."""
@@ -79,11 +77,9 @@ class Mixing(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_a_sparse_parameter_that_no_optimizer_has(run: Recording, layout: torch.layout) -> None:
+def test_a_sparse_parameter_that_no_optimizer_has(run: Recording) -> None:
     """It has no order in memory to ask for, and is told like others."""
-    model = Mixing(layout)
+    model = Mixing()
     optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
     assert left_out(run, model, optimizer, lambda: None) == [["edges"]]
     assert run.errors() == []
@@ -148,23 +144,6 @@ def test_what_was_told_of_a_model_that_is_gone(run: Recording) -> None:
     run.look()
     frames = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
     assert [frame["attrs"]["parameters"] for frame in frames] == told == [["second.weight", "second.bias"]]
-
-
-def test_optimizers_are_looked_for_once(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training waits while all objects of the process are looked at."""
-    scans = list[int]()
-
-    def scan() -> list[Any]:
-        scans.append(run.session.context.recorder.step if run.session.context is not None else 0)
-        return living_optimizers()
-
-    monkeypatch.setattr(left_out_parameters, "living_optimizers", scan)
-    model = Heads()
-    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
-    waits = torch.optim.AdamW(model.second.parameters(), lr=1e-3)
-    assert left_out(run, model, optimizer, lambda: None, 13 * LASTING_STEPS) == [["second.weight", "second.bias"]]
-    assert waits.param_groups
-    assert len(scans) == 1
 
 
 def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:

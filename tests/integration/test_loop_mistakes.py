@@ -1,4 +1,4 @@
-"""A loop that forgets ``zero_grad`` or ``model.train()`` is told; loops that look alike are left in peace."""
+"""A loop that forgets ``zero_grad`` or ``model.train()`` is reported; loops that look alike are left in peace."""
 
 from __future__ import annotations
 
@@ -154,31 +154,26 @@ def _partly(model: nn.Sequential) -> None:
     model[4].train()
 
 
+def _always(model: nn.Sequential) -> None:
+    """A checkpoint that is loaded in evaluation mode may be meant to be trained so."""
+    model.eval()
+
+
 def _frozen(model: nn.Sequential) -> None:
     model.eval()
     model[0].requires_grad_(requires_grad=False)
 
 
-@pytest.mark.parametrize("change", [_evaluated, _partly, _frozen])
+@pytest.mark.parametrize("change", [_evaluated, _partly, _frozen, _always])
 def test_a_mode_that_is_meant_so(run: Recording, change: Callable[[nn.Sequential], None]) -> None:
-    """Evaluations between, a backbone in evaluation mode, and a second phase with a part frozen."""
+    """Evaluations between, a backbone in evaluation mode, a second phase with a part frozen, and one mode from the start."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    steps(run, model, optimizer, 10, optimizer.zero_grad)
+    if change is not _always:
+        steps(run, model, optimizer, 10, optimizer.zero_grad)
     change(model)
     steps(run, model, optimizer, LASTING_STEPS + 20, optimizer.zero_grad)
     assert told(run) == []
-
-
-def test_a_model_that_never_was_in_training_mode(run: Recording) -> None:
-    """A checkpoint that is loaded in evaluation mode may be meant to be trained so."""
-    model = net().eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    steps(run, model, optimizer, LASTING_STEPS + 20, optimizer.zero_grad)
-    assert told(run) == []
-
-
-# --- parameters without an optimizer ------------------------------------------------------------------------------------------
 
 
 def test_train_that_was_forgotten_in_a_later_fold(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:

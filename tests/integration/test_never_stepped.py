@@ -44,20 +44,6 @@ def test_an_optimizer_that_never_steps_is_told(run: Recording, clears: bool) -> 
     assert mistake["backward_passes"] in range(100, 151)
 
 
-def test_it_is_told_at_once(run: Recording) -> None:
-    """In the sampler's next round: a script of half a second has forgotten its optimizer when its function ends."""
-    sampler = run.session._sampler
-    assert sampler is not None
-    sampler.stop()
-    sampler._thread.join()
-    sampler.round()  # what is done once in some seconds is not due in the next one
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    passes(model, 150, optimizer.zero_grad)
-    sampler.round()
-    assert [mistake["kind"] for mistake in run.attributes(catalog.EVENT_LOOP_MISTAKE.name)] == ["never_stepped"]
-
-
 def saliency() -> None:
     """Gradients of a model that is not trained here."""
     model = nn.Linear(8, 1)

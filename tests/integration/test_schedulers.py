@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -102,15 +101,6 @@ def train(
     return rates
 
 
-def schedulers_of(run: Recording) -> schedulers.SchedulerProbe:
-    """The probe at work."""
-    switches = run.session._probe_manager
-    assert switches is not None
-    probe = switches._probes["schedulers"]
-    assert isinstance(probe, schedulers.SchedulerProbe)
-    return probe
-
-
 def told(run: Recording) -> list[dict[str, Any]]:
     """The events of misuse."""
     return run.attributes(catalog.EVENT_SCHEDULER_MISUSED.name)
@@ -151,18 +141,6 @@ def test_warm_restarts_within_an_epoch(run: Recording) -> None:
     for index in range(10):
         scheduler.step(index / 10)
     assert run.look()[STEPS] == 10
-
-
-def test_a_scheduler_that_is_gone_at_once_has_been_counted(run: Recording) -> None:
-    """What a function made and dropped before the sampler looked is not lost, and is not kept alive either."""
-    run.look()  # the last there is until the next
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    train(model, optimizer, lrs.StepLR(optimizer, 2), 7)
-    probe = schedulers_of(run)
-    gc.collect()
-    assert (probe._known, len(probe._gone)) == ({}, 1)
-    assert run.look()[STEPS] == 7
 
 
 def test_schedulers_made_before_init_are_counted(flight_dir: Path) -> None:
@@ -370,21 +348,6 @@ def test_two_optimizers_with_a_scheduler_each_are_right(run: Recording) -> None:
     assert told(run) == []
 
 
-def test_many_schedulers_are_bounded(run: Recording) -> None:
-    """One for each parameter: all are counted, some are known, none is forgotten to be forgotten."""
-    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(100)]
-    pairs = [(one := torch.optim.SGD([p], lr=0.1), lrs.StepLR(one, 2)) for p in parameters]
-    for optimizer, scheduler in pairs:
-        optimizer.step()
-        scheduler.step()
-    assert run.look()[STEPS] == 100
-    assert len(schedulers_of(run)._known) == schedulers.MAX_KNOWN
-    del pairs, optimizer, scheduler
-    gc.collect()
-    run.look()
-    assert (schedulers_of(run)._known, schedulers_of(run)._gone) == ({}, [])
-
-
 # --- torch is left alone ------------------------------------------------------------------------------------------------------
 
 
@@ -433,32 +396,3 @@ def test_a_class_defined_later_is_wrapped_when_first_made_and_restored(flight_di
         scheduler.step()
         assert run.look()[STEPS] == 1
     assert vars(Late)["step"] is plain
-
-
-def test_an_error_in_a_scheduler_reaches_the_user(run: Recording) -> None:
-    """And the next step counts as ever."""
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
-    scheduler = lrs.OneCycleLR(optimizer, 0.5, total_steps=2)
-    optimizer.step()
-    for _ in range(2):
-        scheduler.step()
-    with pytest.raises(ValueError, match="Tried to step 3 times"):
-        scheduler.step()
-    other = lrs.ChainedScheduler([lrs.StepLR(optimizer, 2)])
-    other.step()
-    assert run.look()[STEPS] == 4  # the one that failed had begun
-
-
-def test_a_torch_without_what_is_watched_has_the_probe_off(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A private name that is gone switches the probe off, with a reason; schedulers work on, and steps count."""
-    monkeypatch.setattr(lrs, "_enable_get_lr_call", object())
-    before = dict(vars(lrs.LRScheduler))
-    session = torchobs.init(flight_dir=flight_dir)
-    try:
-        run = Recording(session)
-        values = run.look()
-        assert values["torchobs.probe.disabled", "schedulers"] == 1.0
-        assert values["torchobs.probe.disabled", "optimizer"] == 0.0
-    finally:
-        torchobs.shutdown()
-    assert dict(vars(lrs.LRScheduler)) == before

@@ -500,6 +500,21 @@ def closures() -> None:
         optimizer.step(closure)  # type: ignore[no-untyped-call]
 
 
+def delayed_actor() -> None:
+    """TD3: the actor steps in every second step only, and its gradient reaches the critic, too."""
+    actor, critic = nn.Linear(8, 4), nn.Linear(12, 1)
+    first, second = torch.optim.Adam(critic.parameters()), torch.optim.Adam(actor.parameters())
+    for number in range(LASTING_STEPS + APART):
+        x = torch.randn(4, 8)
+        first.zero_grad()
+        backward(critic(torch.cat([x, torch.randn(4, 4)], 1)).square().mean())
+        first.step()
+        if number % 2:
+            second.zero_grad()
+            backward(-critic(torch.cat([x, actor(x)], 1)).mean())
+            second.step()
+
+
 def experts(chosen: Callable[[int], int]) -> None:
     """Of four one is chosen in each step."""
     some, head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
@@ -510,6 +525,7 @@ def experts(chosen: Callable[[int], int]) -> None:
 AT_TIMES: dict[str, Callable[[], None]] = {
     "players in turn": lambda: players(1),
     "players in long turns": lambda: players(APART + 20),
+    "a delayed actor": delayed_actor,
     "frozen at the end": frozen_at_the_end,
     "frozen until a thaw": frozen_until_a_thaw,
     "a dummy for a scheduler": dummy_for_a_scheduler,
