@@ -26,12 +26,12 @@ def test_a_loss_that_is_back_at_the_untrained_models_is_a_finding(labels: str) -
         torch.manual_seed(5)
         model, centres = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), torch.randn(10, 16)
         optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for step in range(300):
+        for number in range(300):
             classes = torch.randint(0, 10, (64,))
             x = centres[classes] + 0.1 * torch.randn(64, 16)
-            if step >= 150 and labels == "shuffled":
+            if number >= 150 and labels == "shuffled":
                 classes = classes[torch.randperm(64)]
-            elif step >= 150 and labels == "renamed":
+            elif number >= 150 and labels == "renamed":
                 classes = (classes + 1) % 10
             loss: Any = nn.functional.cross_entropy(model(x), classes)
             optimizer.zero_grad()

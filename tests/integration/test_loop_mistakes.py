@@ -1,29 +1,28 @@
-"""A loop that forgets ``zero_grad`` or ``model.train()`` is reported; loops that look alike are left in peace."""
+"""Mistakes of a loop are reported: no ``zero_grad``, ``train()`` or ``step()``, kept losses; what looks alike is not."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.diagnosis.observing import Look, Observed, observe
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.load import load_reports
 from torchobs.probes.gradients import loop_mistakes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording that measures every step."""
-    torch.manual_seed(0)
-    yield from recording(flight_dir, grad_interval=1)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def told(run: Recording) -> list[tuple[str, int | None]]:
@@ -219,3 +218,188 @@ def test_evaluation_mode_is_reported_where_the_optimizer_calls_a_closure(run: Re
         model.train(number < LASTING_STEPS // 2 + begins)
         optimizer.step(closure)
     assert "evaluation_mode" in {kind for kind, _ in told(run)}
+
+
+# --- an optimizer that never steps --------------------------------------------------------------------------------------------
+
+
+def passes(model: nn.Module, count: int, before: Callable[[], object] = lambda: None) -> None:
+    """Backward passes, each after a call of ``before``."""
+    for _ in range(count):
+        before()
+        model(torch.randn(8, 8)).square().mean().backward()
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["zero_grad", "without zero_grad"])
+def test_an_optimizer_that_never_steps_is_told(run: Recording, clears: bool) -> None:  # noqa: FBT001  # of the test
+    """The line that was forgotten, or that an ``if`` never comes to."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    passes(model, 150, optimizer.zero_grad if clears else lambda: None)
+    run.look()
+    (mistake,) = run.attributes(catalog.EVENT_LOOP_MISTAKE.name)
+    assert (mistake["kind"], mistake["optimizer"]) == ("never_stepped", "AdamW")
+    assert mistake["backward_passes"] in range(100, 151)
+
+
+def saliency() -> None:
+    """Gradients of a model that is not trained here."""
+    model = nn.Linear(8, 1)
+    passes(model, 150, model.zero_grad)
+
+
+def attack() -> None:
+    """Gradients of the input; the model has an optimizer."""
+    model, example = nn.Linear(8, 1), torch.randn(8, 8, requires_grad=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.requires_grad_(requires_grad=False)
+    for _ in range(150):
+        example.grad = None
+        model(example).square().mean().backward()
+    del optimizer
+
+
+def trains() -> None:
+    """A search for something before the training, then the training."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    passes(model, 50, optimizer.zero_grad)
+    passes(model, 150, lambda: (optimizer.step(), optimizer.zero_grad()))
+
+
+def trains_by_hand() -> None:
+    """An optimizer that is made and not used, since the script updates the parameters itself."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def update() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad = None
+
+    passes(model, 150, update)
+    del optimizer
+
+
+@pytest.mark.parametrize("script", [saliency, attack, trains, trains_by_hand], ids=lambda each: each.__name__)
+def test_other_backward_passes_are_left_in_peace(run: Recording, script: Callable[[], None]) -> None:
+    """Not everything with a gradient is a training without a step."""
+    script()
+    assert told(run) == []
+
+
+def test_of_a_long_accumulation_nothing_is_said_in_the_end(run: Recording, flight_dir: Path) -> None:
+    """The event cannot know that a step comes after all; who reads it can."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    passes(model, 150)
+    assert told(run)
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad()
+        passes(model, 2)
+    run.look()
+    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    assert "never_stepped" not in {finding.kind for finding in diagnose(report)}
+
+
+# --- losses that are kept with their graphs -----------------------------------------------------------------------------------
+
+STEPS = 150
+Keep = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def observed_of(make: Callable[[], Keep], *, scaled: bool = False) -> Observed:
+    """Train; what ``make`` returns is called with each loss and the outputs that it was made of."""
+
+    def train(look: Look) -> None:
+        model, keep = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), make()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            made = model(torch.randn(4, 8))
+            loss = made.square().mean()
+            torch.autograd.backward(loss * 1024 / 4 if scaled else loss)
+            optimizer.step()
+            keep(loss, made)
+            look.stepped()
+
+    return observe(train)
+
+
+def in_list() -> Keep:
+    """The mistake in the books."""
+    kept: list[torch.Tensor] = []
+    return lambda loss, _: kept.append(loss)
+
+
+def in_sum() -> Keep:
+    """Its other form."""
+    total: list[Any] = [0.0]
+
+    def add(loss: torch.Tensor, _: torch.Tensor) -> None:
+        total[0] = total[0] + loss
+
+    return add
+
+
+def outputs() -> Keep:
+    """For a metric at the end."""
+    kept: list[torch.Tensor] = []
+    return lambda _, made: kept.append(made)
+
+
+@pytest.mark.parametrize(("make", "scaled"), [(in_list, False), (in_sum, True), (outputs, False)])
+def test_a_graph_that_is_kept(make: Callable[[], Keep], scaled: bool) -> None:  # noqa: FBT001  # a parameter of the test
+    """Once, within 200 steps, with the remedy; also below a loss scale."""
+    observed = observed_of(make, scaled=scaled)
+    (told,) = observed.events(catalog.EVENT_LOOP_MISTAKE)
+    assert told.attributes["kind"] == "losses_kept"
+    assert "detach()" in observed.text("losses_kept")
+
+
+def numbers() -> Keep:
+    """Numbers."""
+    kept: list[float] = []
+    return lambda loss, _: kept.append(loss.item())
+
+
+def detached() -> Keep:
+    """Tensors without a graph."""
+    kept: list[torch.Tensor] = []
+    return lambda loss, made: kept.extend([loss.detach(), made.detach()])
+
+
+def the_last_ones() -> Keep:
+    """A window of the last losses."""
+    kept: list[torch.Tensor] = []
+
+    def keep(loss: torch.Tensor, _: torch.Tensor) -> None:
+        kept.append(loss)
+        del kept[:-20]
+
+    return keep
+
+
+@pytest.mark.parametrize("make", [numbers, detached, the_last_ones], ids=lambda make: make.__name__)
+def test_what_does_not_grow_is_left_alone(make: Callable[[], Keep]) -> None:
+    """Nothing is said."""
+    assert observed_of(make).said() == []
+
+
+def test_a_graph_that_is_meant_to_stay() -> None:
+    """Weights derived once, of which each backward pass retains the graph."""
+
+    def train(look: Look) -> None:
+        weight = nn.Parameter(torch.randn(8, 8))
+        optimizer = torch.optim.SGD([weight], lr=1e-2)
+        derived = (weight.detach().clone().requires_grad_() * 2.0).tanh()
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward((derived @ weight).square().mean(), retain_graph=True)
+            optimizer.step()
+            look.stepped()
+
+    assert observe(train).said() == []
