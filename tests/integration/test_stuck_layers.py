@@ -515,10 +515,10 @@ def delayed_actor() -> None:
             second.step()
 
 
-def experts(chosen: Callable[[int], int]) -> None:
-    """Of four one is chosen in each step."""
+def experts(chosen: Callable[[int], int], *, fused: bool = False) -> None:
+    """Of four one is chosen in each step. A fused optimizer raises no version of what it steps."""
     some, head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
-    optimizer = torch.optim.Adam([*some.parameters(), *head.parameters()])
+    optimizer = torch.optim.Adam([*some.parameters(), *head.parameters()], fused=fused)
     train_all([optimizer], lambda number: head(some[chosen(number)](torch.randn(4, 8))).square().mean())
 
 
@@ -533,6 +533,7 @@ AT_TIMES: dict[str, Callable[[], None]] = {
     "closures": closures,
     "experts": lambda: experts(lambda number: number % 4),
     "experts that are chosen seldom": lambda: experts(lambda number: 3 if number % 15 else number // 15 % 3),
+    "experts of a fused optimizer": lambda: experts(lambda number: 3 if number % 15 else number // 15 % 3, fused=True),
 }
 
 

@@ -3,11 +3,11 @@
 *All*: nothing is learned. The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value),
 ``backward`` is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or
 replaced since. Healthy, and left alone: an optimizer that changes its parameters without gradients; one whose parameters are
-frozen while others train; a dummy for a scheduler, whose parameter belongs to no module; players that train in turn, for one
-that has had gradients is reported only where no other one has any meanwhile.
+frozen; a dummy for a scheduler, whose parameter belongs to no module; players that train in turn, for one that has had
+gradients is reported only where no other one has any meanwhile.
 
 *A part* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under ``no_grad``). By its
-version a parameter was not stepped in between either, as that of an expert that is seldom chosen would be.
+version, or its state, a parameter was not stepped in between either, as an expert that is seldom chosen would be.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps without a gradient, from the first one on; an optimizer that has had some is waited for longer"""
-_PAUSES = 2
-"""How many of the longest pauses so far it is waited for gradients: some loops step in each micro-batch of many"""
 _MOST_OPTIMIZERS = 16
 _CHOSEN, _COMPARED = 3, 16
 """Parameters of an optimizer that must stay as they are, and their elements that are compared"""
@@ -37,7 +35,7 @@ _CHOSEN, _COMPARED = 3, 16
 class _Optimizer:
     """An optimizer, and since when it has no gradient."""
 
-    __slots__ = ("before", "done", "due", "had", "looks", "optimizer", "pause", "resumed", "since", "without")
+    __slots__ = ("before", "done", "due", "had", "looks", "optimizer", "resumed", "since", "without")
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = ref(optimizer)
@@ -45,8 +43,8 @@ class _Optimizer:
         """Whether there is a verdict; whether it has had gradients"""
         self.resumed = 0
         """Step in which gradients came after the verdict"""
-        self.looks = self.since = self.pause = 0
-        """Looks without a gradient in a row, the step of the first, and the longest time between gradients, in steps"""
+        self.looks = self.since = 0
+        """Looks without a gradient in a row, and the step of the first"""
         self.before: list[tuple[int, Any]] = []
         """Versions and elements of some parameters at the first of these looks"""
         self.without: list[tuple[TensorReference, int]] | None = None
@@ -62,8 +60,6 @@ class _Missing(NamedTuple):
     cause: str
     step: int
     parameters: list[TensorReference]
-    frozen: bool
-    """Whether none of them requires a gradient"""
 
 
 class NoGradients:
@@ -103,8 +99,7 @@ class NoGradients:
     def _note_gradient(self, known: _Optimizer, step: int) -> None:
         if known.done and not known.resumed:
             known.resumed = step + 1
-        if known.looks:
-            known.pause, known.looks = max(known.pause, step - known.since), 0
+        known.looks = 0
         known.had = self._others_train = True
 
     def _look_at_parts(self, known: _Optimizer, optimizer: Any, step: int) -> None:
@@ -114,10 +109,12 @@ class NoGradients:
             known.due = step + LASTING_STEPS if without else -1
             return
         versions = {id(one): version for reference, version in known.without if (one := reference()) is not None}
+        if any(group.get("fused") for group in optimizer.param_groups):  # whose steps raise no version, and leave a state
+            without = [one for one in without if not optimizer.state.get(one)]
         never = [TensorReference(one) for one in without if versions.get(id(one)) == one._version]
         known.due, known.without = -1, []
         if never:
-            self._found.append(_Missing(known, "unused", step + 1, never, frozen=False))
+            self._found.append(_Missing(known, "unused", step + 1, never))
 
     def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
         known.looks += 1
@@ -126,20 +123,17 @@ class NoGradients:
         if known.had and self.trained >= known.since:  # this one now and then, or others, in turn
             known.looks = 0
             return
-        patience = max(LASTING_STEPS, _PAUSES * known.pause) if known.had else APART
-        if known.looks <= LASTING_SAMPLES or step - known.since < patience:
+        if known.looks <= LASTING_SAMPLES or step - known.since < (LASTING_STEPS if known.had else APART):
             return
         before, known.before, now = known.before, [], self._chosen(optimizer)
         if [version for version, _ in now] != [version for version, _ in before]:
             known.looks, known.done = 0, not known.had  # gradients in steps that were not measured, or it needs none
             return
         known.done = True
-        owned = parameters_of(optimizer)
-        trained = [one for one in owned if one.requires_grad]
-        if not owned or (known.had and not trained):
+        trained = [TensorReference(one) for one in parameters_of(optimizer) if one.requires_grad]
+        if not trained:
             return
-        parameters = [TensorReference(one) for one in trained or owned]
-        note = partial(self._note, _Missing(known, "no_gradient", known.since + 1, parameters, frozen=not trained))
+        note = partial(self._note, _Missing(known, "no_gradient", known.since + 1, trained))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
             differ = [(old != new).any().float() for old, new in pairs]
@@ -189,9 +183,8 @@ class NoGradients:
         """Return whether these may be without a gradient on purpose, or have got one since."""
         if found.cause == "unused":
             return not named
-        if self._others_train and not found.known.had and (found.frozen or not named):
-            return True
-        return bool(found.known.resumed) or (not named and len(found.parameters) == 1)
+        is_dummy = not named and (len(found.parameters) == 1 or (self._others_train and not found.known.had))
+        return is_dummy or bool(found.known.resumed)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
