@@ -15,14 +15,14 @@ from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.diagnosis import choose, text_format
 
 _DESCRIPTION = """\
-Compare two runs: settings, arguments, versions and commit that differ, step times with a judgment whether the difference is
-more than noise, memory, goodput, and loss and gradient norm over the same steps. B is told relative to A."""
+Compare two runs: settings, arguments, versions and commit that differ, median and range of step times, memory, goodput, and
+loss and gradient norm over the same steps. B is shown relative to A."""
 
 _EXAMPLES = """\
 examples:
   torchobs compare 4711 4712                  two runs by run_id or the beginning of it, or by their jobs' names
   torchobs compare good/ bad/ -o compare.html two directories of flight files, as a page with both runs' curves
-  torchobs compare 4711 4712 --json | jq '.quantities[] | select(.real)'
+  torchobs compare 4711 4712 --json | jq '.quantities[] | select(.change)'
 
 Exit status: 0 if both runs were read, 2 if not."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
+from statistics import median, quantiles
 from typing import Any
 
 from torchobs import catalog
@@ -17,7 +18,6 @@ from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.flight.format.event_ring import plain
 from torchobs.report.content import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
 from torchobs.report.details import facts, known_details
-from torchobs.report.noise import Judgment, judge
 from torchobs.report.training import points_of
 
 VERSION = 1
@@ -28,7 +28,7 @@ _TAIL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A quantity of both runs. ``real``: whether the difference is more than noise; ``None``: not judged."""
+    """A quantity of both runs: a single figure, or the median of many and the range of their middle half."""
 
     what: str
     unit: str
@@ -36,9 +36,8 @@ class Compared:
     first: float | None
     second: float | None
     change: float | None
-    real: bool | None = None
-    judged: bool = False
-    """Whether it is a series, of which a difference may be noise"""
+    first_range: tuple[float, float] | None = None
+    second_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +123,11 @@ def _is_number(word: str) -> bool:
 
 
 def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
-    yield _judged("step time", "s", judge(*(_durations(report.steps) for report in (first, second))))
+    yield _medians("step time", "s", *(_durations(report.steps) for report in (first, second)))
     for phase in catalog.PHASES:
         times = [[step.phase_s.get(phase, 0.0) for step in report.steps[_WARM_UP:]] for report in (first, second)]
         if any(map(any, times)):
-            yield _judged(f"step time, {phase}", "s", judge(*times))
+            yield _medians(f"step time, {phase}", "s", *times)
     yield _plain("speed", "", *(_speed(report, "per_s") for report in (first, second)))
     yield _plain("tokens per second", "", *(_speed(report, "tokens_per_s") for report in (first, second)))
     yield _plain("goodput", "", *map(_goodput, (first, second)))
@@ -138,10 +137,16 @@ def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
     yield from _curves(first, second)
 
 
-def _judged(what: str, unit: str, found: Judgment | None) -> Compared:
-    if found is None:
-        return Compared(what, unit, None, None, None)
-    return Compared(what, unit, found.first, found.second, found.change, found.real, judged=True)
+def _medians(what: str, unit: str, first: Sequence[float], second: Sequence[float]) -> Compared:
+    figures = _plain(what, unit, *(median(values) if values else None for values in (first, second)))
+    return replace(figures, first_range=_middle_half(first), second_range=_middle_half(second))
+
+
+def _middle_half(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 2:  # noqa: PLR2004  # a range has two ends
+        return None
+    low, _, high = quantiles(values, method="inclusive")
+    return low, high
 
 
 def _plain(what: str, unit: str, first: float | None, second: float | None) -> Compared:
@@ -184,7 +189,7 @@ def _curves(first: RankReport, second: RankReport) -> Iterator[Compared]:
             for report in (first, second)
         ]
         if all(tails):
-            yield _judged(f"{name}, steps {begin + 1:,} to {common:,}", "", judge(*tails))
+            yield _medians(f"{name}, steps {begin + 1:,} to {common:,}", "", *tails)
 
 
 def comparison_document(found: Comparison) -> Document:
@@ -221,20 +226,21 @@ def _verdict(found: Comparison) -> list[Item]:
 
 
 def sentence(one: Compared) -> str:
-    """Return a judged quantity as a sentence."""
-    if one.first is None or one.second is None or one.change is None:
+    """Return a quantity with a median as a sentence."""
+    if one.first is None or one.second is None:
         return f"The {one.what} cannot be compared: one of the runs has no values."
+    medians = f"{_with_range(one, one.first, one.first_range)} in A, {_with_range(one, one.second, one.second_range)} in B"
+    if not one.change:
+        return f"The {one.what}: {medians}."
+    more, less = ("longer", "shorter") if one.unit == "s" else ("higher", "lower")
+    word = more if one.change > 0 else less
+    return f"The {one.what} is {text_format.percent(abs(one.change))} {word} in B: {medians}."
+
+
+def _with_range(one: Compared, value: float, middle_half: tuple[float, float] | None) -> str:
     rounded = _rounding(one)
-    ends = f"from {rounded(one.first)} to {rounded(one.second)}"
-    size = text_format.percent(abs(one.change))
-    if one.real is None:
-        return f"The {one.what} went {ends} ({size}); there are too few steps to tell this from noise."
-    if not one.real:
-        return f"The {one.what} is the same within noise ({ends}, {size})."
-    word = "higher" if one.change > 0 else "lower"
-    if one.unit == "s":
-        word = "longer" if one.change > 0 else "shorter"
-    return f"The {one.what} is {size} {word} in B ({ends}), more than either run varies by itself."
+    ends = f" ({rounded(middle_half[0])} to {rounded(middle_half[1])})" if middle_half is not None else ""
+    return f"{rounded(value)}{ends}"
 
 
 def _rounding(one: Compared) -> Callable[[float], str]:
@@ -268,25 +274,20 @@ def _set_differently(found: Comparison) -> Section:
 def _measured(found: Comparison) -> Section:
     rows = tuple(
         (
-            one.what, *("-" if value is None else _rounding(one)(value) for value in (one.first, one.second)),
+            one.what,
+            "-" if one.first is None else _with_range(one, one.first, one.first_range),
+            "-" if one.second is None else _with_range(one, one.second, one.second_range),
             "-" if one.change is None else f"{100 * one.change:+,.1f} %",
-            _judgment(one),
         )
         for one in found.quantities
         if one.first is not None or one.second is not None
-    )  # fmt: skip
-    note = (
-        "Step times and curves are medians, without the first steps; a difference counts if it is 2 % or more and the "
-        "middle halves of both runs' block medians lie apart. The other figures are single ones."
     )
-    table = Table("Speed, memory, curves", ("What", *_NAMES, "Change", "Judgment"), rows, frozenset({0, 4}))
+    note = (
+        "Step times and curves are medians, without the first steps, with the range of the middle half of the steps. The other "
+        "figures are single ones. Where the ranges overlap, the difference may be noise."
+    )
+    table = Table("Speed, memory, curves", ("What", *_NAMES, "Change"), rows, frozenset({0}))
     return section("measured", "Speed, memory and results", table, Text(note, "note"), wide=True)
-
-
-def _judgment(one: Compared) -> str:
-    if one.real is None:
-        return "too few steps" if one.judged else ""
-    return "differs" if one.real else "noise"
 
 
 def _charts(reports: Sequence[RankReport]) -> Section:
