@@ -1,4 +1,4 @@
-"""A session: init() and shutdown(), in processes and threads, switched on and off."""
+"""``init()`` and ``shutdown()``: what they leave behind, where they do nothing, and switching on and off in between."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset
 
 import torchobs
-from tests import fork_server, support
+from tests import support
 from tests.support import finish
 from tests.surface import surface, torch_hooks
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, train
@@ -316,17 +317,6 @@ import os, signal; os.kill(os.getpid(), signal.SIGKILL)
     assert frames["work"]["parent"] == frames["torchobs.run"]["span_id"]
 
 
-def test_plain_loader_batches(run: Recording) -> None:
-    """A TensorDataset through a loader is counted as data, batch by batch."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for (inputs,) in DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=4):
-        optimizer.zero_grad()
-        model(inputs).sum().backward()
-        optimizer.step()
-    assert [record.phase_s[0] > 0 for record in run.steps()] == [True] * 3
-
-
 def test_the_other_groups_learning_rates_are_shown(run: Recording) -> None:
     """Groups count on over several optimizers, in the order of their first step; each is a gauge."""
     model = mlp()
@@ -339,162 +329,6 @@ def test_the_other_groups_learning_rates_are_shown(run: Recording) -> None:
             optimizer.step()
     expected = {("torchobs.learning_rate", str(group)): rate for group, rate in enumerate((0.5, 0.25, 0.125))}
     support.wait_until(lambda: expected.items() <= run.values().items())
-
-
-class Squares(Dataset[torch.Tensor]):
-    """A dataset that can be sent to a spawned worker."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((8,), float(index))
-
-
-def init_in_worker(index: int) -> None:
-    """A worker that calls init(), as a script without a main guard does."""
-    del index
-    assert not torchobs.init().active
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_dataloader_workers_leave_no_trace(run: Recording, flight_dir: Path, method: str) -> None:
-    """0 extra files, threads and series; the worker's own init() is inert."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(
-        Squares(), batch_size=4, num_workers=2, multiprocessing_context=method, worker_init_fn=init_in_worker,
-        persistent_workers=False,
-    )  # fmt: skip
-    series = len(run.view().points)
-    for inputs in loader:
-        optimizer.zero_grad()
-        model(inputs).sum().backward()
-        optimizer.step()
-    assert len(run.steps()) == 4
-    assert len(list(flight_dir.glob("*.flight"))) == 1
-    assert len(run.view().points) >= series
-    assert run.errors() == []
-
-
-def test_a_forked_child_is_inert(run: Recording) -> None:
-    """It trains, logs, exits: nothing of that reaches the parent's file, and the parent goes on."""
-    train(2)
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=child_trains)
-    child.start()
-    child.join(30)
-    assert child.exitcode == 0
-    train(1)
-    assert len(run.steps()) == 3
-    assert run.values()[("torchobs.tokens",)] == 0
-
-
-def child_trains() -> None:
-    """What the child does."""
-    torchobs.log(tokens=1000)
-    torchobs.event("from the child")
-    train(3)
-    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
-
-
-SCRIPT = """
-import sys, torch
-sys.path[:0] = {path!r}
-import torchobs
-with_ = torchobs.init(flight_dir={directory!r})
-from tests.training import loss_of, mlp
-model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for index in range(3):
-    loss_of(model, index).backward(); optimizer.step()
-{end}
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "reason"),
-    [
-        ("", 0, Exit.FINISHED),
-        ("raise KeyError('secret')", 1, Exit.EXCEPTION),
-        ("import os; os._exit(3)", 3, None),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, None),
-        ("import threading; t = threading.Thread(target=lambda: 1 // 0); t.start(); t.join()", 0, Exit.FINISHED),
-    ],
-)
-def test_how_a_rank_ends(flight_dir: Path, end: str, status: int, reason: int | None) -> None:
-    """In order, by an exception, or without a word; steps are never lost, and of the exception the message's line is kept."""
-    script = SCRIPT.format(path=[str(support.ROOT)], directory=str(flight_dir), end=end)
-    child = fork_server.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert child.returncode == status, child.stderr
-    (path,) = flight_dir.glob("*.flight")
-    file = reader.open_path(str(path))
-    view = file.read(final=True)
-    events = [fields for _, fields in file.events()]
-    file.close()
-    assert view.live.exit_reason == reason
-    # the first cycle's end is provisional until it is known whether another optimizer steps, so the third is at stake
-    assert {point.series.name: point.value for point in view.points}["torchobs.steps"] == 3
-    messages = [event["attrs"]["exception.message"] for event in events if event["name"] == "torchobs.exception"]
-    assert messages == ["'secret'"] * ("KeyError" in end) + ["integer division or modulo by zero"] * ("threading" in end)
-    assert ("threading" in end or "KeyError" in end) == any(event["name"] == "torchobs.exception" for event in events)
-
-
-SPAWNED = """
-import os, sys, torch
-sys.path[:0] = {path!r}
-import torchobs
-
-def rank(index):
-    torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=index, world_size=2)
-    with torchobs.init(flight_dir={directory!r}):
-        from tests.training import loss_of, mlp
-        model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            loss_of(model, step).backward(); optimizer.step()
-    torch.distributed.destroy_process_group()
-
-torchobs.init(flight_dir={directory!r})
-if __name__ == "__main__":
-    torchobs.shutdown()
-    torch.multiprocessing.spawn(rank, nprocs=2)
-"""
-
-
-def test_ranks_that_a_script_spawns_itself_are_ranks(flight_dir: Path, tmp_path: Path) -> None:
-    """``torch.multiprocessing.spawn``: each is known by its process group, of one run; importing the script starts none."""
-    script = tmp_path / "spawned.py"
-    script.write_text(SPAWNED.format(path=[str(support.ROOT)], directory=str(flight_dir), store=tmp_path / "store"))
-    child = fork_server.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
-    assert child.returncode == 0, child.stderr
-    found = []
-    for path in flight_dir.glob("*.flight"):
-        file = reader.open_path(str(path))
-        steps = {point.series.name: point.value for point in file.read(final=True).points}["torchobs.steps"]
-        resource = file.header.resource
-        found.append((resource["rank"], resource.get("world_size"), steps, resource["run_id"]))
-        file.close()
-    parent, *ranks = sorted(found, key=lambda entry: (entry[1], entry[0]))
-    assert parent[:3] == (0, 1, 0)
-    assert [rank[:3] for rank in ranks] == [(0, 2, 3), (1, 2, 3)]
-    assert ranks[0][3] == ranks[1][3]
-
-
-def test_dead_files_of_ours_are_cleaned_and_others_are_not(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """init() removes what a dead rank left longer than a day ago; a living rank's file and foreign names stay."""
-    torchobs.init(flight_dir=flight_dir)
-    torchobs.shutdown()
-    (old,) = flight_dir.glob("*.flight")
-    (flight_dir / "notes.txt").write_text("mine")
-    later = time.monotonic_ns() + 2 * 86_400 * 10**9
-    monkeypatch.setattr(time, "monotonic_ns", lambda: later)
-    torchobs.init(flight_dir=flight_dir)
-    monkeypatch.undo()
-    try:
-        assert not old.exists()
-        assert (flight_dir / "notes.txt").exists()
-        assert len(list(flight_dir.glob("*.flight"))) == 1
-    finally:
-        torchobs.shutdown()
 
 
 @contextlib.contextmanager
@@ -596,3 +430,129 @@ def test_a_rank_says_whether_it_records_steps(flight_dir: Path) -> None:
             assert run.view().live.steps_since_ns is None
     for run in recording(flight_dir):
         assert run.view().live.steps_since_ns == 0
+
+
+class Squares(Dataset[torch.Tensor]):
+    """A dataset that can be sent to a spawned worker."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+def init_in_worker(index: int) -> None:
+    """A worker that calls init(), as a script without a main guard does."""
+    del index
+    assert not torchobs.init().active
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_dataloader_workers_leave_no_trace(run: Recording, flight_dir: Path, method: str) -> None:
+    """0 extra files, threads and series; the worker's own init() is inert."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(
+        Squares(), batch_size=4, num_workers=2, multiprocessing_context=method, worker_init_fn=init_in_worker,
+        persistent_workers=False,
+    )  # fmt: skip
+    series = len(run.view().points)
+    for inputs in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    assert len(run.steps()) == 4
+    assert len(list(flight_dir.glob("*.flight"))) == 1
+    assert len(run.view().points) >= series
+    assert run.errors() == []
+
+
+def test_a_forked_child_is_inert(run: Recording) -> None:
+    """It trains, logs, exits: nothing of that reaches the parent's file, and the parent goes on."""
+    train(2)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=child_trains)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    train(1)
+    assert len(run.steps()) == 3
+    assert run.values()[("torchobs.tokens",)] == 0
+
+
+def child_trains() -> None:
+    """What the child does."""
+    torchobs.log(tokens=1000)
+    torchobs.event("from the child")
+    train(3)
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+
+
+REGISTER = {"pre": register_optimizer_step_pre_hook, "post": register_optimizer_step_post_hook}
+
+
+def hooks() -> int:
+    """How many optimizer hooks torch has."""
+    return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
+
+
+@pytest.mark.parametrize("raise_on", [(), ("nonfinite",)])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_shutdown_in_a_user_s_step_hook(flight_dir: Path, when: str, raise_on: tuple[str, ...]) -> None:
+    """One registered before ``init()`` is called before ours, while torch iterates over all of them."""
+    ended, backward, before = list[int](), torch.autograd.backward, hooks()
+
+    def end(*_: Any) -> None:
+        if not ended:
+            ended.append(1)
+            torchobs.shutdown()
+
+    register: Any = REGISTER[when]
+    handle = register(end)
+    try:
+        torchobs.init(flight_dir=flight_dir, raise_on=set(raise_on))
+        model: Any = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        weights = model[0].weight.detach().clone()
+        optimizer.step()
+        assert ended
+        assert not torch.equal(weights, model[0].weight)
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        assert hooks() == before + 1
+        assert torch.autograd.backward is backward
+        optimizer.step()
+    finally:
+        torchobs.shutdown()
+        handle.remove()
+    assert hooks() == before
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_shutdown_in_a_hook_of_a_scaler_s_step(flight_dir: Path, when: str) -> None:
+    """Mixed precision has a hook of its own by then, which torch calls after the user's."""
+    steps, before = list[int](), hooks()
+
+    def end(*_: Any) -> None:
+        steps.append(1)
+        if len(steps) == 2:
+            torchobs.shutdown()
+
+    register: Any = REGISTER[when]
+    handle = register(end)
+    try:
+        torchobs.init(flight_dir=flight_dir)
+        model: Any = mlp()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+        for _ in range(3):
+            scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
+            weights = model[0].weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            assert not torch.equal(weights, model[0].weight)
+        assert len(steps) == 3
+        assert hooks() == before + 1
+    finally:
+        torchobs.shutdown()
+        handle.remove()

@@ -14,16 +14,20 @@ import pytest
 import torchobs
 from tests import nvml, support
 from tests.training import Recording, recording
+from torchobs import catalog
 from torchobs.flight.reader import reader
 from torchobs.probes.gpu import monitor as fleets
 from torchobs.probes.gpu import probe as probes
 from torchobs.probes.gpu import torch_devices
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
 from torchobs.probes.gpu.torch_devices import Used, used
+from torchobs.probes.gpu.visible_devices import visible
+from torchobs.probes.gpu.xids import MEANINGS, kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
 
 G0, G1 = nvml.H100_UUID.format(index=0), nvml.H100_UUID.format(index=1)
 
@@ -441,3 +445,55 @@ def test_without_a_driver_there_is_nothing_and_it_is_said_once(
         assert not [series for series in run.values() if series[0].startswith(("hw.", "torchobs.gpu", "torchobs.rank.gpu"))]
     assert sum("no GPU metrics" in record.getMessage() for record in caplog.records) == 1
     assert {record.levelname for record in caplog.records if "GPU" in record.getMessage()} == {"INFO"}
+
+
+FIRST, SECOND, THIRD = "GPU-8932f937-d72c", "GPU-8932ffff-0000", "GPU-1d1f0000-1111"
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        (None, [FIRST, SECOND, THIRD]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [THIRD, FIRST]),
+        (" 1 , 2 ", [SECOND, THIRD]),
+        ("0,7,1", [FIRST]),
+        ("1,-1,0", [SECOND]),
+        ("0,0", []),
+        ("1gpu,2x", [SECOND, THIRD]),
+        (THIRD, [THIRD]),
+        ("GPU-1d1f,GPU-8932f9", [THIRD, FIRST]),
+        ("GPU-8932f", []),
+        ("GPU-none,0", []),
+        ("none", []),
+        ("MIG-8932", []),
+    ],
+)
+def test_gpus_that_cuda_would_list(variable: str | None, expected: list[str]) -> None:
+    """Ordinals, UUIDs and their beginnings; the list ends where a name is none, and a device named twice empties it."""
+    assert visible(variable, [FIRST, SECOND, THIRD]) == expected
+
+
+@pytest.mark.parametrize("number", [13, 31, 32, 43, 45, 69])
+def test_what_a_program_does_to_itself_is_no_fault_of_the_gpu(number: int) -> None:
+    """NVIDIA's action is to restart or check the program: an illegal address, and the cleanup after it."""
+    assert kind(number) == "xid_application"
+
+
+@pytest.mark.parametrize("number", [48, 62, 64, 74, 79, 94, 95, 140, 149])
+def test_what_needs_a_reset_or_a_technician_is_hardware(number: int) -> None:
+    """Memory, NVLink, the bus, the GPU's own controllers."""
+    assert kind(number) == "xid_hardware"
+
+
+@pytest.mark.parametrize("number", [61, 63, 92, 119, 120, 154, 9999])
+def test_the_rest_is_the_driver_s(number: int) -> None:
+    """Firmware, what NVIDIA says to ignore, and numbers that nobody knows yet: none of them shall wake anybody."""
+    assert kind(number) == "xid_driver"
+
+
+def test_every_kind_is_one_of_the_catalog() -> None:
+    """A closed attribute."""
+    assert {kind(number) for number in range(200)} == set(catalog.XID_ERRORS) <= set(catalog.HW_ERROR.values)
+    assert {kind(number) for number in MEANINGS} == set(catalog.XID_ERRORS)
