@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.probes.gpu.devices import Used, used, visible
 from torchobs.probes.gpu.nvml import RESET_REQUIRED, Gpu, Library, NvmlFault, NvmlUnavailableError, fault_of
 from torchobs.probes.gpu.sensors import Sensors
 from torchobs.probes.gpu.series import GpuSeries
-from torchobs.probes.gpu.torch_devices import Used, used
-from torchobs.probes.gpu.visible_devices import visible
 from torchobs.probes.gpu.xids import MEANINGS, Xids, kind
 
 if TYPE_CHECKING:
