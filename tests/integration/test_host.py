@@ -298,14 +298,6 @@ def test_the_bare_option_means_everything() -> None:
     assert parse({}, {"TORCHOBS_EXPORTER_COLLECT_HOST": "cpu,disk"}).collect_host == ("cpu", "disk")
 
 
-def test_a_collector_that_does_not_exist_is_a_problem_that_lists_them() -> None:
-    """A sidecar goes on without any, and its page says that its configuration is not honoured."""
-    found = parse({"collect_host": ["cpu,discs"]}, {})
-    assert found.collect_host == ()
-    allowed = f"all, none, or a comma-separated list of {', '.join(HOST_COLLECTORS)}"
-    assert found.problems == (f"--collect.host 'cpu,discs': expected {allowed}",)
-
-
 class Server:
     """A file server: questions hang while it is down."""
 

@@ -1,4 +1,4 @@
-"""What is read from the text of another process' traceback: places and classes, whatever else it holds."""
+"""What is recorded of an exception: the first line of its message, without secrets, and places in a worker's traceback."""
 
 from __future__ import annotations
 
@@ -6,10 +6,95 @@ import sys
 import traceback
 
 import pytest
+import torch
 from torch._utils import ExceptionWrapper
 
+from torchobs.probes.lifecycle.exception_message import MAX_LENGTH, message
 from torchobs.probes.lifecycle.exceptions import describe, places
 from torchobs.probes.lifecycle.worker_exceptions import parse
+
+
+class Named(Exception):  # noqa: N818  # as scripts have them
+    """One with a text of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"no data set {self.name}"
+
+
+class Unprintable(ValueError):  # noqa: N818  # as above
+    """One that cannot be shown."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("shapes differ"), "shapes differ"),
+        (KeyError("loss"), "'loss'"),
+        (KeyError(("loss", 3)), "('loss', 3)"),
+        (FileNotFoundError(2, "No such file or directory", "data.bin"), "[Errno 2] No such file or directory: 'data.bin'"),
+        (RuntimeError("\n\n  Expected a tensor.\nIt was none."), "Expected a tensor."),
+        (Named("mnist"), "no data set mnist"),
+        (Unprintable("x"), ""),
+        (KeyboardInterrupt(), ""),
+        (ValueError(""), ""),
+    ],
+)
+def test_a_message_is_its_first_line(error: BaseException, line: str) -> None:
+    """The first that is not blank; empty where there is none, or where the class fails to make it."""
+    assert message(error) == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot read s3://me:{}@bucket/data",
+        "GET https://host/data?access_token={} answered 403",
+        "401 for hf_{}",
+        "login failed: password={}",
+        '{{"api_key": "{}"}} is not accepted',
+        "Authorization: Bearer {}",
+        "hf_\x1b[31m{}\x1b[0m",
+    ],
+)
+def test_secrets_are_removed(text: str) -> None:
+    """By the rules for command lines, wherever in the message they are; colours of a terminal do not hide one."""
+    secret = "abcdefghijklmnopqrstuv"
+    assert secret not in message(ValueError(text.format(secret)))
+
+
+def test_a_secret_that_the_cut_would_halve_is_removed_before() -> None:
+    """Half a token is one that can be recognised as a token no more, but still is half a secret."""
+    shown = message(ValueError("x" * (MAX_LENGTH - 12) + " hf_abcdefghijklmnopqrstuv"))
+    assert "hf_" not in shown
+
+
+def test_it_is_short_and_printable() -> None:
+    """A hundred characters, without those that move a cursor, change the direction or end a line."""
+    shown = message(ValueError("\x1b[1;31mred\x1b[0m\x07\u202e\ud800\tof " + "long " * 1_000_000))
+    assert shown.startswith("red of long long")
+    assert shown.isprintable()
+    assert len(shown) == MAX_LENGTH
+
+
+def test_no_tensor_is_formatted() -> None:
+    """Its values are on a device, which may never answer."""
+
+    class Asked(torch.Tensor):
+        def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument
+            raise AssertionError
+
+    tensor = torch.zeros(2).as_subclass(Asked)
+    assert message(ValueError("loss is not finite", tensor)) == "loss is not finite"
+    assert message(ValueError(tensor)) == ""
+    assert message(ValueError([tensor])) == ""
+
 
 HEAD = "Traceback (most recent call last):\n"
 
@@ -45,8 +130,9 @@ def test_a_chain_of_a_worker_has_its_last_and_its_first() -> None:
         deep("secret")
     told = wrapped(caught.value)
     assert (told["exception.type"], told["cause.type"]) == ("builtins.ValueError", "builtins.KeyError")
-    assert told["location"].endswith("test_worker_exceptions.py:22 in deep")
-    assert told["cause.location"].endswith("test_worker_exceptions.py:20 in deep")
+    line = deep.__code__.co_firstlineno
+    assert told["location"].endswith(f"test_exceptions.py:{line + 5} in deep")
+    assert told["cause.location"].endswith(f"test_exceptions.py:{line + 3} in deep")
     assert told["origin"] == told["cause.origin"] == "DataLoader worker process 3"
     assert told["reraised"].endswith("in wrapped")
     assert (told["exception.message"], told["cause.message"]) == ("secret", "'secret'")
@@ -56,7 +142,7 @@ def test_an_exception_that_torch_cannot_make_again_keeps_its_class() -> None:
     """It raises a RuntimeError in its stead."""
     with pytest.raises(OddError) as caught:
         raise OddError(1, 2)
-    assert wrapped(caught.value)["exception.type"].endswith("test_worker_exceptions.OddError")
+    assert wrapped(caught.value)["exception.type"].endswith("test_exceptions.OddError")
 
 
 @pytest.mark.parametrize(
