@@ -317,7 +317,8 @@ def removed_in_a_hook(when: str, model: nn.Module, start: Callable[[Any], Any], 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_switches(model: nn.Linear, when: str) -> None:
-    """Promise: ``disable()`` in a step's hook neither raises there nor leaves a hook behind."""
+    """Promise: ``disable()`` in a step's hook neither raises there nor leaves a hook behind, but those of the session."""
+    torchobs.init()
     removed_in_a_hook(when, model, lambda _: debug.enable(["gradient_norms"], gradients_every=1), debug.disable)
     assert debug.status().steps == 0
 

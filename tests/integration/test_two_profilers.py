@@ -62,9 +62,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def ends_well(code: str) -> None:
     """Run a script to the interpreter's own end, where torch crashes if a profiler is left."""
     command = [sys.executable, "-c", TRAINING + code + "\nprint('ok')"]
-    done = fork_server.run(
-        command, capture_output=True, text=True, timeout=300, env=clean_environment(), finalized=True, cwd=Path.cwd()
-    )
+    environ = {**clean_environment(), "TORCHOBS_DIR": str(Path.cwd()), "TORCHOBS_EXPORTER": "false"}
+    done = fork_server.run(command, capture_output=True, text=True, timeout=300, env=environ, finalized=True, cwd=Path.cwd())
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
 
