@@ -261,8 +261,9 @@ def test_a_session_begins_where_none_runs(monkeypatch: pytest.MonkeyPatch, caplo
     assert current() is not None
     debug.enable("lr_scheduling")
     torchobs.shutdown()
-    training.run(1)
+    training.run(2)
     assert debug.status().enabled == ()
+    assert (state()[4:6], hooks(training.model)) == ([0, 0], 0)
     monkeypatch.setenv("TORCHOBS_ENABLED", "false")
     assert debug.enable("basic").enabled == ()
     assert "nothing is switched on" in caplog.text
@@ -309,6 +310,7 @@ def removed_in_a_hook(when: str, model: nn.Module, start: Callable[[Any], Any], 
         step(model, optimizer)
         assert len(calls) == 2
         assert not all(map(torch.equal, weights, model.parameters()))
+        torchobs.shutdown()  # the session that enable() began
         assert global_hooks() == before + 1
         assert torch.autograd.backward is backward
     finally:
@@ -317,8 +319,7 @@ def removed_in_a_hook(when: str, model: nn.Module, start: Callable[[Any], Any], 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_switches(model: nn.Linear, when: str) -> None:
-    """Promise: ``disable()`` in a step's hook neither raises there nor leaves a hook behind, but those of the session."""
-    torchobs.init()
+    """Promise: ``disable()`` in a step's hook neither raises there nor leaves a hook behind."""
     removed_in_a_hook(when, model, lambda _: debug.enable(["gradient_norms"], gradients_every=1), debug.disable)
     assert debug.status().steps == 0
 
