@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from torchobs.debug.compilation import compile  # noqa: A004  # torch's own name for it
     from torchobs.debug.diffusion import analyze_diffusion, diffusion_monitor
     from torchobs.debug.durations import performance
-    from torchobs.debug.findings import logging_bridge
+    from torchobs.debug.findings import clear, logging_bridge, summary, training_summary
     from torchobs.debug.flops import count_flops
     from torchobs.debug.gradients import check_gradients
     from torchobs.debug.held_steps import nan_guard
-    from torchobs.debug.history import clear, summary, training_summary
     from torchobs.debug.loading import dataloader
     from torchobs.debug.memory import memory_tracking, profile_memory
     from torchobs.debug.monitor import monitor_step
@@ -46,7 +45,7 @@ _HOMES: dict[str, str] = {
     "logging_bridge": "findings",
     "count_flops": "flops",
     "check_gradients": "gradients",
-    **dict.fromkeys(("clear", "summary", "training_summary"), "history"),
+    **dict.fromkeys(("clear", "summary", "training_summary"), "findings"),
     **dict.fromkeys(("memory_tracking", "profile_memory"), "memory"),
     "monitor_step": "monitor",
     "nan_guard": "held_steps",

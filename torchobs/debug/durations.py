@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchobs.debug import resources
-from torchobs.debug.findings import found
-from torchobs.debug.history import history
+from torchobs.debug.findings import found, history
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
 

@@ -1,11 +1,13 @@
-"""Where findings go: the logger ``torchobs.debug``, the flight file's events where a session runs, the history."""
+"""Where findings go: the logger ``torchobs.debug``, the flight file's events, and what debugging has seen so far here."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from contextlib import closing
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,10 +16,12 @@ from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
+
 
 LOGGER = "torchobs.debug"
 LOG_EVERY_S = 60.0
@@ -139,3 +143,226 @@ def logging_bridge(target: logging.Logger) -> LoggingBridge:
     if target.name == LOGGER or target.name.startswith(f"{LOGGER}."):
         raise ValueError(f"findings are logged to {LOGGER!r} already: give the logger of the training")
     return LoggingBridge(target)
+
+
+MOST_OPERATIONS = 16
+"""Operations by name; later names count as ``other``"""
+MOST_RECENT = 100
+OTHER = "other"
+_MEASURED = "measured norms"
+LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
+
+
+@dataclass(frozen=True, slots=True)
+class OperationSummary(Result):
+    """The operations of one name. Times in seconds, memory in bytes."""
+
+    operation: str
+    count: int
+    average_time: float
+    longest_time: float
+    memory_peak: int
+    gpu_memory_peak: int
+    anomalies: int
+
+
+@dataclass(frozen=True, slots=True)
+class DebugSummary(Result):
+    """All operations since the start or the last ``clear()``. Times in seconds, memory in bytes."""
+
+    total_operations: int
+    average_time: float | None
+    """``None`` before the first"""
+    longest_time: float | None
+    longest_operation: str | None
+    memory_peak: int
+    """Most memory that the process had during an operation"""
+    gpu_memory_peak: int
+    anomalies: int
+    """Operations with one"""
+    operations: tuple[OperationSummary, ...]
+    recent_anomalies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSummary(Result):
+    """Steps and their anomalies.
+
+    Rates are shares of the steps, ``None`` before the first; those of gradients shares of the steps in which the norm was
+    measured: in a session not in every step.
+    """
+
+    total_steps: int
+    anomaly_steps: int
+    gradient_explosions: int
+    gradient_vanishing: int
+    loss_anomalies: int
+    anomaly_rate: float | None
+    """that of the anomalous steps, or of a kind of them if that is greater"""
+    gradient_explosion_rate: float | None
+    gradient_vanishing_rate: float | None
+    loss_anomaly_rate: float | None
+    source: str
+    """``monitored``: steps given to ``monitor_step`` or ``training_step``; ``recorded``: where none was given, all steps of the
+    session (``anomaly_steps`` is a lower bound then: the greatest of the counts by kind)"""
+
+
+@dataclass(slots=True)
+class _Total:
+    count: int = 0
+    time: float = 0.0
+    longest: float = 0.0
+    memory: int = 0
+    gpu_memory: int = 0
+    anomalies: int = 0
+
+
+@dataclass(slots=True)
+class _Steps:
+    total: int = 0
+    anomalous: int = 0
+    kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(catalog.STEP_ANOMALIES, 0))
+
+
+class History:
+    """Counts of one process. Every method may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._operations: dict[str, _Total] = {}
+        self._steps = _Steps()
+        self._anomalies: deque[str] = deque(maxlen=MOST_RECENT)
+        self._recorded_before: dict[str, float] = {}
+
+    def clear(self) -> None:
+        """Forget all; the session's own counts, which never fall, are remembered as the new zero."""
+        recorded = _recorded()
+        with self._lock:
+            self._forget()
+            self._recorded_before = recorded
+
+    def add_operation(self, name: str, time_s: float, memory: int, gpu_memory: int, anomalies: tuple[str, ...]) -> None:
+        """Count an operation that has ended."""
+        with self._lock:
+            known = name in self._operations or len(self._operations) < MOST_OPERATIONS
+            name = name if known else OTHER
+            total = self._operations.setdefault(name, _Total())
+            total.count, total.time, total.longest = total.count + 1, total.time + time_s, max(total.longest, time_s)
+            total.memory, total.gpu_memory = max(total.memory, memory), max(total.gpu_memory, gpu_memory)
+            total.anomalies += bool(anomalies)
+            self._anomalies.extend(f"{name}: {text}" for text in anomalies)
+        api.count(catalog.DEBUG_OPERATIONS, 1, operation=name)
+        api.count(catalog.DEBUG_OPERATION_TIME, time_s, operation=name)
+        api.count(catalog.DEBUG_OPERATION_ANOMALIES, bool(anomalies), operation=name)
+        api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest, operation=name)
+        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory, operation=name, space="host")
+        if total.gpu_memory:
+            api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.gpu_memory, operation=name, space="device")
+
+    def add_step(self, kinds: frozenset[str], *, anomalous: bool) -> None:
+        """Count a step that was checked, with the kinds of ``catalog.STEP_ANOMALIES`` that it has."""
+        with self._lock:
+            self._steps.total, self._steps.anomalous = self._steps.total + 1, self._steps.anomalous + anomalous
+            for kind in kinds:
+                self._steps.kinds[kind] += 1
+        api.count(catalog.DEBUG_STEPS, 1)
+        api.count(catalog.DEBUG_ANOMALY_STEPS, anomalous)
+        for kind in catalog.STEP_ANOMALIES:
+            api.count(catalog.DEBUG_STEP_ANOMALIES, kind in kinds, kind=kind)
+
+    def summary(self) -> DebugSummary:
+        """Return what ``debug.summary`` does."""
+        with self._lock:
+            rows = tuple(_row(name, total) for name, total in self._operations.items())
+            time_s, texts = sum(total.time for total in self._operations.values()), tuple(self._anomalies)
+        count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.longest_time, default=None)
+        return DebugSummary(
+            total_operations=count, average_time=time_s / count if count else None,
+            longest_time=longest.longest_time if longest else None, longest_operation=longest.operation if longest else None,
+            memory_peak=max((row.memory_peak for row in rows), default=0),
+            gpu_memory_peak=max((row.gpu_memory_peak for row in rows), default=0),
+            anomalies=sum(row.anomalies for row in rows), operations=rows, recent_anomalies=texts,
+        )  # fmt: skip
+
+    def training(self) -> TrainingSummary:
+        """Return what ``debug.training_summary`` does."""
+        with self._lock:
+            steps = _Steps(self._steps.total, self._steps.anomalous, dict(self._steps.kinds))
+            before = self._recorded_before
+        if steps.total or current() is None:
+            counts = steps.kinds
+            found = (counts[kind] for kind in catalog.STEP_ANOMALIES)
+            return _training(steps.total, steps.total, steps.anomalous, *found, source="monitored")
+        now = {name: value - before.get(name, 0) for name, value in _recorded().items()}
+        kinds = [int(now.get(kind, 0)) for kind in catalog.ANOMALY_KINDS]
+        loss = int(sum(now.get(kind, 0) for kind in LOSS_KINDS))
+        explosions, vanishing = (int(now.get(kind, 0)) for kind in catalog.STEP_ANOMALIES[:2])
+        total, measured = int(now.get("", 0)), int(now.get(_MEASURED, 0))
+        return _training(total, measured or total, max(kinds), explosions, vanishing, loss, source="recorded")
+
+
+def _row(name: str, total: _Total) -> OperationSummary:
+    average = total.time / total.count
+    return OperationSummary(name, total.count, average, total.longest, total.memory, total.gpu_memory, total.anomalies)
+
+
+def _training(
+    steps: int, measured: int, anomalous: int, explosions: int, vanishing: int, loss: int, *, source: str
+) -> TrainingSummary:
+    if not steps:
+        return TrainingSummary(0, anomalous, explosions, vanishing, loss, None, None, None, None, source)
+    exploded, vanished = explosions / measured, vanishing / measured
+    rate = max(anomalous / steps, exploded, vanished)
+    return TrainingSummary(
+        steps, anomalous, explosions, vanishing, loss, rate, exploded, vanished, loss / steps, source
+    )  # fmt: skip
+
+
+def _recorded() -> dict[str, float]:
+    """Return the session's steps, by the name "", those with a gradient norm, and its anomalies by kind, as in its file now."""
+    from torchobs.flight.reader import reader
+
+    session = current()
+    if session is None or session.writer is None:
+        return {}
+    try:
+        file = reader.open_path(session.writer.path)
+    except OSError:  # its directory was removed under the run
+        return {}
+    with closing(file):
+        points = file.read().points
+    found: dict[str, float] = {}
+    for series, value in points:
+        if series.scope is None and series.name == catalog.STEPS.name:
+            found[""] = float(value)  # type: ignore[arg-type]
+        elif series.scope is None and series.name == catalog.GRAD_NORM_DISTRIBUTION.name:
+            found[_MEASURED] = found.get(_MEASURED, 0.0) + sum(value.counts)  # type: ignore[union-attr]
+        elif series.scope is None and series.name == catalog.GRAD_NONFINITE_STEPS.name:
+            found[_MEASURED] = found.get(_MEASURED, 0.0) + float(value)  # type: ignore[arg-type]
+        elif series.scope is None and series.name == catalog.ANOMALIES.name:
+            found[str(dict(series.attributes)["kind"])] = float(value)  # type: ignore[arg-type]
+    return found
+
+
+history = History()
+"""The history of this process"""
+
+
+def summary() -> DebugSummary:
+    """Return the operations that contexts enclosed so far: how many, how long, how much memory, how many with anomalies."""
+    return history.summary()
+
+
+def training_summary() -> TrainingSummary:
+    """Return steps and anomalies: of the steps given to ``monitor_step`` and ``training_step``, or else the session's."""
+    return history.training()
+
+
+def clear() -> None:
+    """Forget all operations and steps seen so far, and which findings were logged already. Metrics and events stay."""
+    history.clear()
+    forget()

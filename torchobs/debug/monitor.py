@@ -7,9 +7,8 @@ from math import isfinite
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torchobs.debug.findings import found
+from torchobs.debug.findings import found, history
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, start_gradients
-from torchobs.debug.history import history
 from torchobs.debug.tensors import require_module
 from torchobs.detect.divergence import Divergence
 from torchobs.detect.spikes import LossBaseline, NormBaseline

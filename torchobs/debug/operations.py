@@ -12,8 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 from torchobs.debug import anomaly_mode, resources
-from torchobs.debug.findings import found
-from torchobs.debug.history import history
+from torchobs.debug.findings import found, history
 from torchobs.debug.optimizer_norms import norm_of_model, unwatch_steps, watch_steps
 from torchobs.debug.resources import MemoryUse
 from torchobs.debug.tensors import require_module
