@@ -105,7 +105,7 @@ class _Passes(NamedTuple):
 def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _Passes:
     import torch
 
-    from torchobs.debug.allocation_watch import AllocationWatch
+    from torchobs.debug.operator_watch import AllocationWatch
 
     there = [*model.parameters(), *model.buffers(), *_tensors(batch)]
 

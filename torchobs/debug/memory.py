@@ -18,7 +18,7 @@ from torchobs.support.result import Result, fill
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchobs.debug.allocation_watch import Live
+    from torchobs.debug.operator_watch import Live
     from torchobs.debug.resources import MemoryUse
 
 MOST_ROWS = 15
@@ -159,7 +159,7 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
     times; Python's own memory with ``tracemalloc``, which is begun if it is off, and ended then. Garbage is collected first
     and last. An exception goes on, and the result is filled all the same.
     """
-    from torchobs.debug.allocation_watch import AllocationWatch  # torch is optional until training begins
+    from torchobs.debug.operator_watch import AllocationWatch  # torch is optional until training begins
 
     growth, own = MemoryGrowth(label), not tracemalloc.is_tracing()
     if own:

@@ -8,13 +8,13 @@ read by one copy.
 """
 
 # mypy: disable-error-code="no-untyped-call, unreachable"
-# torch has no types for its dispatch modes
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +28,7 @@ from torchobs.probes.nonfinite.locate import is_users
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType
+
 
 MOST_FORWARD = 100_000
 """Forward operators whose place in the user's code is remembered for their backward"""
@@ -241,3 +242,98 @@ def unwatch_operators() -> None:
     for mode in reversed(above):
         _push_mode(mode)
     watch.settle()
+
+
+class Live(NamedTuple):
+    """A tensor's storage that was allocated while the watch was on, and is not freed yet."""
+
+    size: int
+    location: str
+
+
+class AllocationWatch(TorchDispatchMode):
+    """Counts bytes of storages that operators of this thread return: dense tensors, on any device, views once.
+
+    What operators allocate and free inside themselves is not seen (workspaces of kernels).
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
+        """``lines``: remember the user's line of each allocation."""
+        super().__init__()
+        self._lines = lines
+        self._live: dict[int, tuple[Any, Live]] = {}
+        self.current = self.peak = 0
+        """Bytes allocated under this watch that are live, and the most so far"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and account for what it returns."""
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._take(result, args)
+        return result
+
+    def _take(self, result: Any, args: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            if result.layout is torch.strided and not any(result is argument for argument in args):
+                self._add(result.untyped_storage())
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self._take(part, args)
+
+    def _add(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._live or not size or storage.device.type == "meta":
+            return
+        # Torch keeps a storage's Python object for as long as the memory, so that the reference tells when it is freed.
+        reference = weakref.ref(storage, lambda _: self._remove(key))
+        self._live[key] = reference, Live(size, user_line() if self._lines else "")
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def _remove(self, key: int) -> None:
+        _, live = self._live.pop(key)
+        self.current -= live.size
+
+    def live(self) -> list[Live]:
+        """Return what is not freed yet."""
+        return [live for _, live in list(self._live.values())]
+
+
+Key = tuple[str, str, str, bool, str]
+"""Operator, source, target, whether the host waits, line"""
+
+
+class TransferWatch(TorchDispatchMode):
+    """Counts transfers of this thread by operator, devices and line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Key, tuple[int, int]] = {}
+        """Calls and bytes"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note it if its result is on another device than what it was given."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        if name == "_local_scalar_dense" and args[0].device.type != "cpu":
+            self._add(name, args[0], "cpu", waits=True)
+        elif name == "_to_copy" and result.device != args[0].device:
+            self._add(name, args[0], str(result.device), waits=_waits(args[0], result, kwargs.get("non_blocking", False)))
+        elif name == "copy_" and isinstance(args[1], torch.Tensor) and args[1].device != args[0].device:
+            non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)  # noqa: PLR2004  # its third argument
+            self._add(name, args[1], str(args[0].device), waits=_waits(args[1], args[0], non_blocking))
+        return result
+
+    def _add(self, name: str, source: Any, target: str, *, waits: bool) -> None:
+        key = name, str(source.device), target, waits, user_line()
+        count, size = self.seen.get(key, (0, 0))
+        self.seen[key] = count + 1, size + source.numel() * source.element_size()
+
+
+def _waits(source: Any, target: Any, non_blocking: bool) -> bool:  # noqa: FBT001  # as torch hands it over
+    """Return True if the host waits for a device: not between devices, nor from and to pinned memory with ``non_blocking``."""
+    if "meta" in {source.device.type, target.device.type} or "cpu" not in {source.device.type, target.device.type}:
+        return False
+    host = source if source.device.type == "cpu" else target
+    return not (non_blocking and (host.is_pinned() or host is target))

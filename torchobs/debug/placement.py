@@ -171,7 +171,7 @@ def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None
     import torch
 
     from torchobs.debug.module_values import raised_by
-    from torchobs.debug.transfer_watch import TransferWatch
+    from torchobs.debug.operator_watch import TransferWatch
 
     watch, error = TransferWatch(), None
     for needs_grad in (False, True):  # a forward pass may take derivatives: of a physics-informed network, of an energy
