@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torchobs.debug.batch_memory import memory_usage
     from torchobs.debug.compilation import compile  # noqa: A004  # torch's own name for it
     from torchobs.debug.diffusion import analyze_diffusion, diffusion_monitor
-    from torchobs.debug.durations import performance
     from torchobs.debug.findings import clear, logging_bridge, summary, training_summary
     from torchobs.debug.flops import count_flops
     from torchobs.debug.gradients import check_gradients
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torchobs.debug.memory import memory_tracking, profile_memory
     from torchobs.debug.monitor import monitor_step
     from torchobs.debug.nan_origin import trace_nan
-    from torchobs.debug.operations import DebugInfo, context, operation
+    from torchobs.debug.operations import DebugInfo, context, operation, performance
     from torchobs.debug.placement import devices
     from torchobs.debug.profiles import profile, profiling_context
     from torchobs.debug.rank_agreement import ddp
@@ -35,7 +34,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("early_stopping", "validation"), "stopping"),
     **dict.fromkeys(("disable", "enable", "status"), "switches"),
     **dict.fromkeys(("analyze_diffusion", "diffusion_monitor"), "diffusion"),
-    "performance": "durations",
+    "performance": "operations",
     "ddp": "rank_agreement",
     "compile": "compilation",
     "dataloader": "loading",

@@ -1,21 +1,25 @@
-"""``debug.context`` and ``@debug.operation``: time, memory, gradient norm and anomalies of a part of the program."""
+"""``debug.context``, ``@debug.operation``, ``performance``: time, memory, gradient norm and anomalies of a part of a program."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import isfinite
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
-from torchobs.debug import anomaly_mode, resources
+from torchobs.debug import resources
 from torchobs.debug.findings import found, history
 from torchobs.debug.optimizer_norms import norm_of_model, unwatch_steps, watch_steps
 from torchobs.debug.resources import MemoryUse
 from torchobs.debug.tensors import require_module
+from torchobs.support.after_fork import renew_in_child
+from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
@@ -24,6 +28,62 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchobs.debug.operator_watch import Birth
+
+
+_lock = Lock()
+renew_in_child(sys.modules[__name__], _lock=Lock)
+_raising: list[tuple[bool, bool]] = []
+"""Torch's anomaly mode as it was before each context with ``raise``, one element; it is one for the process"""
+_count = 0
+
+
+@contextmanager
+def entered(anomaly: str, found: Callable[[Birth], None]) -> Iterator[None]:
+    """Look for anomalies that way during the block."""
+    if anomaly == "raise":
+        with _torch_raises():
+            yield
+    elif anomaly == "warn":
+        from torchobs.debug import operator_watch
+
+        operator_watch.watch_operators(found)
+        try:
+            yield
+        finally:
+            operator_watch.unwatch_operators()
+    else:
+        yield
+
+
+@contextmanager
+def _torch_raises() -> Iterator[None]:
+    """Torch's anomaly mode, from the first context that wants it to the last."""
+    import torch
+
+    global _count  # noqa: PLW0603  # of the process, as the mode is
+    with _lock:
+        _count += 1
+        if _count == 1:
+            _raising.append((torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()))
+            _set(torch, enabled=True, check_nan=True)
+    try:
+        yield
+    finally:
+        with _lock:
+            _count -= 1
+            if _count == 0:
+                enabled, check_nan = _raising.pop()
+                _set(torch, enabled=enabled, check_nan=check_nan)
+
+
+def _set(torch: Any, *, enabled: bool, check_nan: bool) -> None:
+    torch.autograd.set_detect_anomaly(enabled, check_nan)  # as a function it does not warn
+
+
+def raised_by_torch(error: BaseException) -> bool:
+    """Return True if torch's anomaly mode raised it."""
+    return isinstance(error, RuntimeError) and "returned nan values in its" in str(error)
+
 
 Anomaly = Literal["off", "warn", "raise"]
 ANOMALY = ("off", "warn", "raise")
@@ -137,7 +197,7 @@ class _Measurement:
         info = replace(self._template, parent=parent.info.operation if parent is not None else None)
         opened, undo = _Open(info, parent), ExitStack()
         undo.callback(_current.set, parent)
-        undo.enter_context(anomaly_mode.entered(info.anomaly, _note_birth))
+        undo.enter_context(entered(info.anomaly, _note_birth))
         watch_steps(_note_norm)
         undo.callback(unwatch_steps)
         _current.set(opened)
@@ -150,7 +210,7 @@ class _Measurement:
         undo.close()
         if error is not None:
             fill(opened.info, error=type(error).__name__)
-            if anomaly_mode.raised_by_torch(error):
+            if raised_by_torch(error):
                 opened.note(str(error).splitlines()[0])
         _finish(opened, elapsed, before, self._model)
 
@@ -231,3 +291,72 @@ def operation(
         return measured
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Performance(Result):
+    """Time of one operation; ``None`` before its end."""
+
+    operation: str
+    slow_s: float
+    samples: int | None = None
+    time: float | None = None
+    """Seconds by the clock; of what was launched on a device only the launch, unless ``synchronize``"""
+    cpu_time: float | None = None
+    """Seconds that this process's threads computed: far less than ``time`` is waiting"""
+    time_per_sample: float | None = None
+    throughput: float | None = None
+    """Samples a second"""
+    slow: bool = False
+    error: str | None = None
+    """Class of the exception that ended it"""
+
+
+@contextmanager
+def performance(
+    operation: str, slow_s: float = 10.0, *, samples: int | None = None, synchronize: bool = False
+) -> Iterator[Performance]:
+    """Time a ``with`` block, or a function that it decorates; one that takes longer than ``slow_s`` is a finding.
+
+    It yields a :class:`Performance` that the end fills, and counts in ``debug.summary()``.
+
+    Args:
+        operation: name to count it by; a few names, not one for each step.
+        slow_s: seconds above which it is slow.
+        samples: that it processes, for the time by sample.
+        synchronize: wait for the CUDA device before and after, so that its work is in the time.
+
+    Raises:
+        ValueError: ``slow_s`` or ``samples`` is not above 0, or the operation has no name.
+    """
+    is_named, is_counted = is_text(operation) and bool(operation), samples is None or (is_whole(samples) and samples >= 1)
+    if not (is_named and is_counted and is_number(slow_s) and slow_s > 0):
+        found = f"{operation!r}, {slow_s!r}, {samples!r}"
+        raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {found}")
+    measured, before = Performance(operation, slow_s, samples), resources.read()
+    if synchronize:
+        resources.synchronize()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    try:
+        yield measured
+    finally:
+        raised = sys.exc_info()[0]
+        error = raised.__name__ if raised is not None else None
+        if synchronize and error is None:
+            resources.synchronize()
+        elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
+        fill(
+            measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, error=error,
+            time_per_sample=elapsed / samples if samples else None,
+            throughput=samples / elapsed if samples and elapsed else None,
+        )  # fmt: skip
+        _tell(measured, before)
+
+
+def _tell(measured: Performance, before: resources.Reading) -> None:
+    host, device = resources.use(before, resources.read())
+    elapsed, texts = measured.time or 0.0, tuple[str, ...]()
+    if measured.slow:
+        texts = (f"{measured.operation} took {elapsed:.3g} s, more than {measured.slow_s:g} s",)
+        found("slow_operation", texts[0], function="performance", name=measured.operation, seconds=elapsed)
+    history.add_operation(measured.operation, elapsed, host.peak, device.peak if device is not None else 0, texts)

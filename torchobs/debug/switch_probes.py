@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import catalog
-from torchobs.debug import anomaly_mode, resources
+from torchobs.debug import resources
 from torchobs.debug.findings import found, record_series, told
 from torchobs.debug.gradients import check_gradients, scale_in_use
 from torchobs.debug.module_values import Collector, activations
 from torchobs.debug.monitor import monitor_step
+from torchobs.debug.operations import entered
 from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.stopping import Validation, early_stopping, finish
@@ -82,7 +83,7 @@ class AnomalyMode(SwitchProbe):
 
     def install(self) -> None:
         self._undo = ExitStack()
-        self._undo.enter_context(anomaly_mode.entered("raise", lambda _: None))
+        self._undo.enter_context(entered("raise", lambda _: None))
         self.last = "torch raises at NaN in a backward function"
 
     def remove(self) -> None:
