@@ -14,7 +14,7 @@ import torch
 
 from tests.training import Recording, loss_of, mlp, norm_of
 from torchobs import debug
-from torchobs.debug import asynchronous, findings
+from torchobs.debug import findings, gradients
 
 
 def test_norms_and_counts_are_those_of_the_gradients() -> None:
@@ -180,14 +180,14 @@ def test_small_and_large_tensors_give_the_same_as_the_plain_call(monkeypatch: py
     x = torch.arange(100.0)
     expected = debug.analyze_tensor(x, "x")
     assert asyncio.run(debug.acheck_tensor(x, "x")) == expected
-    monkeypatch.setattr(asynchronous, "LARGE", 10)
+    monkeypatch.setattr(gradients, "LARGE", 10)
     assert asyncio.run(debug.acheck_tensor(x, "x")) == expected
     model = mlp()
     loss = loss_of(model)
     loss.backward()
     whole = str(debug.check_gradients(model, loss))
     assert str(asyncio.run(debug.acheck_gradients(model, loss))) == whole
-    monkeypatch.setattr(asynchronous, "LARGE", 1_000_000)
+    monkeypatch.setattr(gradients, "LARGE", 1_000_000)
     assert str(asyncio.run(debug.acheck_gradients(model, loss))) == whole
 
 
@@ -200,13 +200,13 @@ def test_other_tasks_run_while_a_large_tensor_is_computed(monkeypatch: pytest.Mo
         assert turned.wait(30)
         return name
 
-    monkeypatch.setattr(asynchronous, "analyze_tensor", slow)
+    monkeypatch.setattr(gradients, "analyze_tensor", slow)
 
     async def program() -> Any:
         async def other() -> None:
             turned.set()
 
-        return await asyncio.gather(debug.acheck_tensor(torch.zeros(asynchronous.LARGE), "x"), other())
+        return await asyncio.gather(debug.acheck_tensor(torch.zeros(gradients.LARGE), "x"), other())
 
     assert asyncio.run(program())[0] == "x"
     assert threads[0] is not threading.main_thread()

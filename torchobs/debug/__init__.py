@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 from torchobs.support.lazy import attach
 
 if TYPE_CHECKING:
-    from torchobs.debug.asynchronous import acheck_gradients, acheck_tensor
-    from torchobs.debug.batch_memory import memory_usage
     from torchobs.debug.compilation import compile  # noqa: A004  # torch's own name for it
     from torchobs.debug.diffusion import analyze_diffusion, diffusion_monitor
     from torchobs.debug.findings import clear, logging_bridge, summary, training_summary
     from torchobs.debug.flops import count_flops
-    from torchobs.debug.gradients import check_gradients
-    from torchobs.debug.held_steps import nan_guard
+    from torchobs.debug.gradients import acheck_gradients, acheck_tensor, check_gradients, nan_guard
     from torchobs.debug.loading import dataloader
-    from torchobs.debug.memory import memory_tracking, profile_memory
+    from torchobs.debug.memory import memory_tracking, memory_usage, profile_memory
     from torchobs.debug.monitor import monitor_step
     from torchobs.debug.nan_origin import trace_nan
     from torchobs.debug.operations import DebugInfo, context, operation, performance
@@ -39,15 +36,15 @@ _HOMES: dict[str, str] = {
     "compile": "compilation",
     "dataloader": "loading",
     "devices": "placement",
-    **dict.fromkeys(("acheck_gradients", "acheck_tensor"), "asynchronous"),
-    "memory_usage": "batch_memory",
+    **dict.fromkeys(("acheck_gradients", "acheck_tensor"), "gradients"),
+    "memory_usage": "memory",
     "logging_bridge": "findings",
     "count_flops": "flops",
     "check_gradients": "gradients",
     **dict.fromkeys(("clear", "summary", "training_summary"), "findings"),
     **dict.fromkeys(("memory_tracking", "profile_memory"), "memory"),
     "monitor_step": "monitor",
-    "nan_guard": "held_steps",
+    "nan_guard": "gradients",
     **dict.fromkeys(("DebugInfo", "context", "operation"), "operations"),
     **dict.fromkeys(("plots", "report"), "reports"),
     **dict.fromkeys(("backward_pass", "forward_pass", "inference", "optimization_step", "training_step"), "steps"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import told
-from torchobs.debug.module_values import RAISED, first_line, raised_by
+from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.reasons import REMEDIES, read_break, read_failure, read_guard
 from torchobs.runtime.session import current
@@ -168,7 +168,7 @@ def _recompile(what: str, name: str, record: Any) -> Recompile | None:
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
     """Yield calls in words, each with its batch, whether it has gradients, and whether it is an idea of ours."""
-    from torchobs.debug.batch_memory import batch_size, resized
+    from torchobs.debug.memory import batch_size, resized
 
     yield "the first batch", batch, True, False
     yield "the same batch again", batch, True, False

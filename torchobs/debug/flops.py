@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.backward_passes import beside_grad
-from torchobs.debug.batch_memory import loss_of
+from torchobs.debug.memory import loss_of
 from torchobs.debug.tensors import require_module
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call

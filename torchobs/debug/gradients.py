@@ -1,22 +1,49 @@
-"""``check_gradients``: the gradients that a backward pass has left, parameter by parameter."""
+"""``check_gradients`` and ``nan_guard``: what is wrong with gradients, steps held back for it; the asyncio variants."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from dataclasses import dataclass, replace
 from math import isfinite, nan
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs import catalog
 from torchobs.debug.findings import told
 from torchobs.debug.statistics import UNKNOWN, Moments, wide
-from torchobs.debug.tensors import parameters_of, require_scaler, start_moments, total_norm
+from torchobs.debug.tensors import (
+    TensorStats,
+    analyze_tensor,
+    parameters_of,
+    require_scaler,
+    start_moments,
+    start_tensor,
+    total_norm,
+)
 from torchobs.debug.transfer import Numbers
-from torchobs.debug.values import elements_of, values_of
+from torchobs.debug.values import elements_of, require_tensor, values_of
+from torchobs.probes.core.hook_removal import remove_hooks, remove_later
+from torchobs.probes.gradients.norms import device_norms, local
+from torchobs.probes.nonfinite.backward import bad_gradients
+from torchobs.probes.nonfinite.probe import skips_by_itself
 from torchobs.runtime.session import current
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number
+from torchobs.support.collectives import greatest, is_shared
+from torchobs.support.error_guard import call
+from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from torchobs.probes.core.context import ProbeContext
+
 
 EXPLODING = 10.0
 """Norm of one parameter's gradient above which it is called exploding; trainings clip the total norm to 1 or so"""
@@ -252,3 +279,218 @@ def require_positive(threshold: Any) -> None:
     """Raise ``ValueError`` if a threshold of a norm is not above 0."""
     if not is_number(threshold) or not threshold > 0:
         raise ValueError(f"a threshold of a norm is above 0, not {threshold!r}")
+
+
+_lock = Lock()
+renew_in_child(sys.modules[__name__], _lock=Lock)
+_handles: list[Any] = []
+_wanted = 0
+
+
+def watch_steps(note: Callable[[Any], None]) -> None:
+    """Call ``note`` with the norm of the gradients, a tensor, before each optimizer step, until :func:`unwatch_steps`."""
+    global _handles, _wanted  # noqa: PLW0603  # the hook is one for the process
+    torch: Any = imported("torch")
+    with _lock:
+        _wanted += 1
+        if _handles or torch is None:
+            return
+
+        handles: list[Any] = []
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            if handles is not _handles or torch.compiler.is_compiling():  # removed, but not by torch yet
+                return
+            norm = _norm_of_step(torch, optimizer)
+            if norm is not None:
+                note(norm)
+
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        handles.append(register_optimizer_step_pre_hook(before_step))
+        _handles = handles
+
+
+def unwatch_steps() -> None:
+    """Undo one :func:`watch_steps`; the last one removes the hook."""
+    global _handles, _wanted  # noqa: PLW0603  # as above
+    with _lock:
+        _wanted -= 1
+        if not _wanted and _handles:
+            handles, _handles = _handles, []
+            remove_hooks(handles)
+            remove_later()
+
+
+def _norm_of_step(torch: Any, optimizer: Any) -> Any:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # a fused optimizer under a loss scaler unscales in its kernel
+    return norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
+
+
+def norm_of_model(model: Any) -> Any:
+    """Return the norm of a module's gradients, unscaled, as a tensor; ``None`` if it has none."""
+    import torch
+
+    return norm_of(torch, list(model.parameters()), scale_in_use(None))
+
+
+def norm_of(torch: Any, parameters: Iterable[Any], scale: Any) -> Any:
+    """Return the L2 norm of all gradients as a tensor; ``None`` without any. Of a DTensor the local shard's."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    by_device: dict[Any, list[Any]] = {}
+    with torch.no_grad():
+        for gradient in local([0] * len(gradients), gradients).tensors if gradients else ():
+            by_device.setdefault(gradient.device, []).append(gradient)
+        totals = [torch.linalg.vector_norm(device_norms(group)[0]) for group in by_device.values()]
+        if not totals:
+            return None
+        # of several devices the first one: a model that is spread over some is rare, and this copies one number each
+        total = torch.linalg.vector_norm(torch.stack([one.to(totals[0].device, non_blocking=True) for one in totals]))
+        return total if scale is None else total / scale.to(total.device, non_blocking=True)
+
+
+class NanGuard:
+    """What :func:`nan_guard` returns. As a context manager it ends with the block; else :meth:`remove` ends it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, agree: bool = False) -> None:
+        self._agree = agree
+        self.held = 0
+        """Number of steps held back"""
+        self._gradients: list[tuple[Any, Any]] = []
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after),
+        ]  # fmt: skip
+
+    def __enter__(self) -> NanGuard:  # noqa: PYI034  # typing.Self needs Python 3.11
+        """Return the guard."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Remove the hooks."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        handles, self._handles = self._handles, []
+        if handles:
+            remove_hooks(handles)
+            remove_later()
+        self._give_back()
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Take the gradients away if one is not finite: an optimizer leaves parameters without a gradient as they are."""
+        import torch
+
+        if not self._handles:
+            return  # removed, but not by torch yet
+        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+            raise ValueError("nan_guard() cannot hold back a step with a closure, which computes its gradients within the step")
+        self._give_back()  # of a step that raised
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        bad = [] if skips_by_itself(optimizer) else bad_gradients(parameters)
+        is_bad = bool(bad)
+        if self._agree and is_shared():
+            is_bad = bool(greatest(is_bad, next((parameter.device for parameter in parameters), torch.device("cpu"))))
+        if not is_bad:
+            return
+        self.held += 1
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        session = current()
+        context = session.context if session is not None else None
+        if context is not None:
+            call(context.breaker("nonfinite"), _record, context, optimizer, len(bad), self.held)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Give the gradients back, but to parameters that have others by now."""
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        self._gradients = []
+
+
+def _record(context: ProbeContext, optimizer: Any, parameters: int, held: int) -> None:
+    if parameters:  # else they are another rank's
+        context.hooks.nonfinite_gradient.notify(optimizer, frozenset())  # which traces them, unless it has
+    context.event(catalog.EVENT_STEP_HELD, {"parameters": parameters, "held": held})
+
+
+def nan_guard(optimizer: torch.optim.Optimizer, *, agree: bool = False) -> NanGuard:
+    """Hold ``optimizer.step()`` back whenever a gradient is not finite, so that no weight becomes NaN.
+
+    The parameters and the optimizer's state stay as they are in such a step; the gradients stay for the script to look at. All
+    gradients are examined in every step: one pass over them on the CPU, one transfer that waits for the device on a GPU.
+    Each rank looks at its own gradients. Under DDP all have the same; where parameters are in shards (FSDP, tensor parallel)
+    ranks would decide differently, and ``agree=True`` lets all of them hold the step back together. Every step held back is an
+    event in the flight file, and the next backward is watched for where the values are born.
+
+    Args:
+        optimizer: any optimizer of ``torch.optim``; its step must not be given a closure (LBFGS).
+        agree: hold a step back on all ranks if one has such a gradient, by one all-reduce of a number in each step. All ranks
+            have to step such an optimizer equally often.
+
+    Raises:
+        TypeError: it is not an optimizer.
+        ValueError: in the step, if that is given a closure.
+    """
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"nan_guard() takes an optimizer of torch.optim, not {type(optimizer).__name__}")
+    return NanGuard(optimizer, agree=agree)
+
+
+LARGE = 1 << 16
+"""Elements on the CPU from which a thread computes: some milliseconds"""
+
+
+async def acheck_tensor(x: Any, name: str = "tensor") -> TensorStats:
+    """Return what :func:`torchobs.debug.analyze_tensor` does, without blocking the event loop.
+
+    A CUDA device computes on the current stream, and its answer is awaited. What the CPU has to compute of a large tensor is
+    done in a thread; the tensor must not be changed meanwhile.
+
+    Raises:
+        TypeError: ``x`` is not a tensor.
+    """
+    require_tensor(x, "acheck_tensor")
+    if _blocks([x]):
+        return await asyncio.to_thread(analyze_tensor, x, name)
+    numbers, build = start_tensor(x, name, "acheck_tensor")
+    return build(await numbers.aread())
+
+
+async def acheck_gradients(
+    model: Any, loss: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
+) -> GradientCheck:
+    """Return what :func:`torchobs.debug.check_gradients` does, without blocking the event loop. The gradients must not change.
+
+    Raises:
+        TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
+        ValueError: a threshold is not above 0.
+    """
+    limits = {"exploding": exploding, "vanishing": vanishing}
+    named = parameters_of(model, "acheck_gradients")
+    if _blocks(parameter.grad for _, parameter in named if parameter.grad is not None):
+        return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler, **limits)
+    numbers, build = start_gradients(model, loss, scaler, "acheck_gradients", **limits)
+    return build(await numbers.aread())
+
+
+def _blocks(tensors: Iterable[Any]) -> bool:
+    """Return True if the statistics take long on the CPU, or wait for a device (sparse and nested tensors)."""
+    import torch
+
+    on_cpu = 0
+    for x in tensors:
+        if x.is_nested or (x.layout is not torch.strided and x.device.type != "cpu"):
+            return True
+        on_cpu += x.numel() if x.device.type == "cpu" else 0
+    return on_cpu >= LARGE

@@ -1,4 +1,4 @@
-"""``profile_memory`` and ``memory_tracking``: memory at a point of the program, and what grew between two."""
+"""``memory_usage``, ``memory_tracking`` and ``profile_memory``: memory by component, by line and at a point."""
 
 from __future__ import annotations
 
@@ -7,19 +7,277 @@ import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import resources
-from torchobs.debug.values import is_uninitialized
+from torchobs.debug.backward_passes import beside_grad
+from torchobs.debug.tensors import require_module, require_optimizer
+from torchobs.debug.values import bytes_of, is_uninitialized
 from torchobs.probes.memory.allocators import has_statistics
+from torchobs.support.kept_state import state_kept
 from torchobs.support.living_objects import collections_paused, living, types_of_objects
+from torchobs.support.model_calls import call, is_sequence, rebuilt, walk
 from torchobs.support.result import Result, fill
+from torchobs.support.storages import storages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from torchobs.debug.backward_passes import Backward
     from torchobs.debug.operator_watch import Live
     from torchobs.debug.resources import MemoryUse
+
+
+_SHADOW = 8
+"""Length of the first dimension of the parameters that an optimizer is tried on. Each further one is longer by one, so that the
+state says which of them it has: a factored one (Adafactor) has rows and columns, no product of both"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleActivations(Result):
+    """What one module keeps for the backward pass, at the given batch size."""
+
+    name: str
+    kind: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBreakdown(Result):
+    """A model's memory in bytes."""
+
+    model: str
+    batch_size: int
+    parameters: int
+    buffers: int
+    gradients: int
+    """Of the trainable parameters, whether they are there already or not"""
+    optimizer_state: int | None
+    """Measured on small parameters where the optimizer has not stepped yet; ``None`` without one, or if it cannot be"""
+    inputs: int
+    activations: int
+    """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
+    peak: int
+    """Most memory that forward and backward allocated at one time, gradients included, at this batch size"""
+    modules: tuple[ModuleActivations, ...]
+
+
+def memory_usage(
+    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[[Any], Any] | None = None
+) -> MemoryBreakdown:
+    """Measure a model's memory by component with a forward and a backward pass.
+
+    Nothing of the model is changed: gradients are computed beside ``.grad`` (without hooks of DDP), and buffers and the
+    random state are put back. What kernels allocate inside themselves is not seen, nor the allocator's fragmentation.
+
+    Args:
+        model: the module; in train mode, as it is trained.
+        batch: as for :func:`torchobs.debug.forward_pass`; the first dimension of its tensors is the batch size.
+        optimizer: for its state.
+        loss_fn: of the output; without it, the output's ``loss``, or the sum of its floating-point tensors.
+
+    Raises:
+        TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
+    """
+    require_module(model, "memory_usage")
+    if optimizer is not None:
+        require_optimizer(optimizer, "memory_usage")
+    size = batch_size(batch)
+    if not size:
+        what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
+        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {what}")
+    passes = _measured(model, batch, loss_fn)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows = sorted((ModuleActivations(*name, size) for name, size in passes.modules.items()), key=lambda row: -row.size)
+    return MemoryBreakdown(
+        model=type(model).__name__,
+        batch_size=size,
+        parameters=_unique(model.parameters()),
+        buffers=_unique(model.buffers()),
+        gradients=sum(map(bytes_of, parameters)),
+        optimizer_state=_optimizer_state(optimizer),
+        inputs=_unique(_tensors_in(batch)),
+        activations=sum(row.size for row in rows),
+        peak=passes.peak,
+        modules=tuple(rows),
+    )
+
+
+class _Passes(NamedTuple):
+    """What a forward and a backward pass took."""
+
+    peak: int
+    modules: dict[tuple[str, str], int]
+
+
+def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _Passes:
+    import torch
+
+    from torchobs.debug.operator_watch import AllocationWatch
+
+    there = [*model.parameters(), *model.buffers(), *_tensors_in(batch)]
+
+    def passes(backward: Backward) -> _Passes:
+        known = {storage.data_ptr() for x in there for storage in storages(x)}
+        modules: dict[tuple[str, str], int] = {}
+        watch = AllocationWatch()
+        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
+
+            def keep(x: Any) -> Any:
+                for storage in storages(x):
+                    if storage.data_ptr() not in known:
+                        known.add(storage.data_ptr())
+                        modules[names[-1]] = modules.get(names[-1], 0) + storage.nbytes()
+                return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                loss = loss_of(call(model, batch), loss_fn)
+            backward(loss)
+            del loss
+        return _Passes(watch.peak, modules)
+
+    return beside_grad(model, passes)
+
+
+def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
+    """Return the loss to differentiate: the function's, the output's own, or the sum of its tensors; ``None`` without any."""
+    import torch
+
+    if loss_fn is not None:
+        return loss_fn(output)
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    parts = [(torch.view_as_real(x) if x.is_complex() else x).sum() for x in _tensors_in(output) if x.requires_grad]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+@contextmanager
+def _module_names(model: Any) -> Iterator[list[tuple[str, str]]]:
+    """Yield the stack of names and classes of the modules whose forward is running; hooks keep it, and are gone afterwards."""
+    import torch
+
+    stack = [("", type(model).__name__)]
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks: what it keeps is that of the module around it
+            entry = name, type(module).__name__
+            handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: stack.append(entry)))
+            handles.append(module.register_forward_hook(_popping(stack), always_call=True))
+        yield stack
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _popping(stack: list[tuple[str, str]]) -> Any:
+    def pop(*_: object) -> None:
+        stack.pop()
+
+    return pop
+
+
+def _tensors_in(values: Any) -> list[Any]:
+    return [x for _, x in walk(values)]
+
+
+def batch_size(batch: Any) -> int:
+    """Return the first dimension of the batch's tensors; 0 if it has none."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    first = batch[0] if is_sequence(batch) and len(batch) else batch
+    if isinstance(first, PackedSequence):
+        return int(first.batch_sizes[0])
+    return next((int(x.size(0)) for x in _tensors_in(batch) if x.dim()), 0)
+
+
+def resized(values: Any, size: int, other: int) -> Any:
+    """Return the batch with another number of samples, the first ones or all of them again; what cannot be cut, as it is."""
+    import torch
+    from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+    if isinstance(values, torch.Tensor):
+        is_batched = values.dim() > 0 and not values.is_nested and values.shape[0] == size
+        return values[torch.arange(other, device=values.device) % size] if is_batched else values
+    if isinstance(values, PackedSequence):
+        padded, lengths = pad_packed_sequence(values, batch_first=True)
+        chosen = torch.arange(other, device="cpu") % len(lengths)
+        taken = padded[chosen.to(padded.device)]
+        return pack_padded_sequence(taken, lengths[chosen], batch_first=True, enforce_sorted=False)
+    return rebuilt(values, lambda part: resized(part, size, other))
+
+
+def _unique(tensors: Iterable[Any]) -> int:
+    """Return the bytes of tensors, those in the same memory once."""
+    held: dict[int, dict[tuple[int, ...], int]] = {}
+    for x in tensors:
+        first = next((storage.data_ptr() for storage in storages(x)), 0)
+        held.setdefault(first or -id(x), {})[_region(x)] = bytes_of(x)
+    # views overlap, or have gaps between their elements
+    return sum(min(_covered(regions), sum(regions.values())) for regions in held.values())
+
+
+def _region(x: Any) -> tuple[int, ...]:
+    """Return the first byte of a tensor in its storage, the one after its last, and what tells it from others there."""
+    import torch
+
+    if x.layout is not torch.strided or x.is_nested or hasattr(type(x), "__tensor_flatten__"):
+        return 0, bytes_of(x)
+    start = int(x.storage_offset()) * x.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size() * bool(x.numel()), *x.shape, *x.stride()
+
+
+def _covered(regions: Iterable[tuple[int, ...]]) -> int:
+    """Return the bytes that lie in at least one of the regions."""
+    total = reached = 0
+    for start, end, *_ in sorted(regions):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _optimizer_state(optimizer: Any) -> int | None:
+    """Return the bytes of an optimizer's state when all parameters have one."""
+    if optimizer is None:
+        return None
+    existing = sum(map(bytes_of, _tensors_in([dict(state) for state in optimizer.state.values()])))
+    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
+    if existing and len(optimizer.state) >= len(parameters):
+        return existing
+    try:
+        return sum(_state_of_group(optimizer, group) for group in optimizer.param_groups)
+    except (TypeError, ValueError, RuntimeError):  # the class takes other arguments than its groups have
+        return existing or None
+
+
+def _state_of_group(optimizer: Any, group: dict[str, Any]) -> int:
+    """Return the bytes of a group's state: an optimizer of the class steps on small parameters of the same types."""
+    import torch
+
+    total = 0
+    options = {name: value for name, value in group.items() if name not in {"params", "param_names"}}
+    trained = [x for x in group["params"] if x.requires_grad]
+    for dtype, device, dimensions in {(x.dtype, x.device, x.dim()) for x in trained}:
+        shape = range(_SHADOW, _SHADOW + dimensions)
+        shadow = torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+        shadow.grad = torch.ones_like(shadow)
+        tried = type(optimizer)([{**options, "params": [shadow]}])
+        type(tried).step.__wrapped__(tried) if hasattr(type(tried).step, "__wrapped__") else tried.step()
+        same = [x for x in trained if (x.dtype, x.device, x.dim()) == (dtype, device, dimensions)]
+        for x in _tensors_in(dict(tried.state[shadow])):
+            total += sum(x.element_size() * prod(_as_of(y, shadow, size) for size in x.shape) for y in same)
+    return total
+
+
+def _as_of(parameter: Any, shadow: Any, size: int) -> int:
+    """Return how long a dimension of the state is for this parameter, which is ``size`` long for the shadow."""
+    if size in shadow.shape:
+        return int(parameter.shape[list(shadow.shape).index(size)])
+    return int(parameter.numel()) if size == shadow.numel() else size  # a flat one, or one that no parameter changes
+
 
 MOST_ROWS = 15
 """Rows of each table"""

@@ -1,4 +1,4 @@
-"""``debug.context``, ``@debug.operation``, ``performance``: time, memory, gradient norm and anomalies of a part of a program."""
+"""``debug.context``, ``@debug.operation``, ``performance``: time, memory, norm and anomalies of a part of a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 from torchobs.debug import resources
 from torchobs.debug.findings import found, history
-from torchobs.debug.optimizer_norms import norm_of_model, unwatch_steps, watch_steps
+from torchobs.debug.gradients import norm_of_model, unwatch_steps, watch_steps
 from torchobs.debug.resources import MemoryUse
 from torchobs.debug.tensors import require_module
 from torchobs.support.after_fork import renew_in_child

@@ -94,7 +94,7 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     require_module(model, "devices")
     if optimizer is not None:
         require_optimizer(optimizer, "devices")
-    from torchobs.debug.module_values import MOST_TENSORS
+    from torchobs.debug.steps import MOST_TENSORS
 
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     inputs = [pair for pair, _ in zip(walk(batch, "input"), range(MOST_TENSORS), strict=False)]
@@ -170,8 +170,8 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
 def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
     import torch
 
-    from torchobs.debug.module_values import raised_by
     from torchobs.debug.operator_watch import TransferWatch
+    from torchobs.debug.steps import raised_by
 
     watch, error = TransferWatch(), None
     for needs_grad in (False, True):  # a forward pass may take derivatives: of a physics-informed network, of an energy

@@ -13,11 +13,11 @@ from torchobs import catalog
 from torchobs.debug import resources
 from torchobs.debug.findings import found, record_series, told
 from torchobs.debug.gradients import check_gradients, scale_in_use
-from torchobs.debug.module_values import Collector, activations
 from torchobs.debug.monitor import monitor_step
 from torchobs.debug.operations import entered
 from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
+from torchobs.debug.steps import Collector, activations
 from torchobs.debug.stopping import Validation, early_stopping, finish
 from torchobs.detect.starvation import BEGINS
 from torchobs.flight.metrics.totals import Word
