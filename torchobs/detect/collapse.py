@@ -21,12 +21,12 @@ LASTING = 50
 
 
 class Collapse(NamedTuple):
-    """Losses before and after; ``index``: the middle of the lowest ``LASTING`` of them."""
+    """Losses before and after; ``lowest_at``: the middle of the lowest ``LASTING`` of them."""
 
     first: float
     lowest: float
     last: float
-    index: int
+    lowest_at: int
 
 
 def collapse(losses: Sequence[float]) -> Collapse | None:

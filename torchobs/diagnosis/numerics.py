@@ -224,7 +224,7 @@ def collapsed(report: RankReport) -> Iterator[Finding]:
     if fall is None or not (steps[0].step == 1 or steps[0].new_model):
         return
     first, lowest, last = map(text_format.number, (fall.first, fall.lowest, fall.last))
-    at = losses[fall.index][0]
+    at = losses[fall.lowest_at][0]
     text = f"The loss is back at its first, {first}: around step {at:,} it was {lowest}, in the last {LASTING} steps {last}."
     hint = " Were weights lost or made anew, or do targets belong to other samples? A new task may look the same."
     yield Finding(WARNING, "collapsed", text + hint)
