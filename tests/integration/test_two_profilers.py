@@ -203,8 +203,8 @@ step()
 def test_tools_for_inference_beside_the_script_s_profiler() -> None:
     """Where torch's profiler is taken, what needs it says so in words."""
     ends_well("""
-from torchobs.tune.attention import kernels_of
-from torchobs.tune.peak_memory import peak_bytes
+from torchobs.tune.choices import kernels_of
+from torchobs.tune.comparison import peak_bytes
 with torch.profiler.profile() as own:
     step()
     assert peak_bytes(step, "cpu") is None

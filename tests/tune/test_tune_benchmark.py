@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
-from torchobs.tune.measurements import Benchmark, ModeResult, recommend
-from torchobs.tune.quartiles import Quartiles, quartiles
+from torchobs.tune.comparison import Benchmark, ModeResult, Quartiles, quartiles, recommend
 
 
 def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = True) -> ModeResult:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.tune.models import blocks
 from tests.tune.test_tune_plan import fingerprint
 from torchobs import tune
-from torchobs.tune.activations import Kept
+from torchobs.tune.techniques import Kept
 
 
 class Attending(nn.Module):

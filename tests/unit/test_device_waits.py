@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs.debug import memory, resources
-from torchobs.tune.peak_memory import synchronize
+from torchobs.tune.comparison import synchronize
 
 if TYPE_CHECKING:
     import pytest

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from torchobs.support.lazy import attach
 
 if TYPE_CHECKING:
-    from torchobs.tune.comparison import benchmark
+    from torchobs.tune.comparison import Benchmark, benchmark
     from torchobs.tune.devices import clear_cache, device, memory_fraction, memory_stats, seed
     from torchobs.tune.difference import NumericalDifferenceError
-    from torchobs.tune.measurements import Benchmark
     from torchobs.tune.plan import Plan, optimize, optimized
     from torchobs.tune.training import Pipeline, pipeline
 
 _HOMES: dict[str, str] = {
-    "Benchmark": "measurements",
+    "Benchmark": "comparison",
     "benchmark": "comparison",
     "NumericalDifferenceError": "difference",
     **dict.fromkeys(("clear_cache", "device", "memory_fraction", "memory_stats", "seed"), "devices"),

@@ -4,20 +4,147 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchobs.tune.activations import Kept, recomputed
-from torchobs.tune.attention import PreferredAttention
-from torchobs.tune.block_state import known_state, tried_state
-from torchobs.tune.decisions import Choice, Request, reclass_obstacle, skip, use
-from torchobs.tune.inference import DynamicQuantization, TorchaoQuantization, torchao_obstacle
-from torchobs.tune.techniques import FAILURES, Autocast, ChannelsLast, Checkpointing, Compilation, Flag, first_line, is_movable
+from torchobs.probes.core.torch_profiler import recorded
+from torchobs.support.result import Result
+from torchobs.tune.techniques import (
+    FAILURES,
+    Autocast,
+    ChannelsLast,
+    Checkpointing,
+    Compilation,
+    DynamicQuantization,
+    Flag,
+    Kept,
+    Reclassed,
+    TorchaoQuantization,
+    first_line,
+    is_movable,
+    known_state,
+    recomputed,
+    torchao_obstacle,
+    tried_state,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torchobs.tune.techniques import Technique
+
+
+@dataclass(frozen=True)
+class Decision(Result):
+    """One technique of a plan."""
+
+    technique: str
+    used: bool
+    reason: str
+    """what it does, or why it is not used"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision with what carries it out; nothing does where it is skipped, or concerns the optimizer or the loader."""
+
+    decision: Decision
+    technique: Technique | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is asked for."""
+
+    model: nn.Module
+    mode: str
+    level: str
+    device: torch.device
+    failed: Callable[[str, str], None]
+    """told the technique and the reason when it fails once it is applied"""
+    dtype: torch.dtype | None = None
+    """autocast's data type; None for the device's own"""
+    checkpoint: tuple[type[nn.Module], ...] = ()
+    """classes of the modules to checkpoint; empty for repeated blocks"""
+    activation_budget: int | None = None
+    """bytes of activations that the backward pass may need; None to checkpoint all blocks"""
+    attention: str | None = None
+    """kernel of scaled_dot_product_attention; None for torch's choice"""
+    quantize: str | None = None
+    """kind of quantisation"""
+    example: Any = None
+
+
+def skip(name: str, reason: str) -> Choice:
+    """Decide against a technique."""
+    return Choice(Decision(name, used=False, reason=reason))
+
+
+def use(name: str, reason: str, technique: Technique | None = None) -> Choice:
+    """Decide for a technique."""
+    return Choice(Decision(name, used=True, reason=reason), technique)
+
+
+def reclass_obstacle(module: nn.Module) -> str | None:
+    """Return why a module cannot be given a subclass of its class, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a TorchScript module's forward is fixed"
+    if "forward" in vars(module):
+        return "the module has a forward of its own beside its class's; another library has wrapped it"
+    return None
+
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_OPERATORS = {
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "memory_efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_attention_math": "math",
+    "aten::_scaled_dot_product_attention_math_for_mps": "math",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "aten::_native_multi_head_attention": "native_multi_head",
+}
+"""Operator as the profiler names it to the kernel's name; the last is what nn.MultiheadAttention does in evaluation mode"""
+
+
+class PreferredAttention(Reclassed):
+    """Runs a model's forward pass with one kernel of attention, and with ``math`` where that one cannot."""
+
+    def __init__(self, modules: Sequence[nn.Module], kernel: str) -> None:
+        super().__init__(modules)
+        self._kernels = list(dict.fromkeys((KERNELS[kernel], SDPBackend.MATH)))
+
+    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
+        """Return the forward pass within torch's own context manager."""
+        kernels = self._kernels
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with sdpa_kernel(kernels):
+                return kind.forward(self, *args, **kwargs)
+
+        return forward
+
+
+def kernels_of(function: Callable[[], object]) -> dict[str, int]:
+    """Return how often each kernel of attention ran during a call, as torch's profiler saw it.
+
+    Raises:
+        RuntimeError: another profiler runs, or the function starts one.
+    """
+    profiler = recorded("torchobs.tune, kernels of attention", function)
+    events = profiler.events() or ()
+    return dict(Counter(_OPERATORS[event.name] for event in events if event.name in _OPERATORS))
+
 
 TECHNIQUES = (
     "quantization",

@@ -2,32 +2,371 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import sys
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from operator import itemgetter
+from random import Random
+from statistics import quantiles
 from time import perf_counter
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._profiler import _EventType
 
 from torchobs import api, catalog
+from torchobs.probes.core.torch_profiler import ProfilerBusyError, recorded
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.kept_state import random_states_kept
+from torchobs.support.kept_state import Buffers, random_states_kept
 from torchobs.support.model_calls import call
+from torchobs.support.result import Result
 from torchobs.support.samplers import generators
-from torchobs.tune.copies import OthersGradients, copied, originals_kept
 from torchobs.tune.difference import outputs, pair_of
-from torchobs.tune.measurements import Benchmark, LeftOut, ModeResult, recommend
-from torchobs.tune.peak_memory import peak_bytes, synchronize
 from torchobs.tune.plan import Plan, optimize
-from torchobs.tune.progress import Progress
-from torchobs.tune.quartiles import quartiles
-from torchobs.tune.rounds import orders
 from torchobs.tune.techniques import FAILURES, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Quartiles(Result):
+    """The median of some values, and the quartiles between which the middle half of them lies."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Return the quartiles of two or more values, by linear interpolation between them."""
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return Quartiles(middle, low, high)
+
+
+def orders(count: int) -> Iterator[list[int]]:
+    """Yield each round's order of that many things: one by chance, then its reverse, and so on; the same ones in every call.
+
+    A step's place in its round has an effect of its own, 1 % or so. Randomised blocks (Fisher, The Design of Experiments, 1935)
+    have it meet all alike, and so each of two things comes before the other equally often.
+    """
+    chance = Random(0)  # noqa: S311  # an order is no secret
+    while True:
+        order = chance.sample(range(count), count)
+        yield order
+        yield order[::-1]
+
+
+_WIDTH = 24
+
+
+class Progress:
+    """Shows how much of some work is done, as a line of stderr that is written over and over.
+
+    Args:
+        wanted: True to show it whatever stderr is, False not to, None for a terminal alone.
+    """
+
+    def __init__(self, wanted: bool | None = None) -> None:  # noqa: FBT001  # handed on from a keyword
+        self._on = sys.stderr.isatty() if wanted is None else wanted
+        self._started = perf_counter()
+        self._shown = 0
+
+    def show(self, share: float, words: str) -> None:
+        """Show the share that is done, from 0 to 1, and what is being done."""
+        if not self._on:
+            return
+        filled = round(_WIDTH * min(1.0, max(0.0, share)))
+        line = (
+            f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {100 * share:3.0f} %  {perf_counter() - self._started:.0f} s  {words}"
+        )
+        sys.stderr.write(f"\r{line:<{self._shown}}")
+        sys.stderr.flush()
+        self._shown = len(line)
+
+    def end(self) -> None:
+        """Leave the line as it is and begin another."""
+        if self._shown:
+            sys.stderr.write("\n")
+            self._shown = 0
+
+
+@dataclass(frozen=True)
+class ModeResult(Result):
+    """One mode's measurements. Times are of one step, in seconds."""
+
+    mode: str
+    used: tuple[str, ...]
+    """techniques that really ran"""
+    step_s: Quartiles
+    speedup_factor: Quartiles
+    """first mode's time by this one's, of the same round"""
+    first_step_s: float
+    """the first step, compilation included; no other figure has it"""
+    peak_bytes: int | None
+    """most bytes allocated during one step, beyond those before it; None where torch does not tell"""
+    memory_savings: float | None
+    """share of the first mode's peak that this one does without; negative if it needs more"""
+    difference: float | None
+    """relative difference of outputs to float32 eager; None if the output has no floating tensor"""
+    accepted: bool
+    """the difference is within the plan's tolerance"""
+
+    @property
+    def is_noise(self) -> bool:
+        """Return whether 1 lies between the quartiles of the speed-up: faster in some rounds, slower in others."""
+        return self.speedup_factor.low <= 1.0 <= self.speedup_factor.high
+
+
+@dataclass(frozen=True)
+class LeftOut(Result):
+    """A mode that was not measured to the end."""
+
+    mode: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Benchmark(Result):
+    """Modes compared, and which to use."""
+
+    device: str
+    rounds: int
+    recommended: str
+    reason: str
+    modes: tuple[ModeResult, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    def __getitem__(self, mode: str) -> ModeResult:
+        """Return a mode's measurements."""
+        found = next((each for each in self.modes if each.mode == mode), None)
+        if found is None:
+            raise KeyError(f"{mode!r} was not measured; these were: {', '.join(each.mode for each in self.modes)}")
+        return found
+
+    def to_json(self) -> str:
+        """Return all of it as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def plot(self, path: str | os.PathLike[str]) -> str:
+        """Draw speed-ups with their quartiles, and memory, into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.
+
+        Raises:
+            ImportError: matplotlib is missing: ``pip install 'torchobs[report]'``.
+            OSError: the file cannot be written.
+            ValueError: another ending.
+        """
+        try:
+            from torchobs.tune import picture
+        except ModuleNotFoundError as missing:
+            raise ImportError(f"{missing.name} is missing: pip install 'torchobs[report]'") from None
+        names, speedups = [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
+        return str(picture.draw(names, speedups, [each.peak_bytes for each in self.modes], path))
+
+
+def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
+    """Return the mode to use, and why: the fastest of those that gain beyond noise with outputs within the tolerance."""
+    base, *others = modes
+    better = [each for each in others if each.accepted and each.speedup_factor.low > 1.0]
+    if better:
+        best = max(better, key=lambda each: each.speedup_factor.median)
+        return best.mode, f"{best.speedup_factor} times as fast as {base.mode}"
+    refused = [each.mode for each in others if not each.accepted and each.speedup_factor.low > 1.0]
+    if refused:
+        return base.mode, f"{', '.join(refused)}: faster, but with outputs too far from float32"
+    noise = [each.mode for each in others if each.is_noise]
+    if noise:
+        return base.mode, f"{', '.join(noise)}: the difference is within the noise"
+    return base.mode, "no other mode is faster"
+
+
+def copied(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, loss_fn: Callable[..., Any] | None
+) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
+    """Return copies of them that belong together; of a loss function if it is a module, or has one bound to it.
+
+    A tensor that a module keeps with its graph, as the weight of ``nn.utils.weight_norm``, is copied without it.
+    """
+    bound = _bound(loss_fn)
+    with _without_graphs([model, *bound]):
+        odd = {id(buffer): copy for module in (model, *bound) for buffer, copy in _odd_buffers(module)}
+        model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None), odd)
+    return model, optimizer, loss if bound else loss_fn
+
+
+def _odd_buffers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the buffers that ``deepcopy`` of torch cannot copy (CSR, nested), each with a copy."""
+    for buffer in module.buffers():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            yield buffer, buffer.detach().clone()
+
+
+@contextmanager
+def _without_graphs(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Give modules the values alone of the tensors that they computed and keep: torch copies none that has a graph."""
+    computed = [
+        (vars(module), name, value)
+        for model in models
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    ]
+    for owned, name, value in computed:
+        owned[name] = value.detach()
+    try:
+        yield
+    finally:
+        for owned, name, value in computed:
+            owned[name] = value
+
+
+@contextmanager
+def originals_kept(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
+    """Put back the buffers of the caller's model, and of modules that a loss function refers to, when the block ends."""
+    kept = [Buffers(module) for module in (model, *_referred(loss_fn))]
+    try:
+        yield
+    finally:
+        for buffers in kept:
+            buffers.put_back()
+
+
+class OthersGradients:
+    """Gradients of the tensors beneath a loss that are none of the copies': of what a loss function or a batch refers to."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._own = {id(tensor) for tensor in own}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+
+    def keep(self, loss: object) -> None:
+        """Set them aside, before the first backward pass from such a loss; later calls do nothing."""
+        if self._kept is not None or not isinstance(loss, torch.Tensor):  # which the backward pass says
+            return
+        self._kept = [(leaf, leaf.grad) for leaf in _leaves(loss) if id(leaf) not in self._own]
+        for leaf, _ in self._kept:
+            leaf.grad = None
+
+    def put_back(self) -> None:
+        """Give each its gradient again, or none."""
+        for leaf, gradient in self._kept or ():
+            leaf.grad = gradient
+
+
+def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors to which a backward pass adds gradients."""
+    if loss.is_leaf:
+        yield loss
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:
+        following = dict.fromkeys(each for each, _ in node.next_functions) if node is not None else {}
+        nodes += [each for each in following if each not in seen]
+        seen.update(following)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _bound(loss_fn: Any) -> list[nn.Module]:
+    """Return the modules of which a copy of the loss function has copies."""
+    if isinstance(loss_fn, partial):
+        parts = (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values())
+        return [module for part in parts for module in _bound(part)]
+    owner = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _referred(loss_fn: Any) -> list[nn.Module]:
+    """Return the modules that a function names, or that an object has as attributes."""
+    if isinstance(loss_fn, partial):
+        return _referred(loss_fn.func)
+    values: list[Any] = []
+    if inspect.isfunction(loss_fn) or inspect.ismethod(loss_fn):
+        with suppress(ValueError):  # a name without a value yet
+            named = inspect.getclosurevars(loss_fn)
+            values += [*named.nonlocals.values(), *named.globals.values()]
+    owner = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn
+    if not isinstance(owner, nn.Module):
+        values += getattr(owner, "__dict__", {}).values()
+    return list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done all that it was given. A CPU has."""
+    kind = device.partition(":")[0]
+    if kind in {"cuda", "xpu"}:
+        getattr(torch, kind).synchronize(device)  # which need not be the current one
+    elif kind == "mps":
+        torch.mps.synchronize()
+
+
+def peak_bytes(function: Callable[[], None], device: str) -> int | None:
+    """Return the most bytes that tensors on the device had during a call beyond those before it; None where torch cannot tell.
+
+    On CUDA and XPU by the allocator's own count, whose peak is reset; on a CPU by the allocations that torch's profiler
+    records. There the size of memory that was allocated before is not known: a call that frees some seems to need more.
+    """
+    kind = device.partition(":")[0]
+    if kind in {"cuda", "xpu"}:
+        module = getattr(torch, kind)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        function()
+        module.synchronize(device)
+        return int(module.max_memory_allocated(device) - before)
+    return _profiled_peak(function) if kind == "cpu" else None
+
+
+def _profiled_peak(function: Callable[[], None]) -> int | None:
+    try:
+        profiler = recorded("torchobs.tune, memory of a step", function, profile_memory=True)
+    except ProfilerBusyError:
+        return None
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    return None if results is None else _peak(_changes(results.experimental_event_tree()))
+
+
+def _changes(events: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return address and size of each allocation that the profiler saw, and with a size below 0 each free, as they came."""
+    found: list[tuple[int, int, int]] = []
+    pending = list(events)
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(found, key=itemgetter(0))]
+
+
+def _peak(changes: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes that were live at a time.
+
+    A free counts with the size that was allocated at its address since the beginning, and not if nothing was: torch keeps the
+    sizes of earlier profiles, whose memory was freed between them, and takes them for those of what is at the address now.
+    """
+    live: dict[int, int] = {}
+    current = most = 0
+    for address, size in changes:
+        current -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            current += size
+            most = max(most, current)
+    return most
+
 
 _BEGINNING = 0.5
 """Share of a budget within which modes are tried for the first time; the rest is for rounds"""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from torchobs.tune.quartiles import Quartiles
+    from torchobs.tune.comparison import Quartiles
 
 FORMATS = ("pdf", "png", "svg")
 _GAIN, _LOSS, _NOISE = "#2c8a5f", "#b3231d", "#7d8792"

@@ -12,11 +12,9 @@ import torch
 from torchobs import api, catalog
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Result
-from torchobs.tune.attention import KERNELS, kernels_of
-from torchobs.tune.choices import LEVELS, MODES, choose
-from torchobs.tune.decisions import Choice, Decision, Request
+from torchobs.tune.choices import KERNELS, LEVELS, MODES, Choice, Decision, Request, choose, kernels_of
 from torchobs.tune.difference import Difference, NumericalDifferenceError, compare, outputs, tolerance_of
-from torchobs.tune.inference import QUANTIZATIONS
+from torchobs.tune.techniques import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

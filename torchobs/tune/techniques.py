@@ -7,15 +7,28 @@ stays itself (names, state dict, hooks, identity), and a copy of it or its pickl
 from __future__ import annotations
 
 import copyreg
+import warnings
 from collections import Counter
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
+from torchobs.support.import_hooks import imported
+from torchobs.support.model_calls import call
+from torchobs.support.module_modes import training
+from torchobs.support.storages import storages, stored
+from torchobs.tune.difference import undisturbed
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 """What torch, out of memory included, and a model's own code raise in a mode that they cannot have"""
@@ -199,3 +212,216 @@ class Compilation:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message that has words."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:200]
+
+
+class Kept:
+    """Bytes of activations that one forward pass keeps for the backward pass; parameters and buffers are none.
+
+    ``by_block`` has for each of the blocks what recomputing it would save: all that is kept within it but its inputs.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> None:
+        self.total = 0
+        self.by_block = [0] * len(blocks)
+        self._within: list[tuple[int, set[int]]] = []
+        self._seen = {each.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for each in storages(tensor)}
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(model))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            for index, block in enumerate(blocks):
+                stack.callback(block.register_forward_pre_hook(self._entering(index), with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(self._leaving, always_call=True).remove)
+            call(model, example)
+
+    def _entering(self, index: int) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            inputs = {storage.data_ptr() for each in tensors for storage in storages(each)}
+            self._within.append((index, inputs))
+
+        return hook
+
+    def _leaving(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._within.pop()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        for storage in storages(tensor):
+            if storage.data_ptr() in self._seen:  # none is used again before the pass ends: the graph holds what is kept
+                continue
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+            if self._within and storage.data_ptr() not in self._within[-1][1]:
+                self.by_block[self._within[-1][0]] += storage.nbytes()
+        return tensor.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+
+
+def recomputed(kept: Kept, budget: int) -> tuple[list[int], int]:
+    """Return the indices of the blocks to recompute, the largest first and no more than needed, and what is kept at most then.
+
+    While one of them is recomputed, its own activations are there again: the largest of them counts.
+    """
+    chosen: list[int] = []
+    most = kept.total
+    for index in sorted(range(len(kept.by_block)), key=lambda index: -kept.by_block[index]):
+        if most <= budget or not kept.by_block[index]:
+            break
+        chosen.append(index)
+        saved = [kept.by_block[each] for each in chosen]
+        most = kept.total - sum(saved) + max(saved)
+    return sorted(chosen), most
+
+
+def known_state(blocks: Iterable[nn.Module]) -> str | None:
+    """Return what torch has in these blocks that a forward pass changes in training, by class; None if there is nothing."""
+    observers = imported("torch.ao.quantization.observer")
+    for module in (module for block in blocks for module in block.modules()):
+        if isinstance(module, _BatchNorm):
+            return "batch normalisation, whose statistics a second forward pass would update twice"
+        if isinstance(module, _NormBase) and module.track_running_stats:
+            return f"{type(module).__name__} with running statistics, which a second forward pass would update twice"
+        hooks = module._forward_pre_hooks.values()
+        if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
+            return "spectral normalisation, of which a second forward pass would have another weight"
+        if observers is not None and isinstance(module, observers.ObserverBase):
+            return "observers of quantisation, which a second forward pass would update twice"
+    return None
+
+
+def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> str | None:
+    """Return which block's buffers a forward pass in training mode changes, by trial; None if none does.
+
+    What the first pass alone fills (tables, first statistics) is the same after a second: two are done, without gradients, and
+    buffers, random states and modes are put back. State that is in no buffer is not seen.
+
+    Raises:
+        ValueError: parameters are not initialised yet, which a pass would do.
+    """
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError("parameters are not initialised yet")
+    with undisturbed(model), training(model), torch.no_grad():
+        call(model, example)
+        before = [{name: buffer.clone() for name, buffer in block.named_buffers()} for block in blocks]
+        call(model, example)
+        for block, values in zip(blocks, before, strict=True):
+            for name, buffer in block.named_buffers():
+                if name not in values or not _equal(values[name], buffer):
+                    return f"{type(block).__name__}'s buffer {name!r}, which a second forward pass would change again"
+    return None
+
+
+def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return True if two buffers hold the same, NaN in the same places: nothing has been written to such a one yet."""
+    mine, theirs = (x.unbind() if x.is_nested else stored(x) for x in (before, after))
+    return len(mine) == len(theirs) and all(map(_parts_equal, mine, theirs))
+
+
+def _parts_equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    if torch.equal(before, after):
+        return True
+    if before.shape != after.shape or not (before.is_floating_point() or before.is_complex()):
+        return False
+    return bool(((before == after) | (before.isnan() & after.isnan())).all())
+
+
+QUANTIZATIONS = ("dynamic", "torchao_int8", "torchao_int8_weights")
+
+
+class DynamicQuantization(Reclassed):
+    """Computes linear layers in 8-bit integers by torch.ao; inputs are quantised anew at each call.
+
+    The float32 weights stay where they are, for ``undo`` and the state dict: it saves time, and no memory.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        self._quantized: dict[int, tuple[tuple[tuple[int, int], ...], Any]] = {}
+
+    def apply(self) -> None:
+        """Quantise weights that changed since the last time, and take over the forward pass."""
+        for module in self._modules:
+            self._current(module)
+        super().apply()
+
+    def _current(self, module: nn.Module) -> Any:
+        """Return the layer in integers, made anew if its weight or bias is another than the last time."""
+        made_of = tuple((id(each), each._version) for each in (module.weight, module.bias) if isinstance(each, torch.Tensor))
+        known = self._quantized.get(id(module))
+        if known is None or known[0] != made_of:
+            known = self._quantized[id(module)] = (made_of, _quantized_linear(module))
+        return known[1]
+
+    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
+        """Return a forward pass that is quantised where nothing asks for gradients."""
+        current = self._current
+
+        def forward(self: nn.Module, input: torch.Tensor) -> Any:  # noqa: A002  # nn.Linear's name for it
+            if torch.is_grad_enabled() or input.dtype is not torch.float32:
+                return kind.forward(self, input)
+            return current(self)(input)  # a state dict may have been loaded, or a step been taken, since
+
+        return forward
+
+
+def _quantized_linear(module: nn.Module) -> Any:
+    from torch.ao.nn.quantized.dynamic import Linear
+    from torch.ao.quantization import default_dynamic_qconfig
+
+    with warnings.catch_warnings(), torch.random.fork_rng([]):  # constructors of layers draw first weights
+        twin = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)  # type: ignore[arg-type]
+        twin.load_state_dict({name: tensor.detach() for name, tensor in module.state_dict().items()})
+        twin.qconfig = default_dynamic_qconfig  # type: ignore[assignment]
+        warnings.simplefilter("ignore")  # that torch will give this up is said in the plan's reason
+        return Linear.from_float(twin)  # type: ignore[no-untyped-call]
+
+
+def torchao_obstacle() -> str | None:
+    """Return why torchao cannot be imported, or None: each of its releases fits few of torch's."""
+    try:
+        with torch.random.fork_rng([]):  # its import draws random numbers
+            from torchao import quantization  # noqa: F401
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
+
+
+class TorchaoQuantization:
+    """Puts torchao's quantised parameters in the place of these linear layers' own, and these back again."""
+
+    def __init__(self, model: nn.Module, kind: str, linear: Sequence[nn.Module]) -> None:
+        self._model, self._kind, self._linear = model, kind, linear
+        self._before: list[tuple[nn.Module, nn.Parameter]] = []
+        self._after: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        self._added: list[tuple[nn.Module, set[str]]] = []
+
+    def apply(self) -> None:
+        """Quantise, unless no weight changed since the last time."""
+        self._before = [(module, module.weight) for module in self._linear]  # type: ignore[misc]
+        versions = [weight._version for _, weight in self._before]
+        if versions == self._versions:
+            for (module, _), weight in zip(self._before, self._after, strict=True):
+                module._parameters["weight"] = weight
+            return
+        from torchao import quantization
+
+        names = [(module, set(vars(module))) for module, _ in self._before]
+
+        config = (
+            quantization.Int8DynamicActivationInt8WeightConfig()
+            if self._kind == "torchao_int8"
+            else quantization.Int8WeightOnlyConfig()
+        )
+        chosen = set(self._linear)
+        quantization.quantize_(self._model, config, filter_fn=lambda module, _: module in chosen)
+        self._added = [(module, set(vars(module)) - before) for module, before in names]
+        self._versions, self._after = versions, [module.weight for module, _ in self._before]  # type: ignore[misc]
+
+    def undo(self) -> None:
+        """Give each layer its own parameter back, the same object, unless it was given another one since."""
+        for (module, weight), ours in zip(self._before, self._after, strict=True):
+            if module._parameters["weight"] is ours:
+                module._parameters["weight"] = weight
+        for module, names in self._added:
+            for name in names:  # a representation of their own
+                vars(module).pop(name, None)

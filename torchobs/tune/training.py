@@ -4,32 +4,218 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from torchobs.support.arguments import is_whole
+from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.collectives import gradient_sync
-from torchobs.support.model_calls import call
-from torchobs.tune import batches as of_loader
-from torchobs.tune import checkpoint_file, distribution
-from torchobs.tune.choices import amp_dtype
+from torchobs.support.import_hooks import imported
+from torchobs.support.model_calls import call, rebuilt
+from torchobs.support.samplers import samplers
+from torchobs.tune import checkpoint_file
+from torchobs.tune.choices import amp_dtype, outermost, repeated_blocks
 from torchobs.tune.difference import described, pair_of
-from torchobs.tune.pipeline_arguments import OPTIMIZERS, check_names, check_numbers
 from torchobs.tune.plan import model_device, optimize
-from torchobs.tune.schedule import Schedule
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection
 
-    from torchobs.tune.distribution import Wrapped
+    from torch.optim import Optimizer
+
+    Wrapped = bool | type[nn.Module] | Collection[type[nn.Module]]
+    import os
+    from collections.abc import Iterator
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+SCHEDULERS = ("constant", "cosine", "linear", "plateau")
+
+
+def check_names(optimizer: object, scheduler: object, amp: object, ddp: object) -> None:
+    """Raise ValueError for a name that is unknown, or a type that autocast does not compute in."""
+    for what, name, known in (("optimizer", optimizer, OPTIMIZERS), ("scheduler", scheduler, SCHEDULERS)):
+        if not isinstance(name, str) or name not in known:
+            given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
+            raise ValueError(f"unknown {what} {given}: use one of {', '.join(known)}")
+    if amp not in {"auto", True, False, torch.bfloat16, torch.float16}:
+        raise ValueError(f"amp is 'auto', True, False, torch.bfloat16 or torch.float16, not {amp!r}")
+    if ddp not in {"auto", True, False}:
+        raise ValueError(f"ddp is 'auto', True or False, not {ddp!r}")
+
+
+def check_numbers(  # one argument for each number
+    lr: object, accumulate: object, warmup_steps: object, total_steps: object, max_grad_norm: object
+) -> None:
+    """Raise ValueError for a number out of its range, or what is none."""
+    for what, value, least, optional in (
+        ("accumulate", accumulate, 1, False),
+        ("warmup_steps", warmup_steps, 0, False),
+        ("total_steps", total_steps, 1, True),
+    ):
+        if not (optional and value is None) and not (is_whole(value) and value >= least):  # type: ignore[operator]
+            raise ValueError(f"{what} is a whole number, at least {least}, not {value!r}")
+    for what, value in (("lr", lr), ("max_grad_norm", max_grad_norm)):
+        if value is not None and not (is_number(value) and value >= 0):  # type: ignore[operator]
+            raise ValueError(f"{what} is a number, 0 or more, not {value!r}")
+    if max_grad_norm == 0:
+        raise ValueError("max_grad_norm is above 0, or None to clip nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the scheduler of a pipeline does, by its name and the steps over which the rate first rises."""
+
+    name: str
+    warmup_steps: int
+
+    @property
+    def ends(self) -> bool:
+        """True if the rate depends on the number of steps in all."""
+        return self.name in {"cosine", "linear"}
+
+    def scheduler(self, optimizer: Optimizer, total_steps: Callable[[], int | None]) -> LRScheduler:
+        """Return torch's scheduler of an optimizer."""
+        if self.name != "plateau":
+            return LambdaLR(optimizer, lambda step: self.factor(total_steps(), step))
+        for group in optimizer.param_groups:
+            group["lr"] *= self._warmup(0)
+        return ReduceLROnPlateau(optimizer)
+
+    def factor(self, total_steps: int | None, step: int) -> float:
+        """Return the factor of the learning rate at a step, from 0."""
+        if step < self.warmup_steps or step == 0 or not self.ends:
+            return self._warmup(step)
+        if total_steps is None:
+            raise ValueError(f"scheduler {self.name!r} ends at a step: pass total_steps to tune.pipeline(), or use fit()")
+        progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        return (1 + math.cos(math.pi * progress)) / 2 if self.name == "cosine" else 1 - progress
+
+    def warm_up(self, optimizer: Optimizer, step: int) -> None:
+        """Raise the rates after a step as a ``LambdaLR`` would: relative to what they are, which a plateau may have lowered."""
+        if step <= self.warmup_steps:
+            for group in optimizer.param_groups:
+                group["lr"] *= self._warmup(step) / self._warmup(step - 1)
+
+    def _warmup(self, step: int) -> float:
+        return min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+
+def length(loader: Any) -> int | None:
+    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers that shuffle by the number of the epoch, as a ``DistributedSampler`` does."""
+    for sampler in samplers(loader):
+        if callable(told := getattr(sampler, "set_epoch", None)):
+            told(epoch)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on the device, in whatever lists, tuples, mappings and dataclasses they are."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, PackedSequence):
+        packed: Any = value
+        return packed.to(device)  # the sizes of its batches stay on the host
+    return rebuilt(value, lambda part: moved(part, device))
+
+
+def check_sharding(model: nn.Module, fsdp: Wrapped, *, ddp: str | bool, compiled: bool) -> None:
+    """Raise ValueError for classes that the model has not, and for what cannot be had together with sharding."""
+    if fsdp is False:
+        return
+    _blocks(model, fsdp)
+    if ddp is True:
+        raise ValueError("fsdp replaces ddp: leave out ddp=True")
+    if compiled:
+        raise ValueError("fsdp and compile=True: gathering parameters breaks the graph at each block; leave out compile")
+
+
+def distribute(model: nn.Module, *, ddp: str | bool, fsdp: Wrapped, dtype: torch.dtype | None) -> nn.Module:
+    """Return the model as the ranks train it: sharded in place, in DDP, or as it is where there is one rank."""
+    launched = distributed.is_available() and (distributed.is_initialized() or distributed.is_torchelastic_launched())
+    if is_sharded(model) or not (launched if ddp == "auto" or fsdp else ddp):
+        return model
+    if not distributed.is_initialized():
+        try:
+            distributed.init_process_group()
+        except ValueError as error:  # torch's own names the variable that is missing
+            words = "ranks are started by torchrun, or call torch.distributed.init_process_group() first"
+            raise ValueError(f"ddp=True needs a process group: {words} ({error})") from error
+    if distributed.get_world_size() == 1:
+        return model
+    if fsdp:
+        _shard(model, fsdp, dtype)
+        return model
+    device = model_device(model)
+    return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if ``fully_shard`` was given the model."""
+    fsdp = imported("torch.distributed.fsdp")  # its import takes long, and who has not imported it has sharded nothing
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def _shard(model: nn.Module, wrapped: Wrapped, dtype: torch.dtype | None) -> None:
+    """Shard blocks and root over all ranks; compute in ``dtype``, average gradients in float32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    blocks = _blocks(model, wrapped)
+    mesh = init_device_mesh(model_device(model).type, (distributed.get_world_size(),))
+    reduce = None if dtype is None else torch.float32
+    for block in reversed([module for module in model.modules() if module in blocks and module is not model]):
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce))  # children first
+    # the loss is computed in float32, as of autocast's outputs it should be
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, output_dtype=reduce))
+
+
+def _blocks(model: nn.Module, wrapped: Wrapped) -> set[nn.Module]:
+    if wrapped is True:
+        return set(outermost(repeated_blocks(model)))
+    kinds = tuple(wrapped) if isinstance(wrapped, (tuple, list, set, frozenset)) else (wrapped,)
+    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise ValueError(f"fsdp is True, False, or module classes, not {wrapped!r}")
+    blocks = {module for module in model.modules() if isinstance(module, kinds)}
+    if not blocks:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"the model has no module of the classes that fsdp names ({names}): fsdp=True finds repeated blocks")
+    return blocks
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise RuntimeError for a model of which each rank has shards: a checkpoint is one process's file."""
+    if is_sharded(model):
+        raise RuntimeError("the model is sharded by FSDP: torch.distributed.checkpoint saves and loads it")
+
+
+def mean_of_ranks(value: float, model: nn.Module, device: torch.device) -> float:
+    """Return the mean over the ranks that train the model together: what each decides by it, is the same. All ranks call it."""
+    if not isinstance(model, DistributedDataParallel) and not is_sharded(model):
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    distributed.all_reduce(total)
+    return float(total) / distributed.get_world_size()
 
 
 class Pipeline:
@@ -98,7 +284,7 @@ class Pipeline:
             raise TypeError(f"a {type(self.scheduler).__name__} takes no metric: it steps after each of the optimizer's steps")
         if not isinstance(metric, SupportsFloat) or (isinstance(metric, torch.Tensor) and metric.numel() != 1):
             raise ValueError(f"a plateau's metric is a number, not {described(metric)}")
-        self.scheduler.step(distribution.mean_of_ranks(float(metric), self.model, self.device))
+        self.scheduler.step(mean_of_ranks(float(metric), self.model, self.device))
 
     def _check_schedule(self) -> None:
         """Raise ValueError if the rate is not known, before the model has changed and not after its first steps."""
@@ -145,7 +331,7 @@ class Pipeline:
         if not (is_whole(epochs) and is_whole(every) and every >= 0):
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
         self._check_place(checkpoint)  # now, and not after an epoch
-        batches = of_loader.length(loader)
+        batches = length(loader)
         self._plan_steps(epochs, batches)
         self.model.train()
         losses = []
@@ -203,7 +389,7 @@ class Pipeline:
             OSError: the file cannot be written.
             RuntimeError: the model is sharded by FSDP: ``torch.distributed.checkpoint`` saves what each rank has.
         """
-        distribution.check_whole(self.model)
+        check_whole(self.model)
         if _rank():
             return
         counts: dict[str, int | None] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
@@ -213,7 +399,7 @@ class Pipeline:
 
     def _check_place(self, checkpoint: str | os.PathLike[str] | None) -> None:
         if checkpoint is not None:
-            distribution.check_whole(self.model)
+            check_whole(self.model)
             if not _rank():
                 checkpoint_file.check_place(checkpoint)
 
@@ -225,7 +411,7 @@ class Pipeline:
             ValueError: it is no checkpoint of a pipeline, damaged, or of one with another optimizer or other parts.
             RuntimeError: it is of another model, or this one is sharded by FSDP.
         """
-        distribution.check_whole(self.model)
+        check_whole(self.model)
         parts = self._parts()
         state = checkpoint_file.load(path, self.device)
         checkpoint_file.check(state, parts, path)
@@ -244,7 +430,7 @@ class Pipeline:
         return {"model": inner, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
     def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
-        inputs, target = of_loader.moved(pair_of(batch), self.device)
+        inputs, target = moved(pair_of(batch), self.device)
         with gradient_sync(self.model, on=last):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
                 loss: Any = loss_fn(call(self.model, inputs), target)
@@ -274,7 +460,7 @@ class Pipeline:
     @property
     def _autocasts(self) -> bool:
         """FSDP's policy of mixed precision is in autocast's place: it gathers parameters in that type."""
-        return self.dtype is not None and not distribution.is_sharded(self.model)
+        return self.dtype is not None and not is_sharded(self.model)
 
     def _epoch_groups(self, loader: Any, loss_fn: LossFunction) -> Iterator[None]:
         """Train on the rest of an epoch; yield after each of the optimizer's steps."""
@@ -290,7 +476,7 @@ class Pipeline:
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         """Return the epoch's batches without as many as are done: the very same ones if the loader keeps its order."""
-        of_loader.set_epoch(loader, self.epoch)
+        set_epoch(loader, self.epoch)
         if not self._batches_done:
             self._loss_sum = torch.zeros((), device=self.device)
         batches: Iterator[Any] = iter(loader)
@@ -354,11 +540,11 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         raise TypeError(f"tune.pipeline() takes a torch.nn.Module, not {type(model).__name__}")
     check_names(optimizer, scheduler, amp, ddp)
     check_numbers(lr, accumulate, warmup_steps, total_steps, max_grad_norm)
-    distribution.check_sharding(model, fsdp, ddp=ddp, compiled=compile)
+    check_sharding(model, fsdp, ddp=ddp, compiled=compile)
     dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
     if compile:
         optimize(model, mode="compile").apply()
-    trained = distribution.distribute(model, ddp=ddp, fsdp=fsdp, dtype=dtype)
+    trained = distribute(model, ddp=ddp, fsdp=fsdp, dtype=dtype)
     return Pipeline(
         trained,
         OPTIMIZERS[optimizer](trained.parameters(), lr=lr, **optimizer_options),  # type: ignore[call-arg]
