@@ -8,30 +8,35 @@ from torchobs.support.lazy import attach
 
 if TYPE_CHECKING:
     from torchobs.guard.contracts import Contract, ContractError, PendingCheck, validate_inputs
-    from torchobs.guard.errors import LossSpikeError, NonFiniteLossError
-    from torchobs.guard.inference import InferenceResult, safe_inference
-    from torchobs.guard.model_files import FileScan, UnsafeFileError, load, scan_file
+    from torchobs.guard.model_files import FileScan, UnsafeFileError, WrongFileError, load, scan_file, verify
     from torchobs.guard.models import LayerReport, ModelReport, check_model
-    from torchobs.guard.outputs import Drift, NonFiniteOutputError, OutputReport, check_outputs, sanitize_outputs
-    from torchobs.guard.published import WrongFileError, verify
+    from torchobs.guard.outputs import (
+        Drift,
+        InferenceResult,
+        NonFiniteOutputError,
+        OutputReport,
+        check_outputs,
+        safe_inference,
+        sanitize_outputs,
+    )
+    from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity
     from torchobs.guard.recovery import Recovery
     from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
     from torchobs.guard.resource_usage import ResourceGuard, ResourceReport, Usage, resources
-    from torchobs.guard.severity import Category, Severity
     from torchobs.guard.tensor_values import Violation
 
 _HOMES: dict[str, str] = {
     **dict.fromkeys(("Contract", "ContractError", "PendingCheck", "validate_inputs"), "contracts"),
-    **dict.fromkeys(("LossSpikeError", "NonFiniteLossError"), "errors"),
-    **dict.fromkeys(("InferenceResult", "safe_inference"), "inference"),
+    **dict.fromkeys(("LossSpikeError", "NonFiniteLossError"), "record"),
+    **dict.fromkeys(("InferenceResult", "safe_inference"), "outputs"),
     **dict.fromkeys(("FileScan", "UnsafeFileError", "load", "scan_file"), "model_files"),
     **dict.fromkeys(("LayerReport", "ModelReport", "check_model"), "models"),
     **dict.fromkeys(("Drift", "NonFiniteOutputError", "OutputReport", "check_outputs", "sanitize_outputs"), "outputs"),
-    **dict.fromkeys(("WrongFileError", "verify"), "published"),
+    **dict.fromkeys(("WrongFileError", "verify"), "model_files"),
     "Recovery": "recovery",
     **dict.fromkeys(("BadBatch", "RecoveryPolicy", "StepOutcome"), "recovery_policy"),
     **dict.fromkeys(("ResourceGuard", "ResourceReport", "Usage", "resources"), "resource_usage"),
-    **dict.fromkeys(("Category", "Severity"), "severity"),
+    **dict.fromkeys(("Category", "Severity"), "record"),
     "Violation": "tensor_values",
 }
 """Public name to the module that defines it"""

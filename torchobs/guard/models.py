@@ -11,8 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchobs import catalog
-from torchobs.guard.record import count, record
-from torchobs.guard.severity import Category, Severity
+from torchobs.guard.record import Category, Severity, count, record
 from torchobs.guard.tensor_values import dense_values
 from torchobs.support.result import Result
 

@@ -1,7 +1,9 @@
-"""Outputs of a model: refuse or replace what is not finite, and look for predictions that say nothing or have drifted."""
+"""Outputs of a model: refused or replaced where they are not finite, judged as a distribution; safe_inference."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, isfinite, isnan, log
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -9,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 
 from torchobs import catalog
+from torchobs.guard.batches import free_memory
 from torchobs.guard.contracts import Contract
-from torchobs.guard.record import count, record
-from torchobs.guard.severity import Category, Severity
+from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record
 from torchobs.guard.tensor_values import dense_values, rounded
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.model_calls import SEQUENCES, parts_of, with_parts
@@ -19,6 +21,7 @@ from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
 
 T = TypeVar("T")
 _SUM_ERROR = 1e-3
@@ -276,3 +279,69 @@ def _shares(cuts: torch.Tensor, values: torch.Tensor) -> Iterator[float]:
 
 def _psi_term(expected: float, found: float) -> float:
     return (found - expected) * log(found / expected) if isfinite(found) else 0.0
+
+
+@dataclass(frozen=True)
+class InferenceResult(Result):
+    """What :func:`safe_inference` returns."""
+
+    success: bool
+    data: Any
+    """the output; None without success"""
+    error: Exception | None
+    attempts: int
+    severity: Severity
+    category: Category | None
+    """what the error is about; None if there was none"""
+
+
+def safe_inference(model: Callable[..., Any], x: Any, max_retries: int = 3, *, backoff_s: float = 0.1) -> InferenceResult:
+    """Call a model for its output, without gradients, and return what became of it instead of raising.
+
+    What may be better next time is tried again: an out-of-memory error after freeing cached memory, a transient error of input
+    or output. An output that is not finite is no success, and is not tried again.
+
+    Args:
+        model: called with ``x``, or with ``**x`` for a mapping. A module is called in the mode that it is in.
+        x: the input.
+        max_retries: further attempts after the first.
+        backoff_s: wait before the first of them in seconds; doubled each time.
+
+    Raises:
+        ValueError: ``max_retries`` or ``backoff_s`` is negative, or no number.
+        TypeError: the model cannot be called.
+    """
+    if not is_whole(max_retries) or max_retries < 0:
+        raise ValueError(f"max_retries is {max_retries!r}; it is a whole number, 0 or more")
+    if not (is_number(backoff_s) and 0 <= backoff_s < inf):
+        raise ValueError(f"backoff_s is {backoff_s!r}; it is a time in seconds, 0 or more")
+    if not callable(model):
+        raise TypeError(f"model is {type(model).__name__}, which cannot be called")
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            with torch.no_grad():  # tables that a first pass makes, in inference mode, would break a training that comes after
+                data = model(**x) if isinstance(x, Mapping) else model(x)
+            sanitize_outputs(data)
+        except NonFiniteOutputError as error:
+            return _failed(error, attempt, Category.NUMERICS)
+        except Exception as error:  # noqa: BLE001  # returned to the caller, who asked for that
+            category = category_of(error)
+            if attempt > max_retries or not (category is Category.MEMORY or is_transient(error)):
+                return _failed(error.with_traceback(None), attempt, category)
+            _record_action(category, Severity.INFO, "retry", error)
+        else:
+            return InferenceResult(True, data, None, attempt, Severity.INFO if attempt == 1 else Severity.WARNING, None)  # noqa: FBT003
+        free_memory()
+        time.sleep(backoff_s * 2 ** (attempt - 1))
+
+
+def _failed(error: Exception, attempts: int, category: Category) -> InferenceResult:
+    _record_action(category, Severity.ERROR, "return", error)
+    return InferenceResult(success=False, data=None, error=error, attempts=attempts, severity=Severity.ERROR, category=category)
+
+
+def _record_action(category: Category, severity: Severity, action: str, error: Exception) -> None:
+    count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
+    record(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)

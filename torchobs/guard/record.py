@@ -1,14 +1,46 @@
-"""Records what the guard found and did as events and metrics of the run, each with its category and severity."""
+"""Records what the guard found and did, each with its category and severity; the errors that it raises and knows."""
 
 from __future__ import annotations
 
+import errno
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from torchobs import api, catalog
-from torchobs.guard.severity import Category, Severity
 
 if TYPE_CHECKING:
     from torchobs.catalog import Event, Metric
+
+
+class Severity(Enum):
+    """How bad it is, in OpenTelemetry's words."""
+
+    INFO = "info"
+    """nothing was lost: an operation was repeated and worked"""
+    WARNING = "warning"
+    """something was lost and training went on: a batch, a step"""
+    ERROR = "error"
+    """a budget is spent, and the original error was raised"""
+
+
+class Category(Enum):
+    """What an error is about. By the exception's type, never by words of its message."""
+
+    MEMORY = "memory"
+    """a device or the machine ran out of memory"""
+    NUMERICS = "numerics"
+    """a loss, a gradient or an output is not finite, or has exploded"""
+    DATA = "data"
+    """a sample or a batch cannot be read or used"""
+    IO = "io"
+    """a file system or network failed, perhaps for a moment"""
+    CONTRACT = "contract"
+    """a tensor is not what was agreed"""
+    RESOURCES = "resources"
+    """a limit of processor, memory or disk is near"""
+    FILE = "file"
+    """a model file is suspicious or damaged"""
+    OTHER = "other"
 
 
 def record(event: Event, category: Category, severity: Severity, **attributes: object) -> None:
@@ -30,3 +62,40 @@ def found_wrong(by: str, verdict: str, reason: str, severity: Severity = Severit
 def text_of(name: str) -> str:
     """Return a file's name for a message; one that would steer a terminal as Python writes it."""
     return name if name.isprintable() else repr(name)
+
+
+TRANSIENT_ERRNOS = frozenset(
+    getattr(errno, name)
+    for name in ("EAGAIN", "EBUSY", "EIO", "EINTR", "ESTALE", "ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "EHOSTUNREACH")
+    if hasattr(errno, name)
+)
+"""Errors of a file system or network that may be gone the next time (errno(3))"""
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss, or a gradient, is NaN or infinite."""
+
+
+class LossSpikeError(ArithmeticError):
+    """A loss is far above what its recent past makes likely."""
+
+
+def category_of(error: BaseException) -> Category:
+    """Return what an error is about, by its type."""
+    import torch  # files and resources are looked at without it
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return Category.MEMORY
+    if isinstance(error, OSError):
+        return Category.IO
+    if isinstance(error, ArithmeticError):
+        return Category.NUMERICS
+    if isinstance(error, (ValueError, TypeError, LookupError, EOFError)):
+        return Category.DATA
+    return Category.OTHER
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return True for an error of input or output that may be gone the next time."""
+    passing = (ConnectionError, TimeoutError, InterruptedError, BlockingIOError)
+    return isinstance(error, passing) or (isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS)

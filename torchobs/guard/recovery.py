@@ -19,10 +19,8 @@ import torch
 from torchobs import catalog
 from torchobs.detect.spikes import LossBaseline
 from torchobs.guard.batches import PartSize, free_memory, on_cpu, parts_of, samples_in
-from torchobs.guard.errors import LossSpikeError, NonFiniteLossError, is_transient
-from torchobs.guard.record import count, record
+from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, count, is_transient, record
 from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
-from torchobs.guard.severity import Category, Severity
 from torchobs.guard.snapshots import Snapshot
 from torchobs.support.arguments import is_number
 from torchobs.support.collectives import gradient_sync, greatest, is_shared

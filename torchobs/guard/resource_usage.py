@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from torchobs import catalog
-from torchobs.guard.record import count, record
-from torchobs.guard.severity import Category, Severity
+from torchobs.guard.record import Category, Severity, count, record
 from torchobs.probes.memory.allocators import used_devices
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
