@@ -218,26 +218,6 @@ def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
     assert sent == [("0", 100), ("0-00000001", 13)]
 
 
-def test_requests_are_cut_to_what_receivers_take(
-    flight_dir: Path, receiver: Receiver, file: File, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most so many points each; nothing is lost between two of them, nor where a rank's points are cut."""
-    monkeypatch.setattr("torchobs.exporter.otlp.messages.MOST_ITEMS", {"metrics": 100})
-    for number in range(400):
-        file.set(user("my.c"), 1, USER, number=number)
-    file.save()
-    for seed in range(2, 20):
-        File(flight_dir, seed=seed, rank=seed).save()
-    with Pushing(flight_dir, only_metrics(receiver)) as pushing:
-        pushing.look(1.0)
-        counts = pushing.push.counts["metrics"]
-    sizes = [len([*points([request])]) for request in receiver.taken]
-    assert max(sizes) == 100
-    assert sum(sizes) == counts.sent
-    numbers = [one.attributes["number"] for one in points(receiver.taken) if one.metric.name == "my.c"]
-    assert sorted(numbers) == [*range(400)]
-
-
 def test_the_catalog_s_own_names_cannot_be_forged(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """What the exporter says of a rank, the file cannot; and an application's instrument takes no name of ours."""
     file.set(catalog.RANK_UP, 7.0)

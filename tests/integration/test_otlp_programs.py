@@ -87,6 +87,9 @@ def test_the_collector_gets_what_was_recorded(
         "OTEL_METRIC_EXPORT_INTERVAL": "3600000",  # its own metrics are the last of all that it pushes, and come at its end
     }
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
+    run = identifiers.SpanIds(writer.header).run
+    begun = {"k": "span_start", "name": catalog.SPAN_RUN.name, "t0": writer.header.wall_ns, "flags": 1, "scope": ["torchobs"]}
+    writer.events.append({**begun, "trace_id": run.trace, "span_id": run.span})
     train(writer, range(1, 4))
     shown = live_span(writer, 2)
     exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
@@ -114,26 +117,6 @@ def test_the_collector_gets_what_was_recorded(
         file.close()
     complaints = [line for line in exporter.log.splitlines() if "level=error" in line or "level=warn" in line]
     assert [line for line in complaints if "does not answer within 2 s" not in line] == []  # which a busy machine may not
-
-
-@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_an_anomaly_is_there_within_ten_seconds(
-    collector: Collector, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, protocol: str
-) -> None:
-    """With the intervals that everybody has: the record waits neither for those of metrics nor for those of spans."""
-    endpoint = collector.grpc if protocol == "grpc" else collector.http
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
-    writer = live_rank(flight_dir)
-    train(writer, range(1, 4))
-    start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
-    wait_until(lambda: collector.resources("metrics"))
-    happened_s = time.monotonic()
-    writer.event(catalog.EVENT_ANOMALY.name, {"kind": "loss_spike", "value": 3.5}, 3)
-    train(writer, range(4, 5))
-    wait_until(lambda: sent_logs(collector), timeout_s=10.0 - (time.monotonic() - happened_s))
-    ((_, record),) = sent_logs(collector)
-    assert record["eventName"] == catalog.EVENT_ANOMALY.name
-    writer.close()
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

@@ -116,18 +116,6 @@ def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: Fil
     assert run.trace_id.hex() == identifiers.trace_id(file.header)
 
 
-def test_an_exporter_that_starts_again_sends_the_same_spans(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """What is still in the ring comes twice, as what it is: no identifier is new."""
-    for number in range(1, 6):
-        file.writer.events.append(frame(number, 0.1, 0.2))
-    file.save()
-    for _ in range(2):
-        with Pushing(flight_dir, only_traces(receiver)) as pushing:
-            pushing.look(1.0)
-    first, second = ([span.span_id for span in spans([request])] for request in receiver.taken)
-    assert first == second
-
-
 HOSTILE: tuple[dict[str, object], ...] = (
     {"trace_id": "zz"}, {"span_id": 5}, {"trace_id": "A" * 32}, {"t0": -1, "t1": 1 << 80}, {"attrs": [1]},
     {"events": [7, [None]]},
@@ -228,19 +216,6 @@ def test_segments_are_sent_as_they_end_and_the_last_is_completed(
         "torchobs.segment.epoch": 1, "torchobs.segment.part": 1, "torchobs.segment.reason": "lost",
     }  # fmt: skip
     assert last.trace_id.hex() != first.trace_id.hex() != run.trace_id.hex()
-
-
-def test_a_segment_whose_start_is_lost_is_left_out(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """Nobody knows when it began: no span of weeks is made up for a rank that was killed after weeks."""
-    file.beat(3 * 3600.0)
-    file.save()
-    with Pushing(flight_dir, only_traces(receiver)) as pushing:
-        pushing.look(3 * 3600.0 + 0.1)
-        file.writer.events.append(frame(1, 3 * 3600.0, 3 * 3600.0 + 0.2))
-        file.save()
-        file.release()
-        pushing.look(3 * 3600.0 + 4.0)
-    assert [span.name for span in spans(receiver.taken)] == ["work 1"]
 
 
 LOGS, METRICS, TRACES = "/v1/logs", "/v1/metrics", "/v1/traces"

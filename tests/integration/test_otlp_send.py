@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 import socket
 import ssl
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import formatdate
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -29,7 +26,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from tests.exporters import Service, start_program
 from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, to
-from tests.rank_files import File, live_rank, train
+from tests.rank_files import File, live_rank, live_span, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import certify
 from torchobs.catalog import Kind, Metric
@@ -56,7 +53,7 @@ class Misbehaving:
         return next(self._answers, Answer())
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
 def test_what_may_be_sent_again_is(flight_dir: Path, file: File, status: int) -> None:
     """The same request, once more; the failure is counted, nothing is dropped."""
     file.save()
@@ -124,27 +121,6 @@ def test_a_rank_that_is_refused_costs_the_others_nothing(
     assert counts.sent == recorded(counts) - sum(again)
     (line,) = (record.message for record in caplog.records if "refuses" in record.message)
     assert line.startswith("OTLP metrics: the receiver refuses those of job gpt, run run-1, rank 1: 400 ")
-
-
-@pytest.mark.parametrize("as_date", [False, True])
-def test_a_receiver_may_say_when_to_come_again(flight_dir: Path, file: File, as_date: bool) -> None:  # noqa: FBT001  # a case
-    """In seconds or as a date; no attempt is made before."""
-    file.save()
-    clock = Fast(20.0)
-
-    first: list[Request] = []
-
-    def later(request: Request) -> Answer:
-        if first:
-            return Answer()
-        first.append(request)
-        after = formatdate(time.time() + 12, usegmt=True) if as_date else "12"
-        return Answer(503, {"Retry-After": after})
-
-    with Receiver(later) as receiver, Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
-        pushing.look(1.0, final=False)
-        wait_until(lambda: receiver.taken, timeout_s=SOON_S)
-    assert (receiver.taken[0].at_s - first[0].at_s) * 20.0 >= 9.0
 
 
 def test_what_a_receiver_rejects_in_part_is_counted(flight_dir: Path, file: File) -> None:
@@ -273,18 +249,6 @@ def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File, silent_por
     assert last == sorted(last)
 
 
-def test_what_is_left_at_the_end_is_counted(flight_dir: Path, file: File) -> None:
-    """An exporter that must go drops what it could not send, and says so."""
-    file.save()
-    with Receiver(lambda _: Answer(503)) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
-        pushing.look(1.0, wait=False)
-        wait_until(lambda: receiver.requests)
-        pushing.push.close()
-        counts = pushing.push.counts["metrics"]
-    assert counts.dropped["shutdown"] == recorded(counts) > 20
-    assert counts.queued == 0
-
-
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Fails as the list says, then takes everything; `got` are (metadata, request)."""
 
@@ -312,22 +276,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     """Threads of the server's."""
     with ThreadPoolExecutor(2) as made:
         yield made
-
-
-def pushed(directory: Path, pool: ThreadPoolExecutor, server: Server) -> Any:
-    """The books after one push to that server."""
-    File(directory).save()
-    running = grpc.server(pool, handlers=(server,))
-    port = running.add_insecure_port("127.0.0.1:0")
-    running.start()
-    target = PushTarget(f"http://127.0.0.1:{port}", "grpc", headers=(("Api-Key", "x y"),), gzip=True)
-    try:
-        with Pushing(directory, PushConfig(metrics=target), Fast(100.0)) as pushing:
-            pushing.look(0.1, wait=False)
-            wait_until(lambda: pushing.push.settled, timeout_s=30)
-            return pushing.push.counts["metrics"]
-    finally:
-        running.stop(None).wait()
 
 
 def retry_info(seconds: int) -> bytes:
@@ -365,51 +313,45 @@ def test_a_certificate_of_grpc_may_be_renewed(program: Callable[[str], str], tmp
         running.stop(None).wait()
 
 
-@pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"])
-def test_what_grpc_says_may_be_sent_again_is(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
-    """The specification's list; headers go along as metadata."""
+@contextlib.contextmanager
+def connected(pool: ThreadPoolExecutor, server: Server) -> Iterator[Grpc]:
+    """A transport to that server."""
+    running = grpc.server(pool, handlers=(server,))
+    url = f"http://127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+    running.start()
+    rpc = Grpc("metrics", PushTarget(url, "grpc", headers=(("Api-Key", "x y"),), gzip=True))
+    try:
+        yield rpc
+    finally:
+        rpc.close()
+        running.stop(None).wait()
+
+
+CODES = {
+    **dict.fromkeys(("CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"), "retry"),
+    **dict.fromkeys(("UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "UNIMPLEMENTED"), "of address"),
+    **dict.fromkeys(("INVALID_ARGUMENT", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED"), "refused"),
+}
+
+
+@pytest.mark.parametrize(("code", "kind"), CODES.items())
+def test_what_the_codes_of_grpc_mean(pool: ThreadPoolExecutor, code: str, kind: str) -> None:
+    """By the specification. Headers go along as metadata; of the next request, what is rejected in part is counted."""
     server = Server((grpc.StatusCode[code], b""))
-    counts = pushed(flight_dir, pool, server)
-    assert (counts.failures, counts.sent) == (1, recorded(counts))
-    assert server.got[0][1] == server.got[1][1]
-    assert server.got[0][0]["api-key"] == "x y"
-
-
-def test_one_that_is_exhausted_is_asked_again_only_if_it_says_when(flight_dir: Path, pool: ThreadPoolExecutor) -> None:
-    """By RetryInfo."""
-    counts = pushed(flight_dir, pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1))))
-    assert (counts.failures, counts.sent) == (1, recorded(counts))
-    counts = pushed(flight_dir, pool, Server(*[(grpc.StatusCode.RESOURCE_EXHAUSTED, b"")] * 3))
-    assert (counts.failures, counts.dropped["refused"]) == (0, recorded(counts))
-
-
-@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "UNIMPLEMENTED"])
-def test_what_grpc_refuses_is_dropped_and_counted(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
-    """It would be refused the next time, too."""
-    counts = pushed(flight_dir, pool, Server((grpc.StatusCode[code], b"")))
-    assert (counts.failures, counts.dropped["refused"]) == (0, recorded(counts))
-
-
-@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED"])
-def test_what_is_refused_for_its_data_goes_out_once_more_in_parts(
-    flight_dir: Path, pool: ThreadPoolExecutor, code: str
-) -> None:
-    """One for each resource, here the rank and the exporter: what is refused again is dropped, the rest arrives."""
-    refusal = grpc.StatusCode[code], b""
-    server = Server(refusal, refusal)
-    counts = pushed(flight_dir, pool, server)
-    assert len(server.got) == 3
-    assert (counts.failures, counts.queued) == (0, 0)
-    assert counts.sent > 0
-    assert counts.dropped["refused"] > 0
-
-
-def test_what_is_rejected_in_part_is_counted(flight_dir: Path, pool: ThreadPoolExecutor) -> None:
-    """And the rest is sent."""
-    server = Server()
     server.answer.partial_success.rejected_data_points = 2
-    counts = pushed(flight_dir, pool, server)
-    assert (counts.dropped["rejected"], counts.sent) == (2, recorded(counts) - 2)
+    with connected(pool, server) as rpc:
+        outcome, then = rpc.send(b"metrics"), rpc.send(b"metrics")
+    assert ("of address" if outcome.of_address else outcome.kind) == kind
+    assert outcome.words == f"{code} not now"
+    assert [(got[0]["api-key"], got[1]) for got in server.got] == [("x y", b"metrics")] * 2
+    assert (then.kind, then.rejected) == ("sent", 2)
+
+
+def test_one_that_is_exhausted_is_asked_again_only_if_it_says_when(pool: ThreadPoolExecutor) -> None:
+    """By RetryInfo."""
+    with connected(pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(7)))) as rpc:
+        outcome = rpc.send(b"")
+    assert (outcome.kind, outcome.after_s) == ("retry", 7.0)
 
 
 OFF = """
@@ -461,6 +403,7 @@ def test_sigterm_waits_for_the_final_state_to_be_pushed(
     """A sidecar's last word: what the rank counted last, and how it ended; sent within the drain, after a first failure."""
     writer = live_rank(flight_dir)
     train(writer, range(1, 3))
+    live_span(writer, 2)
     with Receiver() as receiver:
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret%20key"}
         exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
@@ -481,31 +424,6 @@ def test_sigterm_waits_for_the_final_state_to_be_pushed(
     assert "secret" not in exporter.log
 
 
-def test_a_receiver_that_is_not_there_is_no_reason_to_stay(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
-) -> None:
-    """SIGTERM ends the exporter within the drain, and the log says what was left behind."""
-    live_rank(flight_dir).close()
-    with socket.socket() as held:  # bound, so that nobody else gets the port, and not listening
-        held.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
-        options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", endpoint, "--drain-timeout", "2s")
-        exporter = start_program(start, tmp_path / "log", free_port(), *options)
-        exporter.process.send_signal(signal.SIGTERM)
-        assert exporter.process.wait(timeout=20) == 0
-    assert "OTLP" in exporter.log
-
-
-def test_a_wrong_option_of_a_sidecar_is_a_problem_and_no_end(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
-) -> None:
-    """The exporter serves; the page says that the configuration is not honoured."""
-    options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", "collector:4318")
-    exporter = start_program(start, tmp_path / "log", free_port(), *options, KUBERNETES_SERVICE_HOST="10.96.0.1")
-    assert exporter.value("torchobs_exporter_config_ok") == 0
-    assert "--otlp.endpoint" in exporter.log
-
-
 def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
     program: Callable[[str], str], flight_dir: Path, tmp_path: Path
 ) -> None:
@@ -515,7 +433,9 @@ def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
     context.load_cert_chain(server, tmp_path / "server.key")
     context.load_verify_locations(client)
     context.verify_mode = ssl.CERT_REQUIRED
-    File(flight_dir).save()
+    file = File(flight_dir)
+    file.span(1, 0.5)
+    file.save()
     own = {"client_certificate": str(client), "client_key": str(tmp_path / "client.key")}
     with Receiver(tls=context) as receiver:
         trusting, doubting = to(receiver, certificate=str(server), **own), to(receiver, **own)
@@ -536,7 +456,9 @@ def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
 
 def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for the whole address, with its own user; NO_PROXY goes around it."""
-    File(flight_dir).save()
+    file = File(flight_dir)
+    file.span(1, 0.5)
+    file.save()
     with Receiver() as proxy, Receiver() as direct:
         monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//user:pass%20word@"))
         monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -548,58 +470,6 @@ def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytes
     assert request.headers["host"] == "collector.example:4318"
     assert request.headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
     assert "proxy-authorization" not in direct.taken[0].headers
-
-
-class Tunnel:
-    """A proxy for CONNECT that leads wherever it is told, inside a `with` block; `asked` is the head of the last request."""
-
-    def __init__(self, to_url: str) -> None:
-        self._to = ("127.0.0.1", int(to_url.rpartition(":")[2]))
-        self.asked = b""
-
-    def __enter__(self) -> Self:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://user:pass@127.0.0.1:{self._server.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._lead)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._server.close()
-
-    def _lead(self) -> None:
-        with contextlib.suppress(OSError):
-            near, _ = self._server.accept()
-            with near, socket.create_connection(self._to) as far:
-                while b"\r\n\r\n" not in self.asked:
-                    self.asked += near.recv(4096)
-                near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                while (ready := select.select([near, far], [], [])[0]) and (data := ready[0].recv(65536)):
-                    (far if ready[0] is near else near).sendall(data)
-
-
-def test_tls_goes_through_a_proxy_s_tunnel(
-    program: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The proxy hears where to, and its own user; the receiver, whose certificate is checked, hears nothing of that."""
-    certificate = certify(program("openssl"), tmp_path, "server")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, tmp_path / "server.key")
-    with Receiver(tls=context) as receiver, Tunnel(receiver.url) as proxy:
-        monkeypatch.setenv("https_proxy", proxy.url)
-        monkeypatch.setenv("no_proxy", "")
-        url = receiver.url + "/v1/metrics"
-        web = Http("metrics", PushTarget(url, certificate=str(certificate)))
-        outcomes = [web.send(b"1"), web.send(b"2")]
-        web.close()
-    assert [outcome.kind for outcome in outcomes] == ["sent", "sent"], outcomes
-    assert proxy.asked.startswith(f"CONNECT {url.split('/')[2]} HTTP/1.".encode())
-    assert b"Proxy-Authorization: Basic dXNlcjpwYXNz\r\n" in proxy.asked.replace(b"proxy-authorization", b"Proxy-Authorization")
-    assert [request.body for request in receiver.taken] == [b"1", b"2"]
-    assert not any("proxy-authorization" in request.headers for request in receiver.taken)
 
 
 def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: Path) -> None:
