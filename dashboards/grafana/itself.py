@@ -140,7 +140,7 @@ def push() -> tuple[Panel, ...]:
     return (
         panels.lines(
             "Pushed",
-            f"Data points, spans and log records that the receiver accepted. {NOT_PUSHED}",
+            f"Data points, spans and log records that the receiver accepted. Good: metrics never fall to 0. {NOT_PUSHED}",
             "short",
             Query(f"sum by (signal) ({rate(catalog.OTLP_SENT, *EXPORTERS)})", "{{signal}}"),
         ),
