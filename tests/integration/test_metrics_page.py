@@ -122,20 +122,6 @@ def test_the_page_is_what_prometheus_client_would_write(flight_dir: Path, file: 
     exporter.close()
 
 
-def test_both_parsers_read_the_same(exporter: Exporter, file: File) -> None:
-    """Whatever a scraper negotiates, it gets the same samples."""
-    for step in range(1, 20):
-        file.step(step, step / 20, norm=float(step))
-    file.set(user("my.requests"), 7, USER)
-    file.save()
-    exporter.scan()
-
-    def flat(families: Iterable[Family]) -> set[tuple[str, tuple[tuple[str, str], ...], float]]:
-        return {(one.name, tuple(sorted(one.labels.items())), number(one)) for family in families for one in family.samples}
-
-    from_openmetrics = flat(parse_openmetrics(exporter.openmetrics()))
-    assert from_openmetrics == flat(parse_text(exporter.text()))
-    assert len(from_openmetrics) > 80
 
 
 @pytest.mark.parametrize("tool", ["promtool", "promtool3"])
@@ -454,12 +440,6 @@ def test_what_is_not_finite_is_absent(exporter: Exporter, file: File, value: flo
     assert [number(one) for one in exporter.samples("torchobs_grad_nonfinite_steps_total")] == [1.0]
 
 
-def test_a_counter_below_zero_is_absent(exporter: Exporter, file: File) -> None:
-    """OpenMetrics has none, and a parser would refuse the whole page."""
-    file.set(user("my.counter"), -5, USER)
-    file.save()
-    exporter.scan()
-    assert not exporter.samples("my_counter_total")
 
 
 def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file: File) -> None:

@@ -1,6 +1,6 @@
 """The OpenTelemetry API implemented over a flight file: metrics and spans of the application and of torchobs.
 
-Only ``opentelemetry-api`` is imported here: the SDK is a dependency of the exporter only.
+Only ``opentelemetry-api`` is imported here, and nothing of torchobs needs the SDK.
 """
 
 from torchobs.otel.global_providers import install, observe, uninstall

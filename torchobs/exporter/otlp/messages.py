@@ -178,20 +178,20 @@ def _in_words(resource: Any) -> str:
 
 def any_value(value: object, depth: int = _DEPTH) -> AnyValue:
     """Return a value with a type of OTLP; other types, and values nested deeper than 8 levels, become text."""
-    made = AnyValue()
+    message = AnyValue()
     if isinstance(value, bool):
-        made.bool_value = value
+        message.bool_value = value
     elif isinstance(value, int) and -_INT64 <= value < _INT64:
-        made.int_value = value
+        message.int_value = value
     elif isinstance(value, float) and isfinite(value):
-        made.double_value = value
+        message.double_value = value
     elif isinstance(value, Mapping) and depth:
-        made.kvlist_value.CopyFrom(KeyValueList(values=pairs(value.items(), depth - 1)))
+        message.kvlist_value.CopyFrom(KeyValueList(values=pairs(value.items(), depth - 1)))
     elif isinstance(value, Sequence) and not isinstance(value, str) and depth:
-        made.array_value.CopyFrom(ArrayValue(values=[any_value(item, depth - 1) for item in value]))
+        message.array_value.CopyFrom(ArrayValue(values=[any_value(item, depth - 1) for item in value]))
     elif value is not None:
-        made.string_value = str(value) if isinstance(value, float) else labels.text(value)
-    return made
+        message.string_value = str(value) if isinstance(value, float) else labels.text(value)
+    return message
 
 
 def pairs(attributes: Iterable[tuple[object, object]], depth: int = _DEPTH) -> list[KeyValue]:
@@ -205,8 +205,8 @@ def accepted_names(attributes: Iterable[tuple[str, object]]) -> dict[str, object
     As on the metrics page, those that get one name share it, with their values joined by a semicolon.
     """
     accepted: dict[str, object] = {}
-    for given, value in attributes:
-        name = labels.pushed_name(given)
+    for original, value in attributes:
+        name = labels.pushed_name(original)
         accepted[name] = f"{labels.text(accepted[name])};{labels.text(value)}" if name in accepted else value
     return accepted
 
@@ -239,9 +239,9 @@ def resource_of(header: Header) -> Resource:
     Attributes from ``OTEL_RESOURCE_ATTRIBUTES``, and Kubernetes' attributes, keep their names where Prometheus accepts them.
     """
     job_name, _, _ = labels.identity(header.resource)
-    given = {name: value for name, value in header.resource.items() if name not in _LEFT_OUT}
-    namespaced = {f"{SCOPE}.{name}": given.pop(name) for name in _NAMESPACED if name in given}
-    conventional = {convention: given.pop(name) for name, convention in _CONVENTIONS.items() if name in given}
+    rest = {name: value for name, value in header.resource.items() if name not in _LEFT_OUT}
+    namespaced = {f"{SCOPE}.{name}": rest.pop(name) for name in _NAMESPACED if name in rest}
+    conventional = {convention: rest.pop(name) for name, convention in _CONVENTIONS.items() if name in rest}
     fixed = {
         "service.name": job_name,
         "service.instance.id": header.incarnation.hex(),
@@ -249,7 +249,7 @@ def resource_of(header: Header) -> Resource:
         "telemetry.sdk.name": SCOPE,
         "telemetry.sdk.language": "python",
     }
-    return Resource(attributes=pairs({**accepted_names(given.items()), **namespaced, **conventional, **fixed}.items()))
+    return Resource(attributes=pairs({**accepted_names(rest.items()), **namespaced, **conventional, **fixed}.items()))
 
 
 def own_place(resource: Resource, version: object = __version__) -> Place:

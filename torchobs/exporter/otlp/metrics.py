@@ -65,13 +65,13 @@ def key_of(rank: Rank) -> Key:
 class _Stream:
     """One series and the value that was last sent."""
 
-    __slots__ = ("_attributes", "_known", "_place", "_previous", "_since_ns", "is_open", "metric", "series", "survives")
+    __slots__ = ("_attributes", "_is_older", "_place", "_previous", "_since_ns", "is_open", "metric", "series", "survives")
 
     def __init__(
-        self, series: Series, place: Place, attributes: Iterable[tuple[str, object]], *, delta: bool, known: bool
+        self, series: Series, place: Place, attributes: Iterable[tuple[str, object]], *, delta: bool, is_older: bool
     ) -> None:
-        """``known``: an earlier exporter may have sent what the series counted so far."""
-        self.series, self._place, self._known = series, place, known
+        """``is_older``: an earlier exporter may have sent what the series counted so far."""
+        self.series, self._place, self._is_older = series, place, is_older
         is_unnamed = prometheus_name(series.name, series.unit, series.kind) == UNNAMED  # which Prometheus would refuse
         name, has_delta = UNNAMED if is_unnamed else series.name, delta and cumulative(series.kind)
         self.metric = MetricKey(name, series.kind, series.unit, series.brief, has_delta)
@@ -90,10 +90,10 @@ class _Stream:
         # a histogram that has observed negative values has a sum that is not monotonic, and OTLP forbids it then
         has_sum = isinstance(value, Distribution) and not (value.least is not None and value.least < 0)
         if self.metric.delta:
-            previous, known = self._previous, self._known
+            previous, is_older = self._previous, self._is_older
             start_ns = min(self._since_ns or start_ns, at_ns)  # a wall clock set back must not give a start after the end
-            self._previous, self._since_ns, self._known = value, at_ns, False
-            grown = None if known else _grown(value, previous)
+            self._previous, self._since_ns, self._is_older = value, at_ns, False
+            grown = None if is_older else _grown(value, previous)
             if grown is None:
                 return
             value = grown
@@ -165,7 +165,7 @@ def _grown(value: Value, previous: Value | None) -> Value | None:
         if value.counts == previous.counts:
             return None
         counts = tuple(now - then for now, then in zip(value.counts, previous.counts, strict=True))
-        # only totals are known: the interval's least (greatest) is known only if it is a new one of the whole run
+        # only totals are counted: of the interval, the least (greatest) is clear only if it is a new one of the whole run
         least = value.least if value.least != previous.least else None
         greatest = value.greatest if value.greatest != previous.greatest else None
         return Distribution(counts, value.sum - previous.sum, least, greatest)
@@ -177,13 +177,15 @@ def _grown(value: Value, previous: Value | None) -> Value | None:
 class _Source:
     """The streams of one resource: a rank's incarnation, the host, or the exporter itself."""
 
-    def __init__(self, own: Place, identity: Mapping[str, str], born_ns: int, limit: int, *, known: bool, delta: bool) -> None:
-        """``known``: it counted before this exporter started, and an earlier one may have sent that."""
-        self._own, self._identity, self._born_ns, self._limit = own, identity, born_ns, limit
-        self._known, self._delta = known, delta
+    def __init__(
+        self, own_place: Place, identity: Mapping[str, str], born_ns: int, limit: int, *, is_older: bool, delta: bool
+    ) -> None:
+        """``is_older``: it counted before this exporter started, and an earlier one may have sent that."""
+        self._own_place, self._identity, self._born_ns, self._limit = own_place, identity, born_ns, limit
+        self._is_older, self._delta = is_older, delta
         self._streams: dict[Series, _Stream | None] = {}
         self._sampled: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
-        self._places: dict[Scope | None, Place] = {None: own}
+        self._places: dict[Scope | None, Place] = {None: own_place}
         self._taken: set[tuple[Scope | None, str, str]] = set()
         self._up = False
 
@@ -213,7 +215,7 @@ class _Source:
             elif has_just_ended:
                 yield from stream.point(value, self._born_ns, at_ns - _BEFORE_NS, {})
         yield from self.end(at_ns, valued)
-        self._known = False
+        self._is_older = False
 
     def end(self, at_ns: int, valued: Collection[_Stream] = ()) -> Iterator[Item]:
         """End all streams except those that have a value."""
@@ -235,16 +237,16 @@ class _Source:
         if len(self._taken) >= self._limit or _is_forged(series):
             return None
         is_sample = series.block < 0  # its attributes are labels already
-        given = dict(series.attributes) if is_sample else messages.accepted_names(series.attributes)
-        attributes = {**given, **self._identity}
+        labelled = dict(series.attributes) if is_sample else messages.accepted_names(series.attributes)
+        attributes = {**labelled, **self._identity}
         key = series.scope, series.name, repr(attributes)
         if key in self._taken:
             return None
         self._taken.add(key)
         scope = series.scope
         if scope is not None and scope not in self._places:
-            self._places[scope] = messages.place_of(self._own.resource, *scope[:3], dict(scope.attributes))
-        return _Stream(series, self._places[scope], attributes.items(), delta=self._delta, known=self._known)
+            self._places[scope] = messages.place_of(self._own_place.resource, *scope[:3], dict(scope.attributes))
+        return _Stream(series, self._places[scope], attributes.items(), delta=self._delta, is_older=self._is_older)
 
 
 def _is_forged(series: Series) -> bool:
@@ -273,7 +275,7 @@ class Metrics:
         self._collected: dict[str, None] = {}
         """incarnations with metrics collected so far, least recently collected first"""
         more: dict[str, str | int] = {"service.version": __version__, "process.pid": os.getpid()}
-        self._exporter = self._source(_place("torchobs-exporter", str(uuid.uuid4()), more), {}, born_ns, known=False)
+        self._exporter = self._source(_place("torchobs-exporter", str(uuid.uuid4()), more), {}, born_ns, is_older=False)
         self._host: _Source | None = None
 
     def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
@@ -303,7 +305,7 @@ class Metrics:
     def _of_host(self, host: HostFacts, at_ns: int) -> Iterator[Item]:
         if self._host is None:  # in Prometheus with a ``job`` of its own, and the host name as ``instance``
             place = _place("torchobs-host", socket.gethostname(), {"os.type": "linux"})
-            self._host = self._source(place, {}, host.booted_ns or self._born_ns, known=True)  # it counts since boot
+            self._host = self._source(place, {}, host.booted_ns or self._born_ns, is_older=True)  # it counts since boot
         return self._host.collect((), host.said, at_ns)
 
     def _of_rank(self, rank: Rank, at_ns: int) -> Iterator[Item]:
@@ -311,15 +313,15 @@ class Metrics:
         if source is None:
             header = rank.view.header
             identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-            known = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
+            is_older = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
             place = messages.own_place(messages.resource_of(header), header.resource.get("torchobs_version"))
-            source = self._sources[key_of(rank)] = self._source(place, identity, header.wall_ns, known=known)
+            source = self._sources[key_of(rank)] = self._source(place, identity, header.wall_ns, is_older=is_older)
         self._remember(rank.incarnation)
         samples = exporter_metrics.of_rank(rank)
         return source.collect(rank.view.points, samples, at_ns, recent=rank.exemplars, up=rank.up)
 
-    def _source(self, place: Place, identity: Mapping[str, str], born_ns: int, *, known: bool) -> _Source:
-        return _Source(place, identity, born_ns, self._limit, known=known, delta=self._delta)
+    def _source(self, place: Place, identity: Mapping[str, str], born_ns: int, *, is_older: bool) -> _Source:
+        return _Source(place, identity, born_ns, self._limit, is_older=is_older, delta=self._delta)
 
     def _remember(self, incarnation: str) -> None:
         """Note that a rank was collected: it may return, or change its label, after its source was deleted."""

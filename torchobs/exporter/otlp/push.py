@@ -333,8 +333,8 @@ class Push:
             ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
         ranks = (*ranks, *(rank for rank in replaced if final or not rank.up))
         if ranks or gone or everything:
-            own = scrape._replace(pushed=self.counts) if everything else None
-            self._put("metrics", [*self._metrics.collect(ranks, gone, self._clock.wall_ns(), own)])
+            counted = scrape._replace(pushed=self.counts) if everything else None
+            self._put("metrics", [*self._metrics.collect(ranks, gone, self._clock.wall_ns(), counted)])
 
     def _has_just_ended(self, rank: Rank) -> bool:
         return not rank.up and rank.incarnation not in self._ended

@@ -136,7 +136,7 @@ class _Ring:
         self._header, self._ids = header, SpanIds(header)
         self._spans, self._span_events = spans, span_events
         version = header.resource.get("torchobs_version")
-        self._own = messages.own_place(messages.resource_of(header), version)
+        self._own_place = messages.own_place(messages.resource_of(header), version)
         self._places: dict[str, Place] = {}
         """of the application's spans, by their scopes"""
         self._file: FlightFile | None = None
@@ -187,7 +187,7 @@ class _Ring:
             uid = UUID(bytes=blake2b(self._header.incarnation + payload, digest_size=16).digest())
             record.attributes.extend(pairs([("log.record.uid", str(uid))]))
             record.observed_time_unix_nano = whole(wall_ns)
-            records.append(Item(self._own, record))
+            records.append(Item(self._own_place, record))
 
     def finish(self, reason: str, heartbeat_ns: int | None) -> list[Item]:
         """Return the spans that are open, as ended at the last heartbeat (CLOCK_MONOTONIC), the root span last; once."""
@@ -222,13 +222,13 @@ class _Ring:
 
     def _event(self, frame: Frame) -> LogRecord | None:
         """Return the record of an event, and keep it for the end of the root span."""
-        name, given, step = text(frame.get("name")), mapping(frame.get("attrs")), frame.get("step")
+        name, details, step = text(frame.get("name")), mapping(frame.get("attrs")), frame.get("step")
         if not name or name == catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
             return None
-        event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, given)
-        attributes, ids = namespaced(name, given) if event else given, self._root_ids
+        event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, details)
+        attributes, ids = namespaced(name, details) if event else details, self._root_ids
         if isinstance(step, int):
-            attributes, given, ids = {**attributes, STEP: step}, {**given, "step": step}, self._ids.step(step)
+            attributes, details, ids = {**attributes, STEP: step}, {**details, "step": step}, self._ids.step(step)
         at_ns = self._wall_ns(frame.get("t"))
         if self._span_events:
             self._events.append(Span.Event(name=name, attributes=pairs(attributes.items()), time_unix_nano=at_ns))
@@ -236,7 +236,7 @@ class _Ring:
                 self._events.popleft()
                 self._dropped_events += 1
         sentence = event.brief.partition(". ")[0].partition(": ")[0].rstrip(".") if event else name
-        record = _record(name, severity, sentence, given, attributes)
+        record = _record(name, severity, sentence, details, attributes)
         record.time_unix_nano, record.flags = at_ns, self._flags
         record.trace_id, record.span_id = _identifier_or_none(ids.trace, 16), _identifier_or_none(ids.span, 8)
         return record
@@ -246,8 +246,8 @@ class _Ring:
         name, begun_ns, ended_ns = text(frame.get("name")), whole(frame.get("t0")), whole(frame.get("t1"))
         if name != catalog.SPAN_CHECKPOINT.name or not _is_ours(frame) or frame.get("status") == "error":
             return None
-        given = {"duration_s": max(ended_ns - begun_ns, 0) / 1e9, **mapping(frame.get("attrs"))}
-        record = _record(name, Severity.INFO, "A checkpoint was saved", given, namespaced(name, given))
+        details = {"duration_s": max(ended_ns - begun_ns, 0) / 1e9, **mapping(frame.get("attrs"))}
+        record = _record(name, Severity.INFO, "A checkpoint was saved", details, namespaced(name, details))
         record.time_unix_nano, record.flags = ended_ns, whole(frame.get("flags")) & _SAMPLED
         record.trace_id = _identifier_or_none(frame.get("trace_id"), 16)
         record.span_id = _identifier_or_none(frame.get("span_id"), 8)
@@ -264,13 +264,13 @@ class _Ring:
     def _place(self, frame: Frame) -> Place:
         name, version, schema_url, attributes = [*_list(frame.get("scope")), None, None, None, None][:4]
         if name == SCOPE and not version:
-            return self._own
+            return self._own_place
         key = repr((name, version, schema_url, attributes))
         if key not in self._places:
             if len(self._places) >= _MOST_SCOPES:
                 self._places.clear()
-            given = text(name), text(version), text(schema_url), mapping(attributes)
-            self._places[key] = messages.place_of(self._own.resource, *given)
+            scope = text(name), text(version), text(schema_url), mapping(attributes)
+            self._places[key] = messages.place_of(self._own_place.resource, *scope)
         return self._places[key]
 
 
@@ -350,17 +350,17 @@ def _is_ours(frame: Frame) -> bool:
 
 
 def _record(
-    name: str, severity: Severity, sentence: str, given: Mapping[str, object], attributes: Mapping[str, object]
+    name: str, severity: Severity, sentence: str, details: Mapping[str, object], attributes: Mapping[str, object]
 ) -> LogRecord:
     """Return a record whose body is a sentence: what happened, and the details, sizes and durations with their units."""
-    values = {key: with_unit(name, key, value) or labels.text(value) for key, value in given.items()}
-    details = ", ".join(f"{labels.text(key)} {value}" for key, value in values.items())
+    values = {key: with_unit(name, key, value) or labels.text(value) for key, value in details.items()}
+    words = ", ".join(f"{labels.text(key)} {value}" for key, value in values.items())
     word, number = _SEVERITIES[severity]
     return LogRecord(
         event_name=name,
         severity_text=word,
         severity_number=number,
-        body=any_value((f"{sentence}: {details}" if details else sentence)[:_MOST_BODY]),
+        body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
         attributes=pairs(attributes.items()),
     )
 

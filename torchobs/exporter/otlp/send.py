@@ -147,9 +147,9 @@ class Grpc:
     def send(self, body: bytes) -> Outcome:
         """See :class:`Transport`."""
         try:
-            self._channel = self._channel or self._connected()
+            channel = self._channel = self._channel or self._connected()
             # no serializers: bytes in, bytes out
-            export = self._channel.unary_unary(GRPC_METHODS[self._signal], None, None)
+            export = channel.unary_unary(GRPC_METHODS[self._signal], None, None)
             response = export(body, timeout=self._target.timeout_s, metadata=self._metadata, compression=self._compression)
         except self._grpc.RpcError as error:
             outcome = _failed(error)
@@ -209,10 +209,10 @@ def _proxy_of(url: str) -> tuple[str, dict[str, str]] | None:
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if not proxy or proxy_bypass(f"{parts.hostname}:{port}"):
         return None
-    named = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    secret = f"{unquote(named.username)}:{unquote(named.password or '')}" if named.username else ""
+    address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    secret = f"{unquote(address.username)}:{unquote(address.password or '')}" if address.username else ""
     headers = make_headers(proxy_basic_auth=secret.encode().decode("latin-1")) if secret else {}  # re-encoded so
-    return named._replace(netloc=named.netloc.rpartition("@")[2]).geturl(), dict(headers)
+    return address._replace(netloc=address.netloc.rpartition("@")[2]).geturl(), dict(headers)
 
 
 def _retry_after_s(answer: BaseHTTPResponse) -> float | None:
