@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.format.step_record import PHASE_NAMES, StepFlag
+from torchobs.flight.format.layout import PHASE_NAMES
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import PIN, UNPIN
 from torchobs.probes.core.context import ProbeContext
 from torchobs.runtime.session import current

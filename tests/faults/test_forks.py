@@ -21,8 +21,7 @@ from tests.training import recording, train
 from torchobs import catalog
 from torchobs.flight.files import lock
 from torchobs.flight.files.create import lock_name
-from torchobs.flight.format.layout import MIN_SIZE, Exit
-from torchobs.flight.format.step_record import PHASE_NAMES
+from torchobs.flight.format.layout import MIN_SIZE, PHASE_NAMES, Exit
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.support.after_fork import importing

@@ -39,8 +39,8 @@ from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight.files import artifacts, control
 from torchobs.flight.files.artifacts import PROFILE, STACKS, named
 from torchobs.flight.files.location import control_directory
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.format.layout import PHASE_NAMES, Exit
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.scanner import Scanner
 

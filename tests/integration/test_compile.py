@@ -25,7 +25,7 @@ import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog, debug
-from torchobs.flight.format.step_record import PHASE_NAMES
+from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.reader import reader
 from torchobs.probes.compile.compile import CompileProbe, ListReader
 

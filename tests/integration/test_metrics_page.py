@@ -122,8 +122,6 @@ def test_the_page_is_what_prometheus_client_would_write(flight_dir: Path, file: 
     exporter.close()
 
 
-
-
 @pytest.mark.parametrize("tool", ["promtool", "promtool3"])
 def test_promtool_has_no_complaint(exporter: Exporter, file: File, program: Callable[[str], str], tool: str) -> None:
     """Names, units, help texts and types are as Prometheus' own linter wants them."""
@@ -438,8 +436,6 @@ def test_what_is_not_finite_is_absent(exporter: Exporter, file: File, value: flo
     assert all(map(math.isfinite, values))
     assert not exporter.samples("my_gauge")
     assert [number(one) for one in exporter.samples("torchobs_grad_nonfinite_steps_total")] == [1.0]
-
-
 
 
 def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file: File) -> None:

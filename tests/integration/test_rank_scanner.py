@@ -13,8 +13,7 @@ from torchobs.detect.stall import Standstill
 from torchobs.exporter.api import history, serializers
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.step_record import LIVE_PHASES, PHASE_NAMES
+from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES, Exit
 from torchobs.ranks.directory import Directory, ForeignDirectoryError, accepted_owner
 from torchobs.ranks.scanner import Scanner
 

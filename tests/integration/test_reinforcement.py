@@ -17,7 +17,7 @@ from torch.nn.functional import smooth_l1_loss
 
 import torchobs
 from tests.training import Recording
-from torchobs.flight.format.step_record import PHASE_NAMES
+from torchobs.flight.format.layout import PHASE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,8 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.scalars import Point
 from torchobs.flight.files.artifacts import ArtifactName
 from torchobs.flight.format.documents import History
-from torchobs.flight.format.layout import Header
-from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag, StepRecord
+from torchobs.flight.format.layout import PHASE_NAMES, Header
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.flight.reader.decode import Distribution, Value
 from torchobs.flight.reader.reader import View

@@ -27,8 +27,7 @@ from torchobs.ranks.incarnations import NOW_NS, RankCandidate
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torchobs.flight.format.layout import Header
-    from torchobs.flight.format.live_words import LiveWords
+    from torchobs.flight.format.layout import Header, LiveWords
     from torchobs.flight.format.series import Series
 
 READ_ERRORS = (

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.detect import stall
 from torchobs.detect.stall import PATIENT_PHASES, Standstill
+from torchobs.flight.format.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.live_words import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:

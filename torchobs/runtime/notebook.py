@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.stall import Standstill, standstill
-from torchobs.flight.format.step_record import LIVE_PHASES
+from torchobs.flight.format.layout import LIVE_PHASES
 from torchobs.flight.metrics.totals import Word
 from torchobs.runtime.stall_watch import durations, live_phase
 from torchobs.support.import_hooks import imported

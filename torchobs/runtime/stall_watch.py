@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect import stall
 from torchobs.detect.stall import Durations
-from torchobs.flight.format.step_record import LIVE_PHASES
+from torchobs.flight.format.layout import LIVE_PHASES
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 from torchobs.runtime.stack_dump import write_stacks

@@ -21,8 +21,9 @@ from torchobs import catalog
 from torchobs.detect.alike_interval import alike_interval, taken
 from torchobs.detect.slow_steps import slow_from
 from torchobs.flight.format import span_ids
+from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.format.span_ids import SpanId
-from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:

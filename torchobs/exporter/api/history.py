@@ -11,7 +11,8 @@ from torchobs.diagnosis.event_units import units
 from torchobs.diagnosis.rank_report import with_late
 from torchobs.exporter.api.problems import bad
 from torchobs.exporter.api.serializers import instant, named, wall_ns
-from torchobs.flight.format.step_record import PHASE_NAMES, StepFlag
+from torchobs.flight.format.layout import PHASE_NAMES
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.metrics.throughput import RECORDS, pace, speed
 
 if TYPE_CHECKING:

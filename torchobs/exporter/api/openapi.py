@@ -12,7 +12,7 @@ from torchobs.exporter.api.history import LONGEST_NAME, MOST_EVENTS, MOST_STEPS
 from torchobs.exporter.api.params import DEFAULT_LENGTH, EVIDENCE, RANK
 from torchobs.flight.files.artifacts import KINDS
 from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
-from torchobs.flight.format.step_record import LIVE_PHASES, PHASE_NAMES
+from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES
 
 Schema = dict[str, Any]
 

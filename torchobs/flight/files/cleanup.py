@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files import artifacts, entries, lock
 from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
-from torchobs.flight.format import live_words
-from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header
+from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
 from torchobs.flight.reader.reader import is_name
 from torchobs.identity.process import boot_id
 
@@ -108,7 +107,7 @@ def _age_s(directory_fd: int, name: str, now: int) -> float:
     try:
         header = decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
         span = header.regions[Region.LIVE]
-        beat = live_words.decode(os.pread(fd, span.length, span.offset)).heartbeat_ns or header.monotonic_ns
+        beat = decode_live(os.pread(fd, span.length, span.offset)).heartbeat_ns or header.monotonic_ns
     except BadFlightFileError:
         return max(time.time() - status.st_mtime, 0.0)
     finally:

@@ -60,6 +60,14 @@ _REGIONS_AT, _MAX_REGIONS = 96, 8
 _U32 = struct.Struct("<I")
 _STORAGE = (None, True, False)
 """``Header.in_memory`` by the header's ``storage``"""
+PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+LIVE_PHASES = (*PHASE_NAMES, "idle")
+"""Phases that the training thread can be in now; idle: it has left its training loop."""
+FADED_AFTER_S = 0.6
+"""A rank with a free lock is dead after this long without a heartbeat. A free lock alone is no proof: a living process that
+closes unknown descriptors, as daemons do, loses its lock."""
+
+_MICROSECONDS = (1 << 56) - 1
 
 
 class BadFlightFileError(ValueError):
@@ -95,7 +103,7 @@ class Live:
     HEARTBEAT_NS = 0
     """CLOCK_MONOTONIC of the sampler's last round"""
     PHASE = 1
-    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (names: ``step_record.LIVE_PHASES``)"""
+    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (names: ``LIVE_PHASES``)"""
     STEP_HEAD = 2
     """sequence number of the newest step record"""
     EVENT_HEAD = 3
@@ -284,3 +292,38 @@ def nonfinite_name(value: float) -> str:
 def words_crc(generation: int, words: bytes | memoryview, seed: int) -> int:
     """Return the CRC of a value slot."""
     return zlib.crc32(words, zlib.crc32(SLOT_HEADER.pack(generation, len(words), 0), seed))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWords:
+    """The live words; ``None`` where one is absent. Times are CLOCK_MONOTONIC in nanoseconds."""
+
+    heartbeat_ns: int | None
+    phase: str | None
+    phase_begun_ns: int | None
+    exit_reason: int | None
+    exit_code: int
+    level: int
+    event_head: int = 0
+    """changes with every event; a hint only"""
+    steps_since_ns: int | None = 0
+    """since when steps are recorded: 0 = since the start, ``None`` = recording was switched off"""
+
+
+def decode_live(raw: bytes) -> LiveWords:
+    """Decode the live words; missing bytes (of a file that shrank) count as zeros."""
+    words = memoryview(raw.ljust(8 * (Live.STEPS_SINCE_NS + 1), b"\0")).cast("Q")
+    phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
+    heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF
+    since = words[Live.STEPS_SINCE_NS]
+    known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
+    return LiveWords(
+        heartbeat or None,
+        LIVE_PHASES[(phase >> 56) - 1] if known else None,
+        (phase & _MICROSECONDS) * 1000 if known else None,
+        (exit_word & ~EXIT_SET) >> 32 if ended else None,
+        code - (1 << 32) if code >> 31 else code,
+        level,
+        words[Live.EVENT_HEAD],
+        None if since == NO_STEPS else since,
+    )

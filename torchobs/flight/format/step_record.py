@@ -15,7 +15,7 @@ offset type   field            meaning
 40     f64    loss             sum over the step's backward passes, or the logged value
 48     f64    grad_norm        total L2 norm, unscaled
 56     f64    learning_rate    of the first parameter group
-64     8×f32  phase_s          seconds in each of ``PHASE_NAMES``
+64     8×f32  phase_s          seconds in each of ``layout.PHASE_NAMES``
 96     u64    tokens
 104    u32    samples
 108    u32    zero
@@ -37,10 +37,6 @@ import zlib
 from typing import NamedTuple
 
 from torchobs.flight.format.layout import RECORD_SIZE
-
-PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
-LIVE_PHASES = (*PHASE_NAMES, "idle")
-"""Phases that the training thread can be in now; idle: it has left its training loop."""
 
 _BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
 PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")

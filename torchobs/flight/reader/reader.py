@@ -21,18 +21,19 @@ from torchobs.flight.files import entries, lock
 from torchobs.flight.files.create import SUFFIX, lock_name
 from torchobs.flight.format import documents, event_ring
 from torchobs.flight.format.layout import (
+    FADED_AFTER_S,
     HEADER_SIZE,
     RECORD_SIZE,
     SLOT_HEADER,
     SLOT_SIZE,
     BadFlightFileError,
     Header,
+    LiveWords,
     Region,
     decode_header,
+    decode_live,
     words_crc,
 )
-from torchobs.flight.format.live_words import FADED_AFTER_S, LiveWords
-from torchobs.flight.format.live_words import decode as decode_live
 from torchobs.flight.format.series import Series, decode
 from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold

@@ -269,7 +269,7 @@ class FlightWriter:
         self.memory.word(self._live_at + Live.HEARTBEAT_NS, time.monotonic_ns())
 
     def phase(self, phase_id: int, begun_ns: int) -> None:
-        """Store the training thread's phase: 0 for none, else 1 + the index in ``step_record.LIVE_PHASES``."""
+        """Store the training thread's phase: 0 for none, else 1 + the index in ``layout.LIVE_PHASES``."""
         self.memory.word(self._live_at + Live.PHASE, phase_id << 56 | begun_ns // 1000)
 
     def level(self, level: int) -> None:
