@@ -24,7 +24,7 @@ from torchobs.diagnosis.rank_report import (
     values_of,
 )
 from torchobs.diagnosis.stall import with_patience
-from torchobs.flight.files import artifacts, crash
+from torchobs.flight.files import artifacts, endings
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.files.location import in_memory, opened
@@ -286,7 +286,7 @@ def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
     """Return the frames in which a rank crashed."""
     if report.reason == "crashed":
         with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
-            return stack_text.crash_frames(crash.stack_in(fd, lock_name(file_name(report.header))))
+            return stack_text.crash_frames(endings.crash_stack(fd, lock_name(file_name(report.header))))
     return ()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.detect import stall
 from torchobs.detect.stall import Durations, Standstill
-from torchobs.flight.files import crash, lock, termination
+from torchobs.flight.files import endings, lock
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.event_ring import Tail
 from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
@@ -143,8 +143,8 @@ class RankFile:
         # the lock first: if it is free, the following read is final
         self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
-        self._terminated_s = None if self.lock_held else termination.marked_at(directory_fd, lock_name(self.name))
-        self._fatal = None if self.lock_held else crash.signal_in(directory_fd, lock_name(self.name))
+        self._terminated_s = None if self.lock_held else endings.terminated_at(directory_fd, lock_name(self.name))
+        self._fatal = None if self.lock_held else endings.crash_signal(directory_fd, lock_name(self.name))
         try:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
@@ -257,7 +257,7 @@ class RankFile:
         last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)
         lived_on_s = last_s - self._terminated_s
         survives = lived_on_s > state.FADED_AFTER_S >= beat_age_s  # its lock is free because the program has closed it
-        if lived_on_s > termination.LASTING_S or survives:
+        if lived_on_s > endings.LASTING_S or survives:
             return view
         return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143))
 

@@ -24,7 +24,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.files import artifacts, signal_marks
+from torchobs.flight.files import artifacts, endings
 from torchobs.flight.files.artifacts import END, STUCK, named
 from torchobs.support.descriptors import Descriptor
 
@@ -267,7 +267,7 @@ def _library() -> Any:
 
 def _unused_signal() -> int | None:
     """Return the highest real-time signal that has no handler and is not ignored; ``None`` if there is none."""
-    taken = signal_marks.kernel_handlers()
+    taken = endings.kernel_handlers()
     if sys.platform != "linux" or taken is None:
         return None
     # the highest is used by valgrind and others

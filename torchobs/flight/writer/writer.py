@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from torchobs import catalog
-from torchobs.flight.files import crash, entries, lock, termination
+from torchobs.flight.files import endings, entries, lock
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
 from torchobs.flight.files.location import FlightDirectory, renew
 from torchobs.flight.format.documents import Document
@@ -341,8 +341,8 @@ class FlightWriter:
         if created.lock.is_intact() and (created.lock.number() == self._marked_in or not self._marks_signals):
             created.place.directory.restore()
             return
-        termination.unmark()
-        crash.unmark()
+        endings.unmark_termination()
+        endings.unmark_crash()
         created.lock.restore()
         if self._marks_signals:
             self.mark_signals()
@@ -354,15 +354,15 @@ class FlightWriter:
             self._marks_signals = True
             exit_signals.mark(self.native, self.memory.map, (self._live_at + Live.EXIT) * 8)
             self._marked_in = self._created.lock.number()
-            termination.mark_in(self._marked_in)
-            crash.mark_in(self._marked_in)
+            endings.mark_termination(self._marked_in)
+            endings.mark_crash(self._marked_in)
 
     def _unmark_signals(self) -> None:
         if self._marks_signals:
             self._marks_signals = False
             exit_signals.unmark(self.native)
-            termination.unmark()
-            crash.unmark()
+            endings.unmark_termination()
+            endings.unmark_crash()
 
     def hide(self) -> None:
         """Unlink the file and its lock, so that no exporter sees the rank for now."""

@@ -1,7 +1,7 @@
 """How the rank ends: by an uncaught exception, ``sys.exit(n)``, Ctrl-C, or normally.
 
 SIGKILL and ``os._exit`` leave no trace: such a rank is *lost*. The default SIGTERM leaves a mark by a handler in C
-(:mod:`torchobs.flight.files.termination`): a Python handler does not run while a rank is stuck in a collective, and would make
+(:mod:`torchobs.flight.files.endings`): a Python handler does not run while a rank is stuck in a collective, and would make
 it ignore SIGTERM.
 
 An exception that ends a notebook cell, a test or a line at the prompt does not end the rank. IPython, pytest and Python's own
