@@ -19,7 +19,7 @@ from torchobs.detect.vanishing import LASTING
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold, throughput
-from torchobs.flight.metrics.goodput import STATES, clear_credit, credit, credited
+from torchobs.flight.metrics.fold import STATES, clear_credit, credit, credited
 from torchobs.flight.metrics.throughput import LEAST_STEPS, pace, speed, time_left_s
 from torchobs.flight.metrics.totals import DIVERGED, WORDS, Anomaly, Totals, Word, core_series, is_active
 

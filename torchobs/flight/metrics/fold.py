@@ -2,24 +2,31 @@
 
 :func:`fold` is one pure function, used by the sampler thread and by every reader for the records after ``FOLDED_UPTO``, so
 that the view is exact after any crash. Its state is the first ``WORDS`` words of value block 0.
+
+**Goodput of the unfinished step.** An evaluation of an hour is visible while it lasts, and so is one after the last step. The
+sampler adds the time to the goodput in advance and records it as credit; when the step ends, the fold adds its times minus the
+credit. So no state's total ever decreases, whatever the step turns out to be, and all states together equal the elapsed time.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from math import isfinite
+from math import exp, isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
+from torchobs.detect.vanishing import judge_low
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.metrics.goodput import credited, deduct_credit
-from torchobs.flight.metrics.gradient_norms import fold_norms
 from torchobs.flight.metrics.loss_course import begin_course, fold_course
 from torchobs.flight.metrics.totals import (
     DURATION_SUM,
+    GRADIENT_EXPLOSION,
+    GRADIENT_VANISHING,
     LOSS_SPIKE,
+    NONFINITE_GRADIENT,
     NONFINITE_LOSS,
+    NORM_SUM,
     SIZE,
     Anomaly,
     Totals,
@@ -35,7 +42,14 @@ from torchobs.flight.metrics.totals import (
 from torchobs.flight.metrics.usual_values import Rise, UsualValues, begin_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+STATES = ("data", "evaluation", "checkpoint", "compile", "idle")
+"""States known before a step's end; whether training was productive is known only then."""
+_STATE_WORDS = tuple(Word.GOODPUT + catalog.GOODPUT_STATES.index(state) for state in STATES)
+_STATE_COUNT = len(STATES)
+_NO_KIND = -1
+_NORM_KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
@@ -208,3 +222,104 @@ def _fold_losses(
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, number, active=spike)
     return rises
+
+
+def fold_norms(
+    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], converged: Collection[int], rises: Mapping[int, Rise]
+) -> None:
+    """Add the norms of ``records``, in ring order (see :func:`fold`).
+
+    ``converged``: numbers of records after a loss of exactly zero. A margin loss (hinge, triplet) that every example of a
+    batch satisfies has a zero gradient because nothing is left to learn; it has not vanished. ``rises``: by number of a record,
+    what its norm may be high by.
+    """
+    ints, floats = totals.ints, totals.floats
+    newest, last, low = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS]
+    since = ints[Word.MODEL_STEP]
+    active = {kind: is_active(totals, kind) for kind in _NORM_KINDS}
+    found_here = dict.fromkeys(_NORM_KINDS, 0)
+    past, skipped = UsualValues.norms(totals), ints[Word.STEPS_SKIPPED] > 0
+    for record in records:
+        skipped = skipped or bool(record.flags & StepFlag.SKIPPED)
+        if not record.flags & StepFlag.GRAD_NORM:
+            continue
+        norm, kind = record.grad_norm, _NO_KIND
+        if not isfinite(norm):
+            kind = NONFINITE_GRADIENT
+            if record.step >= since and not skipped and record.norm_scale == 1.0:  # under a loss scaler it is ordinary
+                found_here[GRADIENT_EXPLOSION] += past.report(past.give_up(), found)
+            add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else last)
+        elif record.step >= since:
+            at_rest = not norm and record.seq in converged
+            vanished, low = (False, 0) if at_rest else judge_low(norm, *past.baseline, low)
+            usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
+            earlier, exploded = _explode(past, record, found, explained=explained) if norm > 0.0 else (0, False)
+            found_here[GRADIENT_EXPLOSION] += earlier
+            past.usual = usual if vanished else past.usual
+            if exploded or vanished:
+                kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
+                add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else 0.0)
+        if kind != _NO_KIND:
+            found_here[kind] += 1
+        if record.step >= newest:  # else delivered by a device after a newer step's value
+            newest, active = record.step, {each: each == kind for each in _NORM_KINDS}
+            last = norm if isfinite(norm) else last
+    ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
+    ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
+    past.store()
+    for kind in _NORM_KINDS:
+        count(totals, kind, found_here[kind], active=active[kind])
+    norms = [record.grad_norm for record in records if record.flags & StepFlag.GRAD_NORM and isfinite(record.grad_norm)]
+    observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
+
+
+def _explode(past: UsualValues, record: StepRecord, found: list[Anomaly], *, explained: bool) -> tuple[int, bool]:
+    """Add a norm to its past; return the number of explosions before it that are certain by now, and whether it is one."""
+    spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)
+    return past.report(spikes[: len(spikes) - exploded], found), exploded
+
+
+def credited(totals: Totals) -> list[float]:
+    """Return the credit of each of ``STATES``: seconds not covered by a record yet."""
+    return list(totals.floats[Word.CREDITED : Word.CREDITED + _STATE_COUNT])
+
+
+def credit(totals: Totals, after_step: int, seconds: Sequence[float], whole_s: float) -> None:
+    """Raise the credit to ``seconds`` in each of ``STATES``, in all at most ``whole_s``, the time since ``after_step``.
+
+    Does nothing unless ``after_step`` is the last step folded: its own record is still due, or a later one was folded.
+    """
+    if totals.ints[Word.LAST_STEP] != after_step:
+        return
+    given = credited(totals)
+    fresh = [max(now - before, 0.0) for now, before in zip(seconds, given, strict=True)]
+    wanted, room = sum(fresh), max(whole_s - sum(given), 0.0)
+    share = min(1.0, room / wanted) if wanted else 0.0
+    floats = totals.floats
+    for index, amount in enumerate(fresh):
+        floats[_STATE_WORDS[index]] += amount * share
+        floats[Word.CREDITED + index] += amount * share
+
+
+def clear_credit(totals: Totals) -> None:
+    """Reset the credit and keep the goodput: the step it was given for will have no record."""
+    for index in range(_STATE_COUNT):
+        totals.floats[Word.CREDITED + index] = 0.0
+
+
+def deduct_credit(totals: Totals, spent_s: Sequence[float]) -> list[float]:
+    """Return a step's times minus the credit. ``spent_s``: seconds in each of ``STATES``, with training instead of ``idle``.
+
+    Excess credit of a state is deducted from the others, in proportion to their remaining times.
+    """
+    given = credited(totals)
+    *others, idle = given
+    more = [spent - before for spent, before in zip(spent_s, [*others, 0.0], strict=True)]
+    lacking = sum(max(-amount, 0.0) for amount in more) + idle
+    gained = [max(amount, 0.0) for amount in more]
+    total = sum(gained)
+    owed = max(lacking - total, 0.0)  # exceeds the whole step: the rest is deducted from the next
+    for index, amount in enumerate([*(max(-amount, 0.0) for amount in more[:-1]), idle]):
+        totals.floats[Word.CREDITED + index] = amount * (owed / lacking) if owed else 0.0
+    share = max(total - lacking, 0.0) / total if total else 0.0
+    return [amount * share for amount in gained]

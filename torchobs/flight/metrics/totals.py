@@ -65,7 +65,7 @@ class Word:
     LAST_CLIPPED = 57
     """the newest clipped step: its record and a late one may both have the flag"""
     CREDITED = 58
-    """seconds in each of ``goodput.STATES`` already added to the goodput for the unfinished step"""
+    """seconds in each of ``fold.STATES`` already added to the goodput for the unfinished step"""
     STEP_DURATION = 64
     RATE_SUM, RATES = 92, 93
     """of the present model (``loss_course``): sum of its learning rates, and their number"""

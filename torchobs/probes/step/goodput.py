@@ -1,6 +1,6 @@
 """Update goodput before the first step, during long steps and after the last one, ahead of the step's record.
 
-The fold credits steps when they end (``flight.metrics.goodput``), one of up to a second only then. In a longer one,
+The fold credits steps when they end (``flight.metrics.fold``), one of up to a second only then. In a longer one,
 evaluations, checkpoints, compilations, waiting for data and idle time are credited as they go on. At the end the rest is
 credited, so that the states add up to the rank's lifetime.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.idle import idle_from
-from torchobs.flight.metrics.goodput import clear_credit, credit, credited
+from torchobs.flight.metrics.fold import clear_credit, credit, credited
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
