@@ -22,7 +22,7 @@ import torch
 from torch import profiler
 
 import torchobs
-from torchobs.flight.files import headroom
+from torchobs.flight.files import create
 from torchobs.runtime import stack_dump
 
 words: "queue.Queue[list[str]]" = queue.Queue()
@@ -68,8 +68,8 @@ def hold(until: str) -> None:
 
 def sudden(directory_fd: int, size: int) -> str | None:
     """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
-    vars(stack_dump)["shortage"] = headroom.shortage
-    lack = headroom.shortage(directory_fd, size)
+    vars(stack_dump)["shortage"] = create.shortage
+    lack = create.shortage(directory_fd, size)
     ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
     return lack
 

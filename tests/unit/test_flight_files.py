@@ -18,8 +18,7 @@ from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
 from torchobs.flight.files import artifacts, entries, location, lock
 from torchobs.flight.files.artifacts import KINDS, LIMITS, PROFILE, STACKS, STUCK, NoEvidenceError, named, parse
 from torchobs.flight.files.cleanup import SETTLED_S, STALE_S, clean
-from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.files.headroom import cgroup_headroom, cgroup_limit
+from torchobs.flight.files.create import cgroup_headroom, cgroup_limit, file_name, lock_name
 from torchobs.flight.files.location import NoPlaceError, candidates, filesystem_type, find_existing, open_directory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, Header, Live, Region, encode_header
 from torchobs.flight.writer.writer import open_writer

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.flight.files.headroom import cgroup_limit
+from torchobs.flight.files.create import cgroup_limit
 
 if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 from torchobs import catalog
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import LIMITS, PROFILE, named
-from torchobs.flight.files.headroom import deadly_limit, shortage, survive_limits
+from torchobs.flight.files.create import deadly_limit, shortage, survive_limits
 from torchobs.probes.core.torch_profiler import ProfilerBusyError, Recording, exclusively
 from torchobs.probes.memory.process_stats import ProcessStats
 from torchobs.support.error_guard import CircuitBreaker, call

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.event_rate_limit import anomaly_limiter
-from torchobs.flight.files.headroom import survive_limits
+from torchobs.flight.files.create import survive_limits
 from torchobs.flight.files.location import remedy
 from torchobs.probes.gradients.grown_layers import GrownLayers
 from torchobs.runtime.stall_watch import live_phase

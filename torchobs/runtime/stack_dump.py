@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import END, LIMITS, STACKS, named
-from torchobs.flight.files.headroom import shortage
+from torchobs.flight.files.create import shortage
 from torchobs.probes.data.worker_states import state_of
 from torchobs.runtime import worker_stacks
 from torchobs.support.error_guard import CircuitBreaker, call

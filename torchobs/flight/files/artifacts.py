@@ -18,8 +18,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files import entries
-from torchobs.flight.files.create import SUFFIX, TEMPORARY
-from torchobs.flight.files.headroom import shortage
+from torchobs.flight.files.create import SUFFIX, TEMPORARY, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
