@@ -272,30 +272,6 @@ def test_the_last_steps_of_who_has_ended_are_served(
     assert scanner.scan().ranks[0].ended_in == snapshot.number
 
 
-def test_five_restarts_are_five_incarnations_and_one_is_served(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
-) -> None:
-    """Nothing is merged or summed: the newest restart's own count, each time at once."""
-    served = []
-    for restart in range(5):
-        born_s = restart * 100.0
-        file = rank(seed=restart + 1, born_s=born_s, restart=restart)
-        for number in range(1, 11 + restart):
-            file.step(number, born_s + number)
-        file.beat(born_s + 20)
-        file.save()
-        clock.seconds = born_s + 20
-        snapshot = scanner.scan()
-        served.append((steps(snapshot), snapshot.files["served"], snapshot.files["superseded"]))
-        file.release()
-    assert served == [({"0": 10 + restart}, 1, restart) for restart in range(5)]
-    clock.seconds = 421.0
-    assert states(scanner.scan()) == {"0": "lost"}
-    clock.seconds = 10_000.0
-    snapshot = scanner.scan()
-    assert not snapshot.ranks, "an older incarnation must not come back when the newest expires"
-
-
 def test_two_living_claims_to_one_rank_are_both_served_and_counted(
     scanner: Scanner, rank: Callable[..., File], clock: Clock
 ) -> None:
@@ -313,51 +289,6 @@ def test_two_living_claims_to_one_rank_are_both_served_and_counted(
     both = {"0": 1, "0-000000bb": 0}
     assert seen == [({"0": 1}, 0), (both, 1), (both, 1)]
     assert scanner.scan().duplicates == 1, "counted once, not at every scan"
-
-
-def test_of_two_living_claims_none_takes_the_other_s_series(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
-    """Whichever is killed and started again: the older's successor is the rank, the younger's gets digits of its own."""
-    lives = {"a": rank(seed=0xA0), "b": rank(seed=0xB0, born_s=1.0)}
-    labels: dict[str, list[str]] = {}
-
-    def go_on(until_s: float) -> None:
-        while clock.seconds < until_s:
-            clock.seconds += 0.5
-            for file in lives.values():
-                file.beat(clock.seconds)
-                file.save()
-            for one in scanner.scan().ranks:
-                name = next((name for name, file in lives.items() if file.header.incarnation.hex() == one.incarnation), "")
-                if name and one.rank not in labels.setdefault(name, []):
-                    labels[name].append(one.rank)
-
-    go_on(10.0)
-    for number, name in enumerate("bab"):
-        lives[name].release()
-        lives[name] = rank(seed=0xC0 + number, born_s=clock.seconds + 0.1)
-        go_on(clock.seconds + 10.0)
-    assert labels == {"a": ["0"], "b": ["0-000000b0", "0-000000c0", "0-000000c2"]}
-    lives.pop("a").release()
-    go_on(clock.seconds + 400.0)
-    assert [one.rank for one in scanner.scan().ranks] == ["0-000000c2"], "it keeps its label when it is alone"
-
-
-def test_a_process_that_was_stopped_does_not_take_its_rank_back(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
-) -> None:
-    """Its successor began while it did not beat: no series goes back to it."""
-    old, new = rank(seed=0xAA), rank(seed=0xBB, born_s=10.0)
-    seen = []
-    for seconds, stopped in ((9.0, False), (12.0, True), (14.0, False), (20.0, False)):
-        clock.seconds = seconds
-        if not stopped:
-            old.beat(seconds)
-        if seconds > 10.0:
-            new.beat(seconds)
-        old.save()
-        new.save()
-        seen.append({one.incarnation[-2:]: one.rank for one in scanner.scan().ranks})
-    assert seen[1:] == [{"bb": "0"}, {"aa": "0-000000aa", "bb": "0"}, {"aa": "0-000000aa", "bb": "0"}]
 
 
 def test_replica_groups_keep_their_labels(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:

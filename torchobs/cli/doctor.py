@@ -34,7 +34,7 @@ from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.exporter import config
 from torchobs.exporter.otlp import options as otlp
-from torchobs.flight.files import headroom, location
+from torchobs.flight.files import create, location
 from torchobs.node import announcement
 
 _DESCRIPTION = """\
@@ -285,7 +285,7 @@ def space(path: str | None, size: int) -> Check:
         return Check("room", OK, f"{text_format.size(size)} for each rank, asked for when there is a directory")
     try:
         with location.opened(path) as fd:
-            short = headroom.shortage(fd, size)
+            short = create.shortage(fd, size)
     except OSError as problem:  # a link, which the directory check reports
         return Check("room", WARN, f"{path} cannot be opened: {text_format.clean(problem.strerror)}", "see the directory above")
     if short:
