@@ -155,7 +155,7 @@ def _read_or_bad(file: reader.FlightFile) -> None:
         shown = flights.values(file.read(), folded=True)
     except BadFlightFileError:
         return
-    assert shown[catalog.STEPS.name, ()] <= 40
+    assert flights.whole(shown.get((catalog.STEPS.name, ()), 0)) <= 40  # none: its entry in the series table is damaged
 
 
 def test_a_file_that_grew_is_not_the_one_its_header_describes(image: flights.Image) -> None:
