@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
-from torchobs.flight.format.step_record import PHASE_NAMES
+from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
 from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.fetches import StarvationWatch

@@ -27,8 +27,7 @@ from torchobs.diagnosis.status import run_status
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui.data import PageData
 from torchobs.exporter.ui.view_model import Modeller
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.step_record import LIVE_PHASES
+from torchobs.flight.format.layout import LIVE_PHASES, Exit
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exceptions import describe, root_cause
 from torchobs.probes.lifecycle.exits import Ending

@@ -28,8 +28,7 @@ from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import RankView, Screen, drawn, frame, slownesses
-from torchobs.flight.format.layout import HEADER_SIZE, Live
-from torchobs.flight.format.step_record import LIVE_PHASES
+from torchobs.flight.format.layout import HEADER_SIZE, LIVE_PHASES, Live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
