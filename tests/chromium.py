@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -165,8 +164,3 @@ class Tab:
     def metrics(self) -> dict[str, float]:
         """What the page has cost the browser: `ScriptDuration`, `LayoutDuration`, `TaskDuration` in seconds."""
         return {metric["name"]: metric["value"] for metric in self.call("Performance.getMetrics")["metrics"]}
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write what is to be seen as a PNG."""
-        data = self.call("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole})["data"]
-        path.write_bytes(base64.b64decode(data))

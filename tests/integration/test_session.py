@@ -164,12 +164,6 @@ def test_a_bad_value_is_logged_once_and_the_default_used(
     assert "auto" in line
 
 
-def test_an_argument_that_names_no_setting_is_a_type_error() -> None:
-    """With the setting that was probably meant."""
-    with pytest.raises(TypeError, match="grad_interval"):
-        torchobs.init(grad_intervall=3)
-
-
 def test_a_probe_that_raises_is_off_and_said_once(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, shown, logged once; the other probes go on."""
 
@@ -315,20 +309,6 @@ import os, signal; os.kill(os.getpid(), signal.SIGKILL)
     assert {fields["trace_id"] for fields in frames.values()} == {"0af7651916cd43dd8448eb211c80319c"}
     assert frames["torchobs.run"]["parent"] == "b7ad6b7169203331"
     assert frames["work"]["parent"] == frames["torchobs.run"]["span_id"]
-
-
-def test_the_other_groups_learning_rates_are_shown(run: Recording) -> None:
-    """Groups count on over several optimizers, in the order of their first step; each is a gauge."""
-    model = mlp()
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
-    first = torch.optim.SGD(groups, lr=0.25)
-    second = torch.optim.SGD(mlp().parameters(), lr=0.125)
-    for index in range(3):
-        for optimizer in (first, second):
-            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    expected = {("torchobs.learning_rate", str(group)): rate for group, rate in enumerate((0.5, 0.25, 0.125))}
-    support.wait_until(lambda: expected.items() <= run.values().items())
 
 
 @contextlib.contextmanager
