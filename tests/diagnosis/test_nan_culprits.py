@@ -59,6 +59,32 @@ def test_a_batch_that_nobody_holds_is_not_blamed_on_the_weights_it_spoiled() -> 
     assert (told["origin"], told["step"]) == ("input", AT)
 
 
+@pytest.mark.parametrize("sick", ["weight", "operator"])
+def test_a_generator_is_blamed_for_what_its_critic_sees_first(sick: str) -> None:
+    """Promise: its output goes, detached, into the loss that is seen first; its own graph follows in the same step."""
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def train(look: Look) -> None:
+        players = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (critic, maker)]
+        for number in range(1, AT + 3):
+            if number == AT and sick == "weight":
+                maker.weight.data[1, 1] = float("nan")
+            z = torch.randn(8, 4)
+            for player in players:
+                made = maker(z)
+                made = torch.acos(made * 0 + 2) if number == AT and sick == "operator" else made
+                player.zero_grad()
+                torch.autograd.backward(critic(made.detach() if player is players[0] else made).mean())
+                player.step()
+            look.stepped()
+
+    told = origin(observe(train))
+    if sick == "weight":
+        assert (told["origin"], told["step"], told["module"]) == ("parameter", AT, "Linear")
+    else:
+        assert (told["origin"], told["step"], told["operator"]) == ("operator", AT, "acos")
+
+
 @pytest.mark.parametrize("sick", [0, 1])
 @pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
 def test_each_player_of_an_iteration_has_its_step(sick: int, gradient: bool) -> None:  # noqa: FBT001  # a parameter of the test

@@ -274,13 +274,17 @@ class ForwardTrace:
         return False
 
 
-def first_birth(nodes: Sequence[GraphNode], root: GraphNode) -> tuple[Birth, dict[str, Any]]:
-    """Return where the root's non-finite result was born, and the operands of that node by name."""
+def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) -> tuple[Birth, dict[str, Any]]:
+    """Return where the root's non-finite result was born, and the operands of that node by name.
+
+    ``earliest``: the first in the forward pass, even if another one is more certain.
+    """
     trace = ForwardTrace(nodes)
     births = list(trace.births(root)) or [Birth(root, certain=False)]
 
     def rank(each: Birth) -> tuple[bool, bool, bool, int]:
-        return each.is_unread, not each.certain, each.node.builtin in PASSING, each.node.number
+        passing = not earliest and each.node.builtin in PASSING
+        return each.is_unread, not (each.certain or earliest), passing, each.node.number
 
     birth = min(births, key=rank)
     return birth, trace.operands(birth.node)

@@ -179,17 +179,20 @@ class GraphTracer:
         by_function = {node.function: node for node in self.nodes}
         self._root = next((by_function[loss.grad_fn] for loss in losses if condition(loss) is not Condition.FINITE), None)
 
-    def forward(self) -> NonfiniteOrigin | None:
-        """Return the origin of a loss that is not finite; ``None`` without one that has a graph."""
+    def forward(self, *, earliest: bool = False) -> NonfiniteOrigin | None:
+        """Return the origin of a loss that is not finite; ``None`` without one that has a graph.
+
+        ``earliest``: parameters are known to be what an optimizer made of an earlier loss; what came first is the cause.
+        """
         if self._root is None:
             return None
-        birth, operands = first_birth(self.nodes, self._root)
+        birth, operands = first_birth(self.nodes, self._root, earliest=earliest)
         node = birth.node
         self.node = self._user_of(node)
         bad = {
             id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
         }
-        if birth.is_leaf and len(bad) >= SHARE_OF_STEP:
+        if birth.is_leaf and not earliest and len(bad) >= SHARE_OF_STEP:
             found = likely_node(self.nodes, bad)
             if found is not None:
                 return self._backward(found, f"{len(bad)} parameters are not finite since the last step")

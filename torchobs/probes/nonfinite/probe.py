@@ -85,6 +85,10 @@ class NonfiniteProbe:
         self._last_examined = 0
         """Step whose gradients were looked at as the training ended"""
         self._found: NonfiniteOrigin | None = None
+        self._waiting: NonfiniteOrigin | None = None
+        """An origin that the graph of the next loss may explain: a detached tensor, as the output of a GAN's generator is"""
+        self._was_spoiled = False
+        """Whether a parameter was not finite already then; else it is what a step has made of it since"""
         self._has_rest = False
         """Whether parameters and buffers are still to be searched for what such a value has left in them"""
         self._rest = -1
@@ -113,16 +117,20 @@ class NonfiniteProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._open = *self._open[:2], 0.0
         self._breaker.guard(self._warn_of_open_step)()
+        self._breaker.guard(self._release)()
         if self._raising is not None:
             self._raising.remove()
         self._raising = None
         self._disarm()
 
     def sample(self) -> None:
-        """Log what was found."""
+        """Log what was found; what waits for another loss, once the training is a step on."""
         self._warn_of_open_step()
         if self._is_rest_due() and self._traces.take(monotonic(), "rest"):
             self._context.at_backward(self._breaker.guard(self._find_rest))
+        waiting = self._waiting  # the training thread may take it at any time
+        if waiting is not None and self._context.recorder.step > (waiting.step or 0):
+            self._release()
         while self._told:
             _log.info("%s", self._told.pop(0))  # no warning: standard error is the script's own
 
@@ -143,12 +151,19 @@ class NonfiniteProbe:
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
         self._found = self._found if follows else None
-        if not follows and self._traces.take(monotonic(), "loss"):
+        waiting, self._waiting = self._waiting, None
+        if (not follows or waiting is not None) and self._traces.take(monotonic(), "loss"):
             tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known())
-            origin = tracer.forward()
-            if origin is not None and origin.kind in {"parameter", "backward"}:
-                origin = self._of_weights(_bad_parameters(self._known()[1]), origin, tracer.nodes) or origin
-            self._report(origin)
+            origin, bad = tracer.forward(earliest=waiting is not None), _bad_parameters(self._known()[1])
+            if waiting is not None:
+                later = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
+                self._report(origin if origin is not None and origin.kind not in later else waiting)
+            elif origin is not None and origin.kind == "input" and not origin.parameter:
+                self._found, self._waiting, self._was_spoiled = origin, origin, bool(bad)
+            elif origin is not None and origin.kind in {"parameter", "backward"}:
+                self._report(self._of_weights(bad, origin, tracer.nodes) or origin)
+            else:
+                self._report(origin)
         if self._raising is not None:
             self._raising.expect(f"The loss is not finite in step {step}.", self._found)
 
@@ -169,6 +184,11 @@ class NonfiniteProbe:
             if not self._scaling.losses and computes_in_float16(bad, nodes):
                 return from_overflow(bad, models, recorder.ended)
         return of_parameters(bad, models, recorder.in_progress)
+
+    def _release(self) -> None:
+        """Report an origin that waits for the graph of another loss."""
+        waiting, self._waiting = self._waiting, None
+        self._report(waiting)
 
     def _gradient(self, optimizer: Any, keys: frozenset[int] = frozenset()) -> None:
         """Trace gradients that are not finite, of a finite loss; the optimizer is about to step.
@@ -232,6 +252,7 @@ class NonfiniteProbe:
         bad = _bad_parameters(parameters)
         if losses:
             self._loss(losses, frames)
+            self._release()
         elif bad:
             likely = self._inferred({id(each) for each in bad}, frames, self._context.recorder.ended)
             self._report(self._of_weights(bad, likely) or of_parameters(bad, self._known()[0], step))
