@@ -389,30 +389,18 @@ def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = 
     )
 
 
-def is_of_a_step(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
-    """Return True if an optimizer's step made these parameters non-finite: there are several, or it has kept such gradients."""
-    return len(bad) >= SHARE_OF_STEP or any(_keeps_bad_values(optimizer, each) for each in bad for optimizer in optimizers)
-
-
 def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
     """Return True if what an optimizer keeps for one of these parameters is finite: its gradients were as well."""
     return any(_keeps_finite_values(optimizer, each) for each in bad for optimizer in optimizers)
 
 
 def _keeps_finite_values(optimizer: Any, parameter: Any) -> bool:
-    kept = [value for value in _kept_for(optimizer, parameter) if value.shape == parameter.shape and value.is_floating_point()]
-    return bool(kept) and all(condition(value) is Condition.FINITE for value in kept)
-
-
-def _keeps_bad_values(optimizer: Any, parameter: Any) -> bool:
-    return any(condition(value) is not Condition.FINITE for value in _kept_for(optimizer, parameter))
-
-
-def _kept_for(optimizer: Any, parameter: Any) -> list[Any]:
     import torch  # torch is optional until training begins
 
     state = optimizer.state.get(parameter)
-    return [value for value in list(state.values()) if isinstance(value, torch.Tensor)] if isinstance(state, dict) else []
+    values = list(state.values()) if isinstance(state, dict) else []
+    kept = [value for value in values if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
+    return bool(kept) and all(is_finite(value) for value in kept)
 
 
 class Cause(NamedTuple):

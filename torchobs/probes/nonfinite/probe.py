@@ -23,6 +23,7 @@ from torchobs.probes.core.patch import Patch
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames, is_users, locals_of
 from torchobs.probes.nonfinite.origin import (
+    SHARE_OF_STEP,
     UNNAMED,
     GraphTracer,
     NonfiniteOrigin,
@@ -31,7 +32,6 @@ from torchobs.probes.nonfinite.origin import (
     from_overflow,
     gradients_were_finite,
     has_other_ranks,
-    is_of_a_step,
     of_parameters,
     user_frames,
 )
@@ -174,11 +174,10 @@ class NonfiniteProbe:
 
         It is unknown where gradients were finite, or came from other ranks as well.
         """
-        optimizers = list(self._context.recorder.optimizers())
-        if not is_of_a_step(bad, optimizers):
+        if len(bad) < SHARE_OF_STEP:
             return None
         models, recorder = self._known()[0], self._context.recorder
-        if not gradients_were_finite(bad, optimizers) and not has_other_ranks():
+        if not gradients_were_finite(bad, list(recorder.optimizers())) and not has_other_ranks():
             if likely is not None and likely.kind == "backward":
                 return likely
             if not self._scaling.losses and computes_in_float16(bad, nodes):
