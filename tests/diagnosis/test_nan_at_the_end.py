@@ -97,11 +97,6 @@ def spoiled(model: Model, optimizer: torch.optim.Optimizer, number: int) -> obje
     return loss
 
 
-def forgotten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """The same, where nothing holds the loss any more."""
-    spoiled(model, optimizer, number)
-
-
 def refused(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
     """Clipping refuses the gradients."""
     model.alike = number == AT
@@ -130,7 +125,6 @@ def overwritten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> 
         (checked, {"origin": "operator", "operator": "log", "module": "Model"}),
         (left, {"origin": "operator", "operator": "log", "module": "Model"}),
         (spoiled, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
-        (forgotten, {"origin": "unknown", "parameter": "inner.weight", "note": "and 1 more"}),
         (refused, {"origin": "backward", "operator": "sqrt", "module": "distance"}),
         (overwritten, {"origin": "parameter", "parameter": "inner.weight"}),
     ],

@@ -354,21 +354,6 @@ def test_what_a_hook_cannot_look_at_does_not_reach_the_user(flight_dir: Path) ->
     recorder.close()  # what the hook raised keeps this frame, and with it the recorder, which else ends a later session
 
 
-def test_what_is_inferred_is_said_to_be(run: Recording) -> None:
-    """A node that only the graph's structure points to is the likeliest, and the sentence says no more than that."""
-    training = build("mlp", "adamw", 0)
-    x = training.batch()
-    plant(training, "sqrt", random.Random(0), x)
-    loss = training.losses[0][1](x)
-    loss.backward()  # type: ignore[no-untyped-call]
-    with debug.nan_guard(training.optimizers["m"]):
-        training.optimizers["m"].step()
-    run.look()
-    assert run.session.context is not None
-    (origin,) = run.session.context.origins.values()
-    assert "most likely made them" in origin.sentence()
-
-
 def test_a_model_is_known_once_however_often_it_is_watched(run: Recording) -> None:
     """A script that calls ``watch`` in every step leaves one entry, and none of models that are gone."""
     kept = nn.Linear(2, 2)
