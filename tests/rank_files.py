@@ -11,7 +11,7 @@ from typing import Any
 from torchobs.catalog import SPAN_STEP, Kind, Metric
 from torchobs.flight.files import location, lock
 from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.format import span_ids
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
 from torchobs.flight.format.series import Scope
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -98,7 +98,7 @@ class File:
         header, attrs = self.header, {"duration_s": 0.1, "grad_norm": 1.0} if attrs is None else attrs
         own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
         end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
-        ids = span_ids.SpanIds(header).step(number)
+        ids = event_ring.SpanIds(header).step(number)
         identity = {"trace_id": ids.trace, "span_id": ids.span}
         frame = {"k": "span", "name": SPAN_STEP.name, **identity, "flags": 1, "t0": end_ns - S, "t1": end_ns, "attrs": own}
         self.writer.events.append({**frame, **given})
@@ -149,7 +149,7 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
 def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str, Any]:
     """Write the span of a step of :func:`train` that ended now, as the sampler thread does; return its frame."""
     header, now_ns = writer.header, time.time_ns()
-    ids = span_ids.SpanIds(header)
+    ids = event_ring.SpanIds(header)
     own, run = ids.step(step), ids.run
     frame = {
         "k": "span", "name": SPAN_STEP.name, "trace_id": own.trace, "span_id": own.span, "flags": 1, "kind": "internal",

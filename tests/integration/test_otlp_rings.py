@@ -14,7 +14,6 @@ from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.otlp.options import PushConfig
-from torchobs.flight.format import span_ids
 from torchobs.flight.format import span_ids as identifiers
 from torchobs.flight.format.layout import Exit
 
@@ -253,7 +252,7 @@ def test_an_event_is_a_record_of_its_step(flight_dir: Path, receiver: Receiver, 
     assert len(found.pop("log.record.uid")) == 36
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5, "torchobs.anomaly.baseline": 1.0}
     assert found == {**own, "torchobs.step.number": 7}
-    assert (record.trace_id.hex(), record.span_id.hex(), record.flags) == (*span_ids.SpanIds(file.header).step(7), 1)
+    assert (record.trace_id.hex(), record.span_id.hex(), record.flags) == (*event_ring.SpanIds(file.header).step(7), 1)
     (of_resource,) = receiver.taken[0].logs.resource_logs
     resource = attributes(of_resource.resource.attributes)
     assert (resource["service.name"], resource["torchobs.rank"], resource["torchobs.restart"]) == ("gpt", 0, 0)
@@ -285,7 +284,7 @@ def test_severity_and_names_are_opentelemetry_s(
     assert (record.event_name, record.severity_text) == (name, severity)
     assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
     assert attributes(record.attributes).items() >= dict(expected).items()  # type: ignore[call-overload]  # a case's mapping
-    assert (record.trace_id.hex(), record.span_id.hex()) == span_ids.SpanIds(file.header).run
+    assert (record.trace_id.hex(), record.span_id.hex()) == event_ring.SpanIds(file.header).run
     assert record.body.string_value
 
 
@@ -302,7 +301,7 @@ def test_sizes_in_a_record_s_sentence_have_their_unit(flight_dir: Path, receiver
 
 def test_an_event_without_a_step_is_of_the_segment_under_way(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """Of the run before there is one; sampled as that is."""
-    ids = span_ids.SpanIds(file.header)
+    ids = event_ring.SpanIds(file.header)
     event(file, "my.event")
     for number, part in enumerate((ids.segment(1, 0), ids.segment(1, 1)), start=2):
         own = {"trace_id": part.trace, "span_id": part.span, "flags": number % 2, "scope": ["torchobs", None, None, {}]}

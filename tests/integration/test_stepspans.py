@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests import support
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.format import span_ids
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.reader import reader
 
@@ -60,7 +60,7 @@ def test_sampled_steps_link_to_run_and_segment(run: Recording) -> None:
     steps = awaited(run, "sampled", 3)
     assert [step["attrs"]["step"] for step in steps] == [2, 4, 8]
     assert run.session.writer is not None
-    ids, losses = span_ids.SpanIds(run.session.writer.header), [record.loss for record in run.steps()]
+    ids, losses = event_ring.SpanIds(run.session.writer.header), [record.loss for record in run.steps()]
     for step in steps:
         number = step["attrs"]["step"]
         assert step["attrs"]["loss"] == pytest.approx(losses[number - 1])
@@ -217,7 +217,7 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
         found = run.frames("torchobs.step")
         assert bool(found) == sampled
         assert run.session.writer is not None
-        ids = span_ids.SpanIds(run.session.writer.header)
+        ids = event_ring.SpanIds(run.session.writer.header)
         assert ids.run.trace == PARENT.split("-")[1]
         assert all((span["trace_id"], span["span_id"]) == ids.step(span["attrs"]["step"]) for span in found)
         assert all(links(span)["run"] == ids.run for span in found)

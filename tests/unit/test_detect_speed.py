@@ -14,8 +14,8 @@ from torchobs.detect.alike_interval import alike_interval, taken
 from torchobs.detect.slow_steps import LEAST_SEEN, SUPERIORITY, slow_from, slowed_from, superiority
 from torchobs.detect.starvation import BEGINS, ENDS, LEAST_STEPS, WINDOW_S, DataCounters, Starvation
 from torchobs.detect.stragglers import Spent, compare, slowness
+from torchobs.flight.format.event_ring import parts
 from torchobs.flight.format.layout import RECORD_SIZE
-from torchobs.flight.format.span_ids import parts
 from torchobs.flight.format.step_record import StepRecord, unpack
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
 from torchobs.probes.core.step_recorder import StepRecorder

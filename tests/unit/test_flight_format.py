@@ -21,7 +21,7 @@ from tests import flights
 from tests.flights import header, plain_step, recorded, step
 from tests.rank_files import File
 from torchobs import catalog
-from torchobs.flight.format import event_ring, layout, span_ids
+from torchobs.flight.format import event_ring, layout
 from torchobs.flight.format.documents import Document, decode_history, encode_history, newest
 from torchobs.flight.format.layout import (
     DEFAULT_SIZE,
@@ -412,20 +412,20 @@ def test_a_payload_that_is_no_object_is_no_event(payload: bytes) -> None:
 def test_identifiers_are_functions_of_the_file() -> None:
     """The same for whoever asks, another for every run, step and phase; a launcher's trace is kept."""
     one, two = header(), header()
-    run, again, other = (span_ids.SpanIds(each).run.span for each in (one, one, two))
+    run, again, other = (event_ring.SpanIds(each).run.span for each in (one, one, two))
     assert run == again != other
     given = replace(one, resource={**one.resource, "trace_id": "0af7651916cd43dd8448eb211c80319c"})
-    assert span_ids.trace_id(given) == "0af7651916cd43dd8448eb211c80319c"
-    steps = {span_ids.SpanIds(one).step(number).span for number in range(1000)}
-    phases = {span_ids.derived(own, phase) for own in steps for phase in ("data", "forward")}
+    assert event_ring.trace_id(given) == "0af7651916cd43dd8448eb211c80319c"
+    steps = {event_ring.SpanIds(one).step(number).span for number in range(1000)}
+    phases = {event_ring.derived(own, phase) for own in steps for phase in ("data", "forward")}
     assert len(steps | phases | {run}) == 3001
     assert all(re.fullmatch("[0-9a-f]{16}", own) for own in (*steps, *phases, run))
 
 
 def test_known_identifiers() -> None:
     """The derivation is part of the format: ``printf torchobs/1234 | b2sum -l 128`` says the same, and so on."""
-    assert span_ids.derived("00f067aa0ba902b7", "17") == "4ffd007c9ccbe63c"
-    ids = span_ids.SpanIds(replace(header(), resource={"run_id": "1234", "rank": 5, "restart": 2}))
+    assert event_ring.derived("00f067aa0ba902b7", "17") == "4ffd007c9ccbe63c"
+    ids = event_ring.SpanIds(replace(header(), resource={"run_id": "1234", "rank": 5, "restart": 2}))
     assert ids.run.trace == "99b9893a94b1aa0f6437987b4d1022e0"
     assert ids.step(17).trace == "bfb475a693aff9a02a756a9409e7b542"
     assert ids.segment(3, 1).trace == "b2ca9638023d467de1e4c7c8258699d7"
@@ -435,7 +435,7 @@ def test_known_identifiers() -> None:
 def test_all_ranks_of_a_run_share_its_traces(launcher: dict[str, str]) -> None:
     """Run, segments and steps; each rank has a span of its own in them, and each restart traces of its own but the run's."""
     made = [
-        span_ids.SpanIds(replace(header(), resource={"run_id": run, "rank": rank, "restart": restart, **launcher}))
+        event_ring.SpanIds(replace(header(), resource={"run_id": run, "rank": rank, "restart": restart, **launcher}))
         for run, restart in (("1", 0), ("1", 1), *(() if launcher else (("2", 0),)))
         for rank in range(3)
     ]
@@ -459,7 +459,7 @@ def test_a_file_that_names_no_run_has_a_trace() -> None:
     """Of its own: other files without a name are not the same run."""
     for resource in ({}, {"run_id": ""}, {"run_id": 5}):
         one = replace(header(), resource=resource)
-        assert span_ids.trace_id(one) == one.incarnation.hex()
+        assert event_ring.trace_id(one) == one.incarnation.hex()
 
 
 def test_a_plain_step_s_phases_are_where_they_were() -> None:
@@ -469,7 +469,7 @@ def test_a_plain_step_s_phases_are_where_they_were() -> None:
     for number, loader in ((1, True), (2, False)):
         plain_step(writer, number, loader=loader)
     at = writer._steps_at
-    first, second = (span_ids.parts(bytes(memory.content[at + 128 * index : at + 128 * (index + 1)])) for index in range(2))
+    first, second = (event_ring.parts(bytes(memory.content[at + 128 * index : at + 128 * (index + 1)])) for index in range(2))
     ms = 50_000_000
     assert first == (
         begun,
@@ -490,4 +490,4 @@ def test_another_step_has_sums_and_no_boundaries() -> None:
     writer, memory = recorded()
     step(writer, 1)
     at = writer._steps_at
-    assert span_ids.parts(bytes(memory.content[at : at + 128])) is None
+    assert event_ring.parts(bytes(memory.content[at : at + 128])) is None

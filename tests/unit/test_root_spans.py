@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.flights import recorded
-from torchobs.flight.format import event_ring, span_ids
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Region
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.probes.core.training_state import EpochStart
@@ -23,7 +23,7 @@ class Rank:
         self.writer, self._memory = recorded()
         self.roots = RootSpans(self.writer, 1, {})
         self.roots.announce()
-        self.ids = span_ids.SpanIds(self.writer.header)
+        self.ids = event_ring.SpanIds(self.writer.header)
         self._first_ns = 0
 
     def look(self, second: float, step: int = 0, epochs: Iterable[EpochStart] = (), first: float | None = None) -> None:

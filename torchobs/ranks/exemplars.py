@@ -13,7 +13,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.flight.format import span_ids
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.event_ring import fields_of
 from torchobs.flight.format.layout import Header
 
@@ -65,7 +65,7 @@ class Exemplars:
 
     def __init__(self, header: Header) -> None:
         self.shown = NONE
-        self._ids = span_ids.SpanIds(header)
+        self._ids = event_ring.SpanIds(header)
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def add(self, payloads: Sequence[bytes]) -> None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal
 
 from torchobs import catalog
 from torchobs.detect.alike_interval import alike_interval
-from torchobs.flight.format.span_ids import SpanIds
+from torchobs.flight.format.event_ring import SpanIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchobs.flight.format.span_ids import SpanId
+    from torchobs.flight.format.event_ring import SpanId
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.training_state import EpochStart
 

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.flight.format import span_ids
+from torchobs.flight.format import event_ring
 from torchobs.runtime.root_spans import LONGEST_NS, RootSpans
 from torchobs.runtime.step_spans import StepSpans
 from torchobs.support.import_hooks import after_import, cancel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
     from torchobs.config.settings import Settings
-    from torchobs.flight.format.span_ids import SpanId
+    from torchobs.flight.format.event_ring import SpanId
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.context import ProbeContext
 
@@ -150,4 +150,4 @@ def _remote(parent: str, state: str | None) -> dict[str, object]:
 
 def trace_attributes(settings: Settings) -> dict[str, str | int]:
     """Return the flight file's resource attributes about the launcher's trace."""
-    return {span_ids.TRACE_ID: settings.traceparent.split("-")[1]} if settings.traceparent else {}
+    return {event_ring.TRACE_ID: settings.traceparent.split("-")[1]} if settings.traceparent else {}

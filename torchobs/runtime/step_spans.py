@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.alike_interval import alike_interval, taken
 from torchobs.detect.slow_steps import slow_from
-from torchobs.flight.format import span_ids
+from torchobs.flight.format import event_ring
+from torchobs.flight.format.event_ring import SpanId
 from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.format.span_ids import SpanId
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.support.rate_limit import RateLimiter
 
@@ -144,7 +144,7 @@ class StepSpans:
             self._write_whole(record, raw, reason)
 
     def _write_whole(self, record: StepRecord, raw: bytes, reason: str) -> None:
-        exact = span_ids.parts(raw)
+        exact = event_ring.parts(raw)
         started_ns = exact[0] if exact else record.end_ns - round(sum(record.phase_s) * 1e9)
         norms = [late.grad_norm for late in self._late if late.step == record.step]
         attributes: dict[str, object] = {"reason": reason, **_values(record, norms)}
@@ -152,7 +152,7 @@ class StepSpans:
             attributes |= {f"{name}_s": value for name, value in zip(PHASE_NAMES, record.phase_s, strict=True) if value}
         ids = self._write_step(record.step, started_ns, record.end_ns, attributes)
         for phase, from_ns, to_ns in exact[1] if exact else ():
-            own = ids._replace(span=span_ids.derived(ids.span, phase))
+            own = ids._replace(span=event_ring.derived(ids.span, phase))
             self._write(catalog.SPAN_STEP_PHASE.name, own, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
 
     def _write_step(self, step: int, started_ns: int, ended_ns: int, attributes: dict[str, object]) -> SpanId:

@@ -31,9 +31,8 @@ from torchobs.diagnosis.event_units import with_unit
 from torchobs.exporter.otlp import messages
 from torchobs.exporter.otlp.messages import SCOPE, Item, any_value, identifier, mapping, pairs, text, whole
 from torchobs.flight.files.create import file_name
-from torchobs.flight.format.event_ring import Tail, fields_of
+from torchobs.flight.format.event_ring import SpanId, SpanIds, Tail, fields_of
 from torchobs.flight.format.layout import Region
-from torchobs.flight.format.span_ids import SpanId, SpanIds
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.directory import Directory
