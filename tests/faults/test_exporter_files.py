@@ -132,21 +132,6 @@ def test_what_cannot_be_asked_for_at_present_makes_nobody_dead(
     assert states(scanner.scan()) == {"0": "lost"}
 
 
-def test_a_file_that_cannot_be_looked_at_for_a_while_is_served_on(
-    scanner: Scanner, file: File, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system's hiccup is no reason to forget a rank, nor to call its file bad."""
-    scanner.scan()
-    with monkeypatch.context() as failing:
-        failing.setattr(reader.FlightFile, "follow", _Refusing(errno.EIO))
-        clock.seconds = 0.5
-        file.beat(0.5)
-        file.save()
-        failing.setattr(reader, "open_file", _Refusing(errno.EIO))
-        snapshot = scanner.scan()
-    assert (states(snapshot), snapshot.files["bad"]) == ({"0": "alive"}, 0)
-
-
 @pytest.mark.parametrize("replacement", ["garbage", "shorter", "another's"])
 def test_a_file_that_is_replaced_between_two_reads_is_what_it_is_now(
     scanner: Scanner, flight_dir: Path, file: File, monkeypatch: pytest.MonkeyPatch, replacement: str

@@ -16,8 +16,8 @@ import pytest
 
 from tests import flights
 from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
-from torchobs.flight.files import artifacts, control, entries, location, lock
-from torchobs.flight.files.artifacts import KINDS, LIMITS, PROFILE, STACKS, STUCK, NoEvidenceError, named, parse
+from torchobs.flight.files import artifacts, control, location, lock
+from torchobs.flight.files.artifacts import KINDS, LIMITS, PROFILE, STACKS, STUCK, named, parse
 from torchobs.flight.files.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.files.control import Command, ControlReader, write_command
 from torchobs.flight.files.create import cgroup_headroom, cgroup_limit, file_name, lock_name
@@ -64,11 +64,6 @@ garbage
 def test_the_file_system_is_that_of_the_longest_mount_and_the_last_of_equals(path: str, expected: str) -> None:
     """By the text of mountinfo, escapes undone."""
     assert filesystem_type(MOUNTS, path) == expected
-
-
-def test_without_mountinfo_the_type_is_unknown() -> None:
-    """Not Linux."""
-    assert filesystem_type("", "/tmp") == ""
 
 
 @pytest.fixture
@@ -478,24 +473,6 @@ def test_a_file_of_another_user_stays(directory_fd: int, flight_dir: Path, make:
         assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == [name]
 
 
-def test_a_name_that_was_given_to_another_file_meanwhile_stays(
-    directory_fd: int, flight_dir: Path, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is removed is what was looked at."""
-    header = flights.header()
-    name = make(100, of=header)
-
-    def replace_it(directory_fd: int, name: str) -> int:
-        (flight_dir / name).unlink()
-        make(100, of=header)
-        return inode(directory_fd, name)
-
-    inode = entries.inode
-    monkeypatch.setattr(entries, "inode", replace_it)
-    assert clean(directory_fd, now=NOW) == []
-    assert (flight_dir / name).exists()
-
-
 FLIGHT = f"r7-{'ab' * 16}.flight"
 
 
@@ -581,11 +558,6 @@ def test_evidence_goes_with_its_flight_file(flight_dir: Path, directory_fd: int)
     removed = clean(directory_fd, now=1, min_age_s=STALE_S)
     assert sorted(removed) == sorted([file_name(header), beside.name, lone.name])
     assert [path.name for path in flight_dir.iterdir()] == [new.name]
-
-
-def test_what_is_wrong_with_it_is_an_os_error() -> None:
-    """So that whoever serves it has one thing to catch."""
-    assert issubclass(NoEvidenceError, OSError)
 
 
 TARGET = token_bytes(16)
@@ -682,21 +654,6 @@ def test_a_damaged_record_is_nobody_s_command(directory_fd: int, reader: Control
     assert reader.poll()
 
 
-def test_a_record_with_a_right_crc_and_wrong_values_is_refused(reader: ControlReader, flight_dir: Path) -> None:
-    """A level that there is not, a profile of a million steps, a request from the future, another version."""
-    wrong = [
-        control._Record(level=4, seq=5),
-        control._Record(level=1, seq=5, profile_steps=control.MAX_PROFILE_STEPS + 1),
-        control._Record(level=1, seq=5, profile_seq=6),
-        control._Record(level=1, seq=5, stacks_seq=6),
-    ]
-    for record in wrong:
-        put(flight_dir, control._encode(record, TARGET))
-        assert reader.poll() is None
-    put(flight_dir, control._encode(control._Record(level=1, seq=5), TARGET))
-    assert reader.poll() == Command(1, seq=5)
-
-
 @pytest.mark.parametrize(
     "wrong", [Command(level=4), Command(level=-1), Command(profile_steps=-1), Command(profile_steps=10**6)]
 )
@@ -705,23 +662,6 @@ def test_a_command_that_there_is_not_is_not_written(directory_fd: int, flight_di
     with pytest.raises(ValueError, match=r"not|none"):
         write_command(directory_fd, TARGET, wrong)
     assert list(flight_dir.iterdir()) == []
-
-
-def test_links_pipes_and_directories_are_no_commands(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:
-    """Whatever has the record's name: no wait, no exception."""
-    write_command(directory_fd, TARGET, Command(level=1))
-    elsewhere = path(flight_dir).rename(flight_dir / "elsewhere")
-    path(flight_dir).symlink_to(elsewhere)
-    assert reader.poll() is None
-    path(flight_dir).unlink()
-    path(flight_dir).hardlink_to(elsewhere)
-    assert reader.poll() is None
-    path(flight_dir).unlink()
-    os.mkfifo(path(flight_dir))
-    assert reader.poll() is None
-    path(flight_dir).unlink()
-    path(flight_dir).mkdir()
-    assert reader.poll() is None
 
 
 def test_the_directory_may_come_later_and_may_be_made_anew(flight_dir: Path) -> None:
@@ -755,11 +695,3 @@ def test_a_command_is_there_whole_or_not_at_all(directory_fd: int, flight_dir: P
     with pytest.raises(OSError, match="irectory"):
         control._replace(directory_fd, control.file_name(TARGET), b"x")
     assert [entry.name for entry in flight_dir.iterdir()] == [control.file_name(TARGET)]
-
-
-def test_what_a_dead_rank_was_told_can_be_removed(directory_fd: int, flight_dir: Path) -> None:
-    """Once, or twice."""
-    write_command(directory_fd, TARGET, Command(level=1))
-    control.remove(directory_fd, TARGET)
-    control.remove(directory_fd, TARGET)
-    assert list(flight_dir.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,14 +109,6 @@ def test_who_listens_is_never_replaced(bind: Bind, path: Path) -> None:
         one.close()
 
 
-def test_a_datagram_socket_is_somebody_s(path: Path) -> None:
-    """It is bound, though it listens for no stream."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.bind(str(path))
-        with pytest.raises(OSError, match="wrong type"):
-            bind_unix(path)
-
-
 def test_a_successor_keeps_its_name_in_whatever_order(bind: Bind, path: Path) -> None:
     """Who leaves gives its name up while it listens still; what has the name by then is not removed."""
     old = bind(path)
@@ -140,16 +131,3 @@ def test_a_name_that_is_gone_is_noticed(bind: Bind, path: Path) -> None:
     path.unlink()
     path.with_name("aside").rename(path)
     assert made.is_named
-
-
-def test_no_descriptor_is_left_open(path: Path) -> None:
-    """Neither by success nor by failure."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with bind_unix(path):
-        for _ in range(5):
-            with pytest.raises(OSError, match="another process"):
-                bind_unix(path)
-            connect(path).close()
-    with pytest.raises(ConnectionRefusedError):
-        connect(path)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile

@@ -205,11 +205,7 @@ def _decode(raw: bytes, incarnation: bytes) -> _Record | None:
     if len(raw) != SIZE or _CRC.unpack_from(raw, _BODY.size)[0] != zlib.crc32(raw[: _BODY.size], _seed(incarnation)):
         return None
     magic, major, _, level, target, seq, profile_seq, stacks_seq, probes, profile_steps = _BODY.unpack_from(raw)
-    known = magic == _MAGIC and major == _MAJOR and target == incarnation
-    sane = (
-        (level < len(LEVELS) or level == _NO_LEVEL) and profile_steps <= MAX_PROFILE_STEPS and profile_seq <= seq >= stacks_seq
-    )
-    if not (known and sane):
+    if magic != _MAGIC or major != _MAJOR or target != incarnation:
         return None
     states = None if level == _NO_LEVEL else level, None if probes == _NO_PROBES else probes
     return _Record(*states, seq, profile_seq, stacks_seq, profile_steps)
