@@ -18,7 +18,7 @@ from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.otlp.options import PushConfig
-from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.format.series import Scope
 
@@ -169,7 +169,7 @@ def test_exemplars_are_those_of_the_time_that_a_point_is_of(
     of_steps = [one.point for one in points(receiver.taken) if one.metric.name == "torchobs.step.duration"]
     assert [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps] == expected
     header, newest = file.header, of_steps[-1].exemplars[-1]
-    assert (newest.trace_id.hex(), newest.span_id.hex()) == identifiers.SpanIds(header).step(3)
+    assert (newest.trace_id.hex(), newest.span_id.hex()) == event_ring.SpanIds(header).step(3)
     assert newest.as_double == 0.6
     assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
 
@@ -277,7 +277,7 @@ def train(file: File, steps: int, from_s: float) -> None:
     for number in range(1, steps + 1):
         file.step(number, from_s + number / 100)
     header = file.header
-    identity = {"trace_id": identifiers.trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs"]}
+    identity = {"trace_id": event_ring.trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs"]}
     file.writer.events.append({"k": "span", "name": "epoch", "t0": header.wall_ns, "t1": header.wall_ns + 1, **identity})
     file.beat(from_s + steps / 100)
     file.writer.exit(Exit.FINISHED, 0)

@@ -25,7 +25,7 @@ from torchobs import catalog
 from torchobs.catalog import BY_NAME, Kind
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.otlp.options import PushConfig, PushTarget
-from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution
 from torchobs.flight.reader.reader import FlightFile, open_path
@@ -60,7 +60,7 @@ def measure(writer: FlightWriter) -> None:
 def work(writer: FlightWriter) -> None:
     """And every part of a span, below the run's."""
     header = writer.header
-    run = SpanContext(int(identifiers.trace_id(header), 16), int(identifiers.SpanIds(header).run.span, 16), is_remote=False,
+    run = SpanContext(int(event_ring.trace_id(header), 16), int(event_ring.SpanIds(header).run.span, 16), is_remote=False,
                       trace_flags=TraceFlags(1))  # fmt: skip
     provider = FlightTracerProvider(lambda: writer, lambda: run)
     tracer = provider.get_tracer("my.package", "1.2", "https://example.org/1", {"s": 1})
@@ -87,7 +87,7 @@ def test_the_collector_gets_what_was_recorded(
         "OTEL_METRIC_EXPORT_INTERVAL": "3600000",  # its own metrics are the last of all that it pushes, and come at its end
     }
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
-    run = identifiers.SpanIds(writer.header).run
+    run = event_ring.SpanIds(writer.header).run
     begun = {"k": "span_start", "name": catalog.SPAN_RUN.name, "t0": writer.header.wall_ns, "flags": 1, "scope": ["torchobs"]}
     writer.events.append({**begun, "trace_id": run.trace, "span_id": run.span})
     train(writer, range(1, 4))
@@ -273,7 +273,7 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
         assert [*map(event_of, span.get("events", []))] == [event[:3] for event in frame.get("events", [])]
         assert [*map(link_of, span.get("links", []))] == [[link[0], link[1], link[4]] for link in frame.get("links", [])]
         assert [scope["name"], scope["version"], pairs_of_json(scope["attributes"])] == [*frame["scope"][:2], frame["scope"][3]]
-    assert (run["spanId"], run["traceId"]) == (identifiers.SpanIds(header).run.span, identifiers.trace_id(header))
+    assert (run["spanId"], run["traceId"]) == (event_ring.SpanIds(header).run.span, event_ring.trace_id(header))
     (event,) = run["events"]
     assert event["name"] == catalog.EVENT_ANOMALY.name
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5}
@@ -300,7 +300,7 @@ def check_logs(collector: Collector, file: FlightFile) -> None:
     del attributes["log.record.uid"]
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5}
     assert attributes == {**own, "torchobs.step.number": 2}
-    assert (record["traceId"], record["spanId"], record["flags"]) == (*identifiers.SpanIds(header).step(2), 1)
+    assert (record["traceId"], record["spanId"], record["flags"]) == (*event_ring.SpanIds(header).step(2), 1)
     assert record["spanId"] in {span["spanId"] for _, span in sent_spans(collector)}
 
 

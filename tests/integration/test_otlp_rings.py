@@ -14,7 +14,7 @@ from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.otlp.options import PushConfig
-from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 
 
@@ -30,7 +30,7 @@ def frame(number: int, begun_s: float, ended_s: float, **more: object) -> dict[s
 def run_span(file: File, **more: object) -> dict[str, object]:
     """The span of the run."""
     header = file.header
-    identity = {"trace_id": identifiers.trace_id(header), "span_id": identifiers.SpanIds(header).run.span}
+    identity = {"trace_id": event_ring.trace_id(header), "span_id": event_ring.SpanIds(header).run.span}
     more = {"k": "span_start", "name": "torchobs.run", "t0": BORN_WALL_NS, "scope": ["torchobs", None, None, {}]} | more
     return {**identity, "flags": 1, "kind": "internal", **more}
 
@@ -111,8 +111,8 @@ def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: Fil
     for span in (*others, run):
         assert span.end_time_unix_nano == BORN_WALL_NS + round(1.5 * S)
         assert (span.status.code, span.status.message) == (2, "the rank ended before it: lost")
-    assert run.span_id.hex() == identifiers.SpanIds(file.header).run.span
-    assert run.trace_id.hex() == identifiers.trace_id(file.header)
+    assert run.span_id.hex() == event_ring.SpanIds(file.header).run.span
+    assert run.trace_id.hex() == event_ring.trace_id(file.header)
 
 
 HOSTILE: tuple[dict[str, object], ...] = (
@@ -167,7 +167,7 @@ def test_a_ring_that_is_read_in_time_loses_nothing(
 
 def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, object]:
     """An hour of the first epoch, as the sampler thread announces it."""
-    ids = identifiers.SpanIds(file.header).segment(1, part)
+    ids = event_ring.SpanIds(file.header).segment(1, part)
     own = {"k": "span_start", "name": "torchobs.segment", "trace_id": ids.trace, "span_id": ids.span, "flags": 1}
     times = {"t0": BORN_WALL_NS + round(begun_s * S), "attrs": {"epoch": 1, "part": part}}
     return {**own, **times, "kind": "internal", "scope": ["torchobs", None, None, {}]} | more
