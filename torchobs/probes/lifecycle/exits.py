@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from threading import RLock
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torchobs.probes.core.training_state import LeftPhase
 from torchobs.probes.lifecycle.exceptions import describe, phase_of, root_cause
 from torchobs.probes.memory.oom import host_shortage
 from torchobs.support import signal_handlers
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call, settle
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ class ExitProbe:
         self._sys_exit: Ending | None = None
         self._sys_exit_step = 0
         self._recorded = self._followed = self._last = 0
+        self._recording = RLock()
+        renew_in_child(self, _recording=RLock)
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -162,17 +166,23 @@ class ExitProbe:
     def sample(self) -> None:
         """Record an exception that a prompt or notebook has handled and that would have ended a script."""
         error = getattr(sys, "last_value", None)
-        if id(error) == self._last:
-            return
-        self._last = id(error)
-        if isinstance(error, BaseException):
-            self.record_exception(error)
+        if id(error) == self._last or not self._recording.acquire(blocking=False):
+            return  # Python sets it before it calls the excepthook, which may be recording it
+        try:
+            self._last = id(error)
+            if isinstance(error, BaseException):
+                self.record_exception(error)
+        finally:
+            self._recording.release()
 
     def record_exception(self, error: BaseException, *, fatal: bool = False, thread: str = "") -> None:
         """Record an exception: as an event, once, and as the rank's end if it is ``fatal`` (in a thread it is not)."""
         context = self._context
-        if context is None:
-            return
+        if context is not None:
+            with self._recording:
+                self._record(context, error, fatal=fatal, thread=thread)
+
+    def _record(self, context: ProbeContext, error: BaseException, *, fatal: bool, thread: str) -> None:
         if id(error) != self._recorded:
             described = describe(error, messages=context.settings.run_details)
             for explain in context.explain_error:
