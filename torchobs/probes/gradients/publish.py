@@ -72,6 +72,7 @@ class GradientPublisher:
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
         self._begin_model()
         self._receive()
+        pace.most = self.stuck_layers.wanted_interval()
         self.stuck_layers.check_zeros()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):

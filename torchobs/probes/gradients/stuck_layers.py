@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
+from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -129,9 +130,11 @@ class StuckLayersWatch:
         self._reported: frozenset[str] = frozenset()
         self._reported_s = self._due_s = -inf
         self._missing, self._judged = MissingGradients(), -1
-        self._zeros, self._looks, self._looked, self._whole = -1, 0, -_APART, -inf
-        """First gradients that are zero or missing; looks since their number has changed, and the step of the last one; the
-        last step in which there were none"""
+        self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
+        """First gradients that are zero or missing; since which step there are so many, looks since then, and the step of the
+        last one; the last step in which there were none"""
+        self._hurried = self._hurried_s = -inf
+        """Since which step there were so many when measurements were last made more often, and when that was"""
         self._due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_LOOKS)
         """Steps to judge because of them, oldest first"""
         self._unmoved = self._without = 0
@@ -142,7 +145,7 @@ class StuckLayersWatch:
         """Reset for another model."""
         self._judge, self._reported, self._due_s = StuckLayerDetector(), frozenset(), -inf
         self._missing, self._judged = MissingGradients(), -1
-        self._zeros, self._looks, self._looked, self._whole = -1, 0, -_APART, -inf
+        self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
         self._without = 0
         self._due.clear()
         self._plans.clear()
@@ -153,10 +156,21 @@ class StuckLayersWatch:
         if not zeros:
             self._whole = step
         if zeros != self._zeros:
-            self._zeros, self._looks = zeros, 0
+            self._zeros, self._begun, self._looks = zeros, step, 0
         if self._looks < _LOOKS and step - self._looked >= _APART:
             self._looks, self._looked = self._looks + 1, step
             self._due.append((step, measurements))
+
+    def wanted_interval(self) -> int:
+        """Return the longest interval between measurements for now: short while first gradients have just become zero.
+
+        A fast training is measured every 50th or 100th step. That is hurried once a minute at most, for they may come and go.
+        """
+        if self._zeros <= 0 or self._looks >= _LOOKS:
+            return MAX_INTERVAL
+        if self._begun != self._hurried and monotonic() - self._hurried_s >= _QUIET_S:
+            self._hurried, self._hurried_s = self._begun, monotonic()
+        return _APART if self._begun == self._hurried else MAX_INTERVAL
 
     def check_zeros(self, *, now: bool = False) -> None:
         """Judge the steps in which other gradients are zero than before, one in any case; ``now``: all that wait."""
