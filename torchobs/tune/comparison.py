@@ -173,7 +173,8 @@ class Benchmark(Result):
             from torchobs.tune import picture
         except ModuleNotFoundError as missing:
             raise ImportError(f"{missing.name} is missing: pip install 'torchobs[report]'") from None
-        names, speedups = [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
+        names, factors = [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
+        speedups = [(each.low, each.median, each.high) for each in factors]
         return str(picture.draw(names, speedups, [each.peak_bytes for each in self.modes], path))
 
 

@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from torchobs.tune.comparison import Quartiles
-
 FORMATS = ("pdf", "png", "svg")
 _GAIN, _LOSS, _NOISE = "#2c8a5f", "#b3231d", "#7d8792"
 
 
 def draw(
-    names: Sequence[str], speedups: Sequence[Quartiles], peaks: Sequence[int | None], path: str | os.PathLike[str]
+    names: Sequence[str],
+    speedups: Sequence[tuple[float, float, float]],
+    peaks: Sequence[int | None],
+    path: str | os.PathLike[str],
 ) -> Path:
-    """Draw modes, their speed-ups and their peaks in bytes, one below the other; return the file, whose ending says the format.
+    """Draw modes, quartiles of their speed-ups, and their peaks in bytes; return the file, whose ending says the format.
 
     Raises:
         OSError: the file cannot be written.
@@ -36,9 +37,9 @@ def draw(
         figure = Figure(figsize=(7.2, 1.3 + 0.35 * len(names)), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-        medians = [each.median for each in speedups]
-        around = [[each.median - each.low for each in speedups], [each.high - each.median for each in speedups]]
-        colours = [_NOISE if each.low <= 1 <= each.high else _GAIN if each.low > 1 else _LOSS for each in speedups]
+        medians = [median for _, median, _ in speedups]
+        around = [[median - low for low, median, _ in speedups], [high - median for _, median, high in speedups]]
+        colours = [_NOISE if low <= 1 <= high else _GAIN if low > 1 else _LOSS for low, _, high in speedups]
         speed.barh(names, medians, color=colours, xerr=around, error_kw={"capsize": 3, "elinewidth": 1})
         speed.axvline(1.0, color="black", linewidth=0.8)
         speed.set_xlabel(f"times as fast as {names[0]} (grey: noise)")
