@@ -155,48 +155,6 @@ def test_larger_parts_are_tried_again() -> None:
     assert [trained.step(batch).parts for _ in range(210)] == [4] * 99 + [2] * 101 + [1] * 10
 
 
-def test_a_failed_attempt_leaves_no_statistics() -> None:
-    """Promise: batch norm has seen the parts of the batch that were trained, and not the attempt that did not fit."""
-    trained = Trained(with_buffers())
-    attempts = iter([True, False, False])
-
-    def compute(part: Batch) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(trained.network(part["x"]), part["y"])
-        if next(attempts):
-            raise torch.OutOfMemoryError("in the backward, say")
-        return loss
-
-    assert trained.recovery.step(batches(1)[0], compute).parts == 2
-    assert int(trained.network[1].num_batches_tracked) == 2  # type: ignore[index]
-
-
-class Cached(torch.nn.Module):
-    """A module whose buffers are replaced, as caches and some running statistics are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 1)
-        self.seen: torch.Tensor
-        self.last: Any
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("last", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen, self.last = self.seen + len(x), x.detach()
-        y: torch.Tensor = self.linear(x)
-        return y
-
-
-def test_buffers_that_are_replaced_are_put_back() -> None:
-    """Promise: of a skipped step nothing is left, whether a forward pass changed a buffer in place or made another one."""
-    trained = Trained(Cached())
-    assert trained.step({"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}).action == "skip"
-    assert float(trained.network.seen) == 0.0  # type: ignore[arg-type]
-    assert "last" not in trained.network.state_dict()  # a buffer that is None is in none
-    trained.step(batches(1)[0])
-    assert float(trained.network.seen) == 8.0  # type: ignore[arg-type]
-
-
 @dataclass
 class _Batch:
     x: torch.Tensor
@@ -393,16 +351,6 @@ def test_with_a_scaler_gradients_are_the_scaler_s_affair() -> None:
     assert isfinite(outcome.loss)
     assert same(before, weights(network))
     assert scaler.get_scale() == 2.0**119
-
-
-def test_a_disabled_scaler_judges_nothing() -> None:
-    """Promise: with ``enabled=False``, as scripts write it for bfloat16, gradients that are not finite are found here."""
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    recovery = guard.Recovery(network, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False), max_grad_norm=1.0)
-    outcome = recovery.step(torch.zeros(4, 8), lambda batch: (network(batch) * 0).abs().sqrt().mean())
-    assert (outcome.action, outcome.reason) == ("skip", "a gradient is not finite")
-    assert recovery.step(torch.ones(4, 8), lambda batch: network(batch).square().mean()).stepped
 
 
 @pytest.mark.parametrize(

@@ -241,14 +241,6 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
     assert f"failed, runs eagerly: {plan.compile_failure}" in str(plan)
 
 
-def test_errors_of_the_model_are_the_model_s() -> None:
-    """Promise: a wrong shape is an error of the forward pass, compiled or not, and leaves the plan applicable."""
-    model = blocks()
-    with tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16), pytest.raises(RuntimeError, match="normalized_shape"):
-        model(torch.randn(2, 5))
-    assert model(torch.randn(2, 16)).dtype is torch.float32
-
-
 def test_copies_and_files_are_of_the_model_s_own_class() -> None:
     """Promise: a model with a plan applied can be copied and saved; the copy is plain and has weights of its own."""
     model = blocks()
@@ -293,16 +285,6 @@ def test_options_for_optimizer_and_loader() -> None:
     assert plan.optimizer_options(torch.optim.LBFGS) == {}
     assert plan.loader_options(0) == {"num_workers": 0, "pin_memory": False}
     assert plan.loader_options(2)["persistent_workers"]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-def test_meta_device_and_scripted_models_are_skipped_not_crashed() -> None:
-    """Promise: what a device or a model cannot is skipped with a reason."""
-    assert "not supported" in str(tune.optimize(nn.Linear(2, 2, device="meta"), mode="full", level="maximum"))
-    tune.optimize(nn.Linear(2, 2, device="meta"), mode="memory_efficient").apply().undo()
-    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    plan = tune.optimize(traced, mode="full", amp_dtype=torch.bfloat16)
-    assert not {"autocast", "compile"} & set(plan.used)
 
 
 @pytest.mark.parametrize(
