@@ -358,18 +358,6 @@ def test_no_instrument_of_a_user_takes_another_s_name(exporter: Exporter, file: 
     assert exporter.text().count('reason="conflict"} 1.0') == 1, "counted once, not at every scrape"
 
 
-def test_the_names_of_the_exporter_s_own_process_are_taken(flight_dir: Path, file: File) -> None:
-    """They are told to the exposition, which does not know the other collectors."""
-    exporter = Exporter(flight_dir, others=["process_cpu_seconds_total"])
-    file.set(user("process.cpu", unit="s"), 666, USER)
-    file.set(user("process.cpu.time", unit="s"), 5, USER)
-    file.save()
-    exporter.scan()
-    assert "666" not in exporter.text()
-    assert exporter.samples("process_cpu_time_seconds_total")
-    exporter.close()
-
-
 def test_ranks_that_disagree_about_a_name_do_not_break_each_other(exporter: Exporter, flight_dir: Path) -> None:
     """The first has it, until it is gone."""
     first, second = File(flight_dir, seed=1), File(flight_dir, seed=2, rank=1)
@@ -471,21 +459,6 @@ def test_created_samples_are_there_if_asked_for(flight_dir: Path, file: File) ->
         exporter.close()
 
 
-def test_a_file_that_was_gone_for_a_moment_has_its_series_again(exporter: Exporter, file: File) -> None:
-    """Nobody scraped meanwhile, so that the page knows the rank from before; its series are not taken for others'."""
-    file.step(1, 0.1)
-    file.save()
-    exporter.scan()
-    before = exporter.families().keys()
-    content = file.path.read_bytes()
-    file.path.unlink()
-    exporter.scan()
-    file.path.write_bytes(content)
-    exporter.scan()
-    assert exporter.families().keys() == before
-    assert 'reason="conflict"} 0.0' in exporter.text()
-
-
 DURATION, NORM = "torchobs_step_duration_seconds_bucket", "torchobs_grad_norm_distribution_bucket"
 
 
@@ -574,30 +547,6 @@ def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, fli
     assert len({labels["span_id"] for labels in found}) == 2
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"name": "work"},
-        {"k": "span_start"},
-        {"k": "event", "step": 1, "duration_s": 0.1},
-        {"span_id": "0123456789abcdef"},
-        {"trace_id": "0123456789abcdef" * 2},
-        {"flags": 0},
-        {"attrs": {"step": 2, "duration_s": 0.1}},
-        {"attrs": {"step": 1, "duration_s": "NaN"}},
-        {"attrs": {"step": 1, "duration_s": 77.0}},
-    ],
-    ids=str,
-)
-def test_what_is_no_span_of_a_step_is_never_shown(exporter: Exporter, file: File, other: dict[str, Any]) -> None:
-    """Nor is one whose trace nobody samples, or that says what its bucket has not counted."""
-    file.step(1, 0.1)
-    file.span(1, 0.1, **other)
-    file.save()
-    exporter.scan()
-    assert shown(exporter) == {}
-
-
 def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
     """One rank cannot fill Prometheus; what every rank has is not lost to it."""
     exporter = Exporter(flight_dir, limits=SeriesLimits(per_rank=100))
@@ -652,30 +601,6 @@ def test_a_histogram_takes_the_room_of_its_lines(flight_dir: Path, file: File) -
     assert len([line for line in lines if line.startswith("my_")]) <= 120
     assert limits.dropped["total_limit"] > 0
     assert exporter.samples("torchobs_steps_total")
-    exporter.close()
-
-
-def test_a_series_that_is_left_out_is_counted_once(flight_dir: Path, file: File) -> None:
-    """Also where all are placed anew, because a rank has gone and others waited for its room."""
-    rest = [File(flight_dir, seed=2, rank=1), File(flight_dir, seed=3, rank=2)]
-    for one in (file, *rest):
-        one.set(user("my.size", Kind.GAUGE), 1, USER, a="1")
-        one.save()
-    alone = SeriesLimits(drop=["my_size"])
-    exporter = Exporter(flight_dir, limits=alone)
-    exporter.scan()
-    exporter.text()
-    exporter.close()
-    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=alone.taken // 3, drop=["my_size"])))
-    exporter.scan()
-    exporter.text()
-    before = dict(limits.dropped)
-    assert before["drop_list"] == 3
-    assert before["total_limit"] > 0
-    file.path.unlink()
-    exporter.scan(2.0)
-    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
-    assert limits.dropped == before
     exporter.close()
 
 

@@ -347,24 +347,6 @@ def test_one_that_lived_between_two_looks_arrives(
     assert named(receiver)[short.header.incarnation.hex()] == ["epoch"]
 
 
-def test_what_waits_is_taken_though_the_push_comes_late(
-    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
-) -> None:
-    """Of the snapshots that a busy push does not get to, the ends stay."""
-    with Pushing(flight_dir, both(receiver)) as pushing:
-        first = life(1, 0.0)
-        pushing.look(0.5)
-        train(first, 40, 0.5)
-        second = life(2, 1.0)
-        with pushing.push._changed:  # it has no turn meanwhile
-            for second_s in (1.5, 30.0):
-                second.beat(second_s)
-                second.save()
-                pushing.look(second_s, final=False, wait=False)
-        pushing.look(31.0)
-    assert 40 in steps(receiver, first)
-
-
 def test_one_that_ended_before_the_exporter_came_is_left_alone(
     flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
 ) -> None:

@@ -335,30 +335,6 @@ def test_who_takes_messages_slowly_gets_the_newest_and_nothing_is_queued(writer:
     assert later == left
 
 
-def test_an_exporter_that_ends_during_a_look_logs_no_error(writer: FlightWriter, flight_dir: Path) -> None:
-    """Which would want a thread that has ended."""
-    assert writer.name
-    scanner = Counting(flight_dir)
-
-    async def ending() -> asyncio.Task[None]:
-        watch = SnapshotCache(scanner)
-        watched = Feed(watch, nothing)
-        scanner.answers.clear()
-        messages = watched.messages(Choice())
-        first = asyncio.ensure_future(anext(messages))
-        while not scanner.lent:  # noqa: ASYNC110  # a thread sets no asyncio.Event
-            await asyncio.sleep(0.01)
-        watched.close()
-        scanner.answers.set()
-        assert watched._ticker is not None
-        await asyncio.wait({first, watched._ticker})
-        await messages.aclose()
-        watch.close()
-        return watched._ticker
-
-    assert asyncio.run(ending()).cancelled()
-
-
 def test_files_that_do_not_answer_do_not_hold_the_page_up(
     writer: FlightWriter, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
