@@ -99,40 +99,32 @@ class _Stream:
             value = grown
         else:
             self.is_open = True
-        if isinstance(value, Distribution):
-            yield self._distribution(value, start_ns, at_ns, recent, has_sum=has_sum)
-        else:
-            point = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
-            if self.series.kind is not Kind.GAUGE:
-                point.start_time_unix_nano = start_ns
-            if isinstance(value, int) and abs(value) < _INT64:
-                point.as_int = value
-            else:
-                point.as_double = value
-            yield Item(self._place, point, self.metric)
+        yield Item(self._place, self._message(value, start_ns, at_ns, recent, has_sum=has_sum), self.metric)
 
     def end(self, at_ns: int) -> Item:
         """Return the point that ends the series (*no recorded value*)."""
         self.is_open = False
-        if self.series.kind is not Kind.HISTOGRAM:
-            return Item(
-                self._place, NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns, flags=_NO_VALUE), self.metric
-            )
-        point = HistogramDataPoint(
-            attributes=self._attributes,
-            time_unix_nano=at_ns,
-            flags=_NO_VALUE,
-            # Prometheus ends only what the point has
-            sum=0.0,
-            bucket_counts=(0,) * (len(self.series.bounds) + 1),
-            explicit_bounds=self.series.bounds,
-        )
+        if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends only the buckets and the sum that the point has
+            nothing = Distribution((0,) * (len(self.series.bounds) + 1), 0.0, None, None)
+            point = self._message(nothing, 0, at_ns, {}, has_sum=True)
+        else:
+            point = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
+        point.flags = _NO_VALUE
         return Item(self._place, point, self.metric)
 
-    def _distribution(
-        self, value: Distribution, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar], *, has_sum: bool
-    ) -> Item:
-        point = HistogramDataPoint(
+    def _message(
+        self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar], *, has_sum: bool
+    ) -> HistogramDataPoint | NumberDataPoint:
+        if not isinstance(value, Distribution):
+            number = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
+            if self.series.kind is not Kind.GAUGE:
+                number.start_time_unix_nano = start_ns
+            if isinstance(value, int) and abs(value) < _INT64:
+                number.as_int = value
+            else:
+                number.as_double = value
+            return number
+        return HistogramDataPoint(
             attributes=self._attributes,
             start_time_unix_nano=start_ns,
             time_unix_nano=at_ns,
@@ -154,7 +146,6 @@ class _Stream:
                 if value.counts[index] and exemplar.at_ns >= start_ns  # its bucket has grown since
             ],
         )
-        return Item(self._place, point, self.metric)
 
 
 def _grown(value: Value, previous: Value | None) -> Value | None:
