@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchobs.catalog import SPAN_STEP, Kind, Metric
+from torchobs.catalog import SPAN_RUN, SPAN_STEP, Kind, Metric
 from torchobs.flight.files import location, lock
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format import event_ring
@@ -144,6 +144,13 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
     writer.heartbeat()
     writer.fold()
     writer.publish()
+
+
+def begin_run(writer: FlightWriter) -> None:
+    """Announce the run's span, as a session does."""
+    run = span_ids.SpanIds(writer.header).run
+    identity = {"trace_id": run.trace, "span_id": run.span, "flags": 1, "scope": ["torchobs"]}
+    writer.events.append({"k": "span_start", "name": SPAN_RUN.name, "t0": writer.header.wall_ns, **identity})
 
 
 def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str, Any]:

@@ -19,7 +19,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from tests.exporters import Program, Service, start_program
 from tests.otlp import Collector, of_json, pairs_of_json
 from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
-from tests.rank_files import live_rank, live_span, train
+from tests.rank_files import begin_run, live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
 from torchobs.catalog import BY_NAME, Kind
@@ -87,9 +87,7 @@ def test_the_collector_gets_what_was_recorded(
         "OTEL_METRIC_EXPORT_INTERVAL": "3600000",  # its own metrics are the last of all that it pushes, and come at its end
     }
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
-    run = event_ring.SpanIds(writer.header).run
-    begun = {"k": "span_start", "name": catalog.SPAN_RUN.name, "t0": writer.header.wall_ns, "flags": 1, "scope": ["torchobs"]}
-    writer.events.append({**begun, "trace_id": run.trace, "span_id": run.span})
+    begin_run(writer)
     train(writer, range(1, 4))
     shown = live_span(writer, 2)
     exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)

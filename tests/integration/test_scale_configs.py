@@ -17,7 +17,7 @@ import yaml
 from tests.exporters import Service, start_program
 from tests.otlp import listens, pairs_of_json
 from tests.prometheus_server import DIRECT, LISTENING, PrometheusServer
-from tests.rank_files import live_rank, live_span, train
+from tests.rank_files import begin_run, live_rank, live_span, train
 from tests.remote_write import FLAG as RECEIVER
 from tests.support import free_port, wait_until
 from torchobs import catalog
@@ -254,6 +254,7 @@ def test_the_gateway_passes_on_what_exporters_push(
     wait_until(lambda: listens(url), timeout_s=30)
     writers = [live_rank(flight_dir, rank=rank) for rank in range(2)]
     for writer in writers:
+        begin_run(writer)
         train(writer, range(1, 4))
         live_span(writer, 2, "sampled")
     live_span(writers[0], 3, "sampled")
