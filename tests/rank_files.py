@@ -148,7 +148,7 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
 
 def begin_run(writer: FlightWriter) -> None:
     """Announce the run's span, as a session does."""
-    run = span_ids.SpanIds(writer.header).run
+    run = event_ring.SpanIds(writer.header).run
     identity = {"trace_id": run.trace, "span_id": run.span, "flags": 1, "scope": ["torchobs"]}
     writer.events.append({"k": "span_start", "name": SPAN_RUN.name, "t0": writer.header.wall_ns, **identity})
 
