@@ -12,7 +12,7 @@ from tests.alertmanager_server import alertmanager_command
 from tests.exporters import start_program
 from tests.otlp import Collector
 from tests.prometheus_server import PrometheusServer, newest_prometheus
-from tests.rank_files import live_rank, train
+from tests.rank_files import begin_run, live_rank, train
 from tests.support import clean_environment, wait_until
 from torchobs.flight.format.layout import Exit
 
@@ -55,6 +55,7 @@ def test_the_composed_services_work_together(
     config = yaml.safe_load(text)
     del config["scrape_configs"][1]  # itself, by a port that is another one here
     rank = live_rank(flight_dir, rank=0)
+    begin_run(rank)
     train(rank, range(1, 4))
     flags = [flag for flag in services["prometheus"]["command"] if flag.startswith("--enable-feature")]
     with PrometheusServer(newest_prometheus(2) or program("prometheus"), settings=config, arguments=flags) as prometheus:
