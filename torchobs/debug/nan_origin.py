@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs import catalog
+from torchobs.debug.backward_passes import checkpoints_kept
 from torchobs.debug.call_sites import CallSites, placed
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
-from torchobs.debug.reentrant_checkpoint import checkpoints_kept
 from torchobs.debug.statistics import wide
 from torchobs.debug.tensors import require_module
 from torchobs.probes.nonfinite.backward import BackwardWatch
