@@ -29,7 +29,7 @@ _RELAXED_S = 10.0
 """Between two measurements without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every second"""
 _ZEROS_S = 0.001
 """Time for zero gradients in one round of the sampler, which come every 100 ms"""
-_APART, _LOOKS = LASTING_STEPS // 4, 8
+_APART, _LOOKS = LASTING_STEPS // 4, 9
 """Steps that are judged after other first gradients are zero than before: so many, so far apart. A fast training does thousands
 of steps in the three seconds that three measurements take, and a short one ends before"""
 _PRESENT, _ABSENT = 4, 5
