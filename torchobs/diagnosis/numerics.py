@@ -8,7 +8,6 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.collapse import LASTING, collapse
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.detect.loss_scaler import is_stuck
 from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, START, WARM_UP, leaves_start
@@ -65,7 +64,6 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     elif not _all_fine(report):
         yield from _spikes(report, past)
     yield from learning_rate(report)
-    yield from collapsed(report)
     yield from origins(report, past)
     yield from _layers(report, past)
     yield from _vanished(report, past)
@@ -214,20 +212,6 @@ def _afterwards(steps: Sequence[Step], onset: int) -> str:
 
 def _all_fine(report: RankReport) -> bool:
     return not any(report.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
-
-
-def collapsed(report: RankReport) -> Iterator[Finding]:
-    """Yield that the loss is that of the untrained model again (``detect.collapse``), if the model's first step is here."""
-    steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :]
-    losses = [(step.step, step.loss) for step in steps if step.loss is not None]
-    fall = collapse([loss for _, loss in losses])
-    if fall is None or not (steps[0].step == 1 or steps[0].new_model):
-        return
-    first, lowest, last = map(text_format.number, (fall.first, fall.lowest, fall.last))
-    at = losses[fall.lowest_at][0]
-    text = f"The loss is back at its first, {first}: around step {at:,} it was {lowest}, in the last {LASTING} steps {last}."
-    hint = " Were weights lost or made anew, or do targets belong to other samples? A new task may look the same."
-    yield Finding(WARNING, "collapsed", text + hint)
 
 
 def _spikes(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:

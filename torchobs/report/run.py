@@ -21,7 +21,7 @@ from torchobs.report.details import details
 SECTIONS = {
     "training": {
         *ANOMALIES, *MISTAKES, "nonfinite_parameters", "nonfinite_origin", "past_anomalies",
-        "collapsed", "zero_learning_rate", "scheduler_misused",
+        "zero_learning_rate", "scheduler_misused",
         "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "other_thread",
         "device_unread",
     },
