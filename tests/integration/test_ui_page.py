@@ -267,7 +267,7 @@ def test_who_watches_to_the_end_is_told_that_all_is_over(flight_dir: Path) -> No
         writer.close()
         while "Finished:" not in str(stream.until("parts").get("health")):
             pass
-        assert exporter.fleets[-1].viewers == 1
+        wait_until(lambda: exporter.fleets[-1].viewers == 1)
         stopping = threading.Thread(target=exporter.stop)
         stopping.start()
         assert stream.until("end") == {"gone": True, "done": True}
