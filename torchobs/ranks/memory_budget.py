@@ -34,7 +34,8 @@ PUSHED_SERIES = 3_650
 """Bytes per series with OTLP push, which needs as much again as the files."""
 
 FILES = 1.5
-"""Series allowed in the files per series on the page: the page drops single series, the files only whole ranks."""
+"""Series allowed in the files per series on the page: the page drops single series, the files only whole ranks, when they
+are opened: a rank whose series grow afterwards is served on."""
 
 MOST = 1_000_000
 

@@ -137,8 +137,9 @@ class Scanner:
         until_s = time.thread_time() + OPENING_S
         new = (name for name in names if not (name in self._tracked or name in self._past or name in self._bad))
         due = [name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns]
+        series = sum(tracked.file.size for tracked in self._tracked.values())
         for name in chain(self._living_first(new, now, until_s), due):
-            self._open(name, now)
+            series += self._open(name, series, now)
             if time.thread_time() > until_s:
                 break
 
@@ -170,10 +171,11 @@ class Scanner:
             )
         self._left_out = left_out
 
-    def _open(self, name: str, now: Now) -> None:
+    def _open(self, name: str, series: int, now: Now) -> int:
+        """Open a file beside others of so many series; return how many it has, 0 if it cannot be served."""
         directory = self._directory
         try:
-            if (series := sum(tracked.file.size for tracked in self._tracked.values())) >= self._series_limit:
+            if series >= self._series_limit:
                 msg = f"no memory for more than the {series} series of the files that are open"
                 raise MemoryError(msg)
             tracked = open_tracked(directory.fd, name, directory.owner, now)
@@ -182,6 +184,8 @@ class Scanner:
             self._bad.pop(name, None)
         except READ_ERRORS as problem:
             self._refuse(name, problem, now)
+            return 0
+        return tracked.file.size
 
     def _refuse(self, name: str, problem: BaseException, now: Now) -> None:
         """Count a file as bad, unless it was removed since the listing."""

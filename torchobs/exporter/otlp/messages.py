@@ -172,7 +172,7 @@ def _count(shape: _Shape, request: Any) -> int:
 def _in_words(resource: Any) -> str:
     values = {pair.key: pair.value for pair in resource.attributes}
     names = ("service.name", f"{SCOPE}.run_id", f"{SCOPE}.rank")
-    job, run, rank = (str(getattr(value, value.WhichOneof("value"))) if (value := values.get(name)) else "" for name in names)
+    job, run, rank = (str(getattr(value, value.WhichOneof("value"))) if (value := values.get(name)) and value.WhichOneof("value") else "" for name in names)
     return f"job {job}, run {run}, rank {rank}" if run else job
 
 

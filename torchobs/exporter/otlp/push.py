@@ -42,6 +42,9 @@ REASONS = catalog.OTLP_DROPPED.attributes[1].values
 FIRST_S, MOST_S = 1.0, 60.0
 """First and longest pause between attempts: doubled each time, half of it random, as in OpenTelemetry's exporters."""
 
+MOST_DOUBLINGS = 6
+"""A minute is reached by then; of an outage of days the power would be no number any more."""
+
 LAST_S = 2.0
 """Pause between attempts while the exporter shuts down: after a long outage the usual pauses would outlast it."""
 
@@ -130,9 +133,13 @@ class Sender:
 
     def _run(self) -> None:
         while (batch := self._take()) is not None:
-            outcome, parts = self._transport.send(batch.body), [batch]
-            if outcome.kind == "refused" and not outcome.of_address and not batch.rank:
-                parts = messages.divided(self._signal, batch)
+            try:
+                outcome, parts = self._transport.send(batch.body), [batch]
+                if outcome.kind == "refused" and not outcome.of_address and not batch.rank:
+                    parts = messages.divided(self._signal, batch)
+            except Exception as problem:  # the thread goes on: the next request may be accepted
+                _log.exception("OTLP %s: a request could not be sent", self._signal)
+                outcome, parts = send.Outcome("refused", words=repr(problem)), [batch]
             if len(parts) > 1:
                 self._divide(batch, parts)
                 continue
@@ -194,7 +201,7 @@ class Sender:
         ``after_s``: what the receiver asked for, which holds during shutdown, too.
         """
         asked_s = min(after_s or 0.0, LONGEST_RETRY_AFTER_S)
-        longest_s = min(FIRST_S * 2.0 ** (self._attempts - 1), MOST_S)
+        longest_s = min(FIRST_S * 2.0 ** min(self._attempts - 1, MOST_DOUBLINGS), MOST_S)
         pause_s = max(longest_s * (0.5 + self._random.random() / 2), asked_s)
         with self._changed:
             end = self._clock.now() + (min(pause_s, max(LAST_S, asked_s)) if self._ends else pause_s)

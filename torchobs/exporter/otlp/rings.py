@@ -118,9 +118,9 @@ class Rings:
         """Return what was written to a rank's ring since the last call, oldest first. Raises ``READ_ERRORS``."""
         if rank.view.live.event_head == ring.head:
             return []
-        is_first, ring.head = not ring.head, rank.view.live.event_head
         self._directory.names(wall_ns)
         payloads = ring.read(self._directory)
+        is_first, ring.head = not ring.head, rank.view.live.event_head
         if ring.tail.missed and not is_first and self._warnings.take(time.monotonic()):  # at first, another may have read it
             _log.warning("OTLP: rank %s writes more spans and events than its ring holds between two looks", rank.rank)
         return payloads

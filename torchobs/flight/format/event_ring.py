@@ -168,8 +168,8 @@ class Tail:
         self.missed = 0
         if head == self._head:
             return []
-        self._head = head
         found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
+        self._head = head
         if found:  # not the head: with reordered stores it can be visible before its frame
             gap = found[0][0] - self._next
             self.missed = gap if gap > _LONGEST else 0  # or else it is the room that is left at the end of a lap

@@ -263,7 +263,7 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
             continue  # added by a later minor version
         region = Region(kind)
         if item_size != _ITEM_SIZES[region] or length < item_size or offset < HEADER_SIZE or offset + length > size:
-            msg = f"region {region.name} lies outside the file, or has no whole number of its items"
+            msg = f"region {region.name} lies outside the file"
             raise BadFlightFileError(msg)
         found[region] = Extent(offset, length, item_size)
     if not set(Region) - _ADDED <= set(found):
@@ -276,6 +276,8 @@ def _resource(raw: bytes, length: int) -> dict[str, str | int]:
         decoded: dict[str, str | int] = json.loads(raw[288 : 288 + min(length, RESOURCE_LIMIT)])
     except ValueError:
         raise BadFlightFileError("the resource is no JSON") from None
+    if not isinstance(decoded, dict) or not all(isinstance(value, str | int) for value in decoded.values()):
+        raise BadFlightFileError("the resource has values that are neither text nor numbers")
     return decoded
 
 
