@@ -20,6 +20,7 @@ from torchobs import catalog
 from torchobs.cli import inspect, top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
+from torchobs.diagnosis.scalars import curves
 from torchobs.exporter.config import ExporterConfig
 from torchobs.probes.core.user_scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks.scanner import Scanner
@@ -53,6 +54,12 @@ def test_what_is_left_is_kept_at_the_end(kept: Scalars) -> None:
     kept.set("acc", 2, 0.2)
     assert kept.points(EVERY_S / 2) is None
     assert kept.points(EVERY_S / 2, last=True) == {"names": ["acc"], "steps": [2], "values": [0.2]}
+
+
+def test_an_event_of_the_same_name_is_no_curve() -> None:
+    """Promise: what an application records under a name of ours breaks no view."""
+    frames = [{"k": "event", "name": "torchobs.scalars", "attrs": attributes} for attributes in ({"text": "x"}, {"names": 1})]
+    assert curves(frames) == {}
 
 
 def test_what_a_script_logs_is_a_curve_everywhere(

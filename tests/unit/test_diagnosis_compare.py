@@ -208,6 +208,7 @@ def test_the_rank_from_which_a_nan_came_is_shown() -> None:
         return diagnose_run(alive).principal
 
     assert shown("unknown", "", "input") == 2
+    assert shown("parameter", "unknown", "operator") == 2
     assert shown("unknown", "") == shown("backward", "backward") == 0
 
 

@@ -122,6 +122,13 @@ def test_a_header_that_lies_is_refused_by_name(offset: int, form: str, value: in
         decode_header(changed(HEADER, offset, form, value), HEADER.file_size)
 
 
+@pytest.mark.parametrize("resource", [{"run_id": None}, {"run_id": ["a"]}])
+def test_a_resource_has_texts_and_numbers_alone(resource: dict[str, Any]) -> None:
+    """Promise: names of series and attributes of a push are made of it."""
+    with pytest.raises(BadFlightFileError, match="neither text nor numbers"):
+        decode_header(encode_header(replace(HEADER, resource=resource)), HEADER.file_size)
+
+
 def test_a_later_minor_version_may_add_regions() -> None:
     """What this reader does not know, it does not read; the rest stands where it stood."""
     raw = bytearray(encode_header(HEADER))

@@ -275,6 +275,28 @@ def test_pauses_double_with_chance_up_to_a_minute(after_s: float | None, expecte
         assert max(longest_s / 2, expected or 0.0) <= waited_s <= max(longest_s, expected or 0.0)
 
 
+def test_an_outage_of_days_is_an_outage() -> None:
+    """Promise: whatever comes back is sent to, also after thousands of attempts."""
+    queue = sender(Receiver(*[Outcome("retry")] * 3000, Outcome("sent")))
+    for body in (b"x", b"the last"):
+        queue.put(Batch(body, 1))
+    queue._run()
+    assert (queue.counts.sent, queue.counts.failures) == (1, 3000)
+
+
+def test_a_request_that_cannot_be_sent_costs_no_other() -> None:
+    """Promise: whatever is raised is a refusal of that request, and the signal's thread goes on."""
+
+    def fails() -> Outcome:
+        raise TypeError("getattr(): attribute name must be string")
+
+    queue = sender(Receiver(fails, Outcome("sent")))
+    for number in (1, 2, 3):
+        queue.put(Batch(bytes([number]), number))
+    queue._run()
+    assert (queue.counts.dropped["refused"], queue.counts.sent) == (1, 2)
+
+
 @pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 4), (1.0, [2.0] * 4), (120.0, [120.0] * 4)])
 def test_after_an_outage_an_exporter_that_ends_tries_again_and_again(after_s: float | None, expected: list[float]) -> None:
     """At once, and then soon, not after the minute that the outage has taught it; never before the receiver wants it."""

@@ -45,12 +45,13 @@ def healthy_since(steps: int | None) -> str:
 
 
 def source(ranks: Sequence[RankReport]) -> RankReport | None:
-    """Return the first rank that knows where a NaN or infinity was born: averaged gradients bring it to all of them."""
-    for report in ranks:
-        facts = report.events_named(catalog.EVENT_NONFINITE_ORIGIN)
-        if facts and facts[0].text("origin") != "unknown":
-            return report
-    return None
+    """Return the rank that saw first where a NaN or infinity was born: averaged gradients bring it to all of them.
+
+    A rank that found it in its parameters, or nowhere, has not seen it.
+    """
+    first = [(facts[0], report) for report in ranks if (facts := report.events_named(catalog.EVENT_NONFINITE_ORIGIN))]
+    seen = [(fact.step or 0, report) for fact, report in first if fact.text("origin") not in {"unknown", "parameter"}]
+    return min(seen, key=lambda pair: pair[0])[1] if seen else None
 
 
 def _sentences(fact: Fact) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torchobs import catalog
@@ -30,9 +31,10 @@ def curves(events: Iterable[Mapping[str, Any]], known: Mapping[str, tuple[Point,
     found = dict(known or {})
     for frame in events:
         if frame.get("name") == catalog.EVENT_SCALARS.name and frame.get("k") == "event":
-            for name, point in _points(frame["attrs"]):
-                if name in found or len(found) < MOST_NAMES:
-                    found[name] = (*found.get(name, ()), point)[-MOST_POINTS:]
+            with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
+                for name, point in [*_points(frame["attrs"])]:
+                    if name in found or len(found) < MOST_NAMES:
+                        found[name] = (*found.get(name, ()), point)[-MOST_POINTS:]
     return found
 
 

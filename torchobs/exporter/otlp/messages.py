@@ -1,6 +1,6 @@
 """OTLP's messages: attributes, resources, and requests of a size that receivers accept.
 
-Built from what flight files hold, which is JSON and not trusted. The messages are protobuf's: the data classes of
+Built from what flight files hold, which is JSON. The messages are protobuf's: the data classes of
 OpenTelemetry's SDK lack *no recorded value*, trace flags and trace state, and its encoder of log records is not stable.
 """
 
@@ -172,8 +172,13 @@ def _count(shape: _Shape, request: Any) -> int:
 def _in_words(resource: Any) -> str:
     values = {pair.key: pair.value for pair in resource.attributes}
     names = ("service.name", f"{SCOPE}.run_id", f"{SCOPE}.rank")
-    job, run, rank = (str(getattr(value, value.WhichOneof("value"))) if (value := values.get(name)) and value.WhichOneof("value") else "" for name in names)
+    job, run, rank = (_text(values[name]) if name in values else "" for name in names)
     return f"job {job}, run {run}, rank {rank}" if run else job
+
+
+def _text(value: AnyValue) -> str:
+    kind = value.WhichOneof("value")
+    return str(getattr(value, kind)) if kind else ""
 
 
 def any_value(value: object, depth: int = _DEPTH) -> AnyValue:

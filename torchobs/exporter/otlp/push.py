@@ -137,7 +137,7 @@ class Sender:
                 outcome, parts = self._transport.send(batch.body), [batch]
                 if outcome.kind == "refused" and not outcome.of_address and not batch.rank:
                     parts = messages.divided(self._signal, batch)
-            except Exception as problem:  # the thread goes on: the next request may be accepted
+            except Exception as problem:  # noqa: BLE001  # the thread goes on: the next request may be accepted
                 _log.exception("OTLP %s: a request could not be sent", self._signal)
                 outcome, parts = send.Outcome("refused", words=repr(problem)), [batch]
             if len(parts) > 1:

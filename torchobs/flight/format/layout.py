@@ -33,7 +33,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -263,7 +263,7 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
             continue  # added by a later minor version
         region = Region(kind)
         if item_size != _ITEM_SIZES[region] or length < item_size or offset < HEADER_SIZE or offset + length > size:
-            msg = f"region {region.name} lies outside the file"
+            msg = f"region {region.name} lies outside the file, or has items of another size"
             raise BadFlightFileError(msg)
         found[region] = Extent(offset, length, item_size)
     if not set(Region) - _ADDED <= set(found):
@@ -273,12 +273,12 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
 
 def _resource(raw: bytes, length: int) -> dict[str, str | int]:
     try:
-        decoded: dict[str, str | int] = json.loads(raw[288 : 288 + min(length, RESOURCE_LIMIT)])
+        decoded: Any = json.loads(raw[288 : 288 + min(length, RESOURCE_LIMIT)])
     except ValueError:
         raise BadFlightFileError("the resource is no JSON") from None
     if not isinstance(decoded, dict) or not all(isinstance(value, str | int) for value in decoded.values()):
         raise BadFlightFileError("the resource has values that are neither text nor numbers")
-    return decoded
+    return cast("dict[str, str | int]", decoded)
 
 
 def encodable(text: str) -> str:
