@@ -9,8 +9,10 @@ import io
 import os
 import pickle
 import subprocess
+import sys
 import tarfile
 import zipfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from torchobs import guard
@@ -305,3 +309,141 @@ def test_what_is_not_read_is_not_clean_and_says_what_reads_it(tmp_path: Path) ->
     assert (scan.verdict, any("tensorflow extras" in reason for reason in scan.reasons)) == ("unreadable", True)
     gguf.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(64))
     assert guard.scan_file(gguf).verdict == "unreadable"
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_do_nothing(tmp_path: Path, data: st.DataObject) -> None:
+    """Promise: whatever bytes are changed, there is a verdict, loading is a ValueError or gives data, and no code runs."""
+    name = data.draw(st.sampled_from(["attack.pt", "attack.pkl", "state.pt", "weights.safetensors", "objects.npy"]))
+    path = tmp_path / name
+    FILES[name][1](path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    assert guard.scan_file(path).verdict in {"clean", "suspicious", "dangerous", "unreadable"}
+    with suppress(ValueError):
+        guard.load(path)
+
+
+def test_without_modelscan_what_it_alone_reads_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Python 3.13, which it has no release for; on older ones it is asked for."""
+    monkeypatch.setitem(sys.modules, "modelscan", None)
+    monkeypatch.setitem(sys.modules, "modelscan.modelscan", None)
+    keras, dangerous = tmp_path / "model.h5", tmp_path / "model.pkl"
+    keras.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(512))
+    dangerous.write_bytes(b"\x80\x02" + SYSTEM)
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("torchobs.guard.model_files._WITHOUT_MODELSCAN", (3, 99))
+    with pytest.raises(ImportError, match=r"pip install 'torchobs\[guard\]'"):
+        guard.scan_file(keras)
+    monkeypatch.setattr("torchobs.guard.model_files._WITHOUT_MODELSCAN", (3, 0))
+    scan = guard.scan_file(keras)
+    assert (scan.verdict, "no release" in scan.reasons[0]) == ("unreadable", True)
+    assert guard.scan_file(dangerous).verdict == "dangerous"
+    assert guard.scan_file(tmp_path / "model.safetensors").verdict == "clean"
+
+
+def test_a_tar_of_pickles_and_what_is_not_listed_are_not_clean(tmp_path: Path) -> None:
+    """Promise: what was not looked at is not clean; a manifest that does not name a file does not vouch for it."""
+    with tarfile.open(tmp_path / "old.pt", "w") as archive:
+        entry = tarfile.TarInfo("storages")
+        entry.size = len(SYSTEM)
+        archive.addfile(entry, io.BytesIO(SYSTEM))
+    assert guard.scan_file(tmp_path / "old.pt").verdict != "clean"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "listed").write_bytes(b"")
+    (folder / "more.bin").write_bytes(b"")
+    manifest = tmp_path / "sums"
+    manifest.write_text("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  listed\n")
+    guard.verify(folder / "listed", manifest=manifest)
+    for path in (folder, folder / "more.bin"):
+        with pytest.raises(guard.WrongFileError, match=r"does not name more\.bin"):
+            guard.verify(path, manifest=manifest)
+
+
+@pytest.mark.parametrize("read", [guard.load, guard.scan_file])
+def test_a_pipe_or_a_device_is_refused_at_once(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Promise: nobody waits for a writer, or reads zeros until memory is full."""
+    pipe = tmp_path / "model.pt"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(OSError, match="is a pipe or a device, and no file"):
+            read(path)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "is empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs")],
+)
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_what_holds_no_model_is_said_in_words(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    """Promise: an empty file and a pointer of git lfs are named, by scan and load alike."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert guard.scan_file(path).verdict == "unreadable"
+    assert words in guard.scan_file(path).reasons[0]
+    with pytest.raises(ValueError, match=words):
+        guard.load(path)
+
+
+def test_a_name_that_would_steer_a_terminal_is_escaped(tmp_path: Path) -> None:
+    """Promise: a hostile file name neither colours nor reverses what is printed about it."""
+    path = tmp_path / "a\x1b[31m\u202e.pt"
+    torch.save(torch.nn.Linear(2, 2), path)
+    with pytest.raises(guard.UnsafeFileError) as refused:
+        guard.load(path)
+    assert str(refused.value).isprintable()
+    pickled(Attack(), path)
+    assert all(reason.isprintable() for reason in guard.scan_file(path).reasons)
+
+
+def test_a_pickle_that_is_an_attack_without_a_name_is_an_attack(tmp_path: Path) -> None:
+    """Promise: the sentence has an object."""
+    path = tmp_path / "deep.pkl"
+    path.write_bytes(b"\x80\x02" + b"(" * 100_000 + b"t.")
+    scan = guard.scan_file(path)
+    assert scan.verdict in {"dangerous", "unreadable"}
+    assert not any("runs  when" in reason for reason in scan.reasons)
+
+
+def _zip(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", content)
+        archive.writestr("a/version", "3")
+    return file.getvalue()
+
+
+def _tar(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        entry = tarfile.TarInfo("pickle")
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+    return file.getvalue()
+
+
+ATTACK = pickle.dumps(Attack())
+
+
+WRAPPED: dict[str, bytes] = {
+    "attack.pkl": ATTACK, "zip.pt": _zip(ATTACK), "tar.pt": _tar(ATTACK),
+    "attack.pkl.gz": gzip.compress(ATTACK), "tar.gz": gzip.compress(_tar(ATTACK)),
+    "polyglot.pt": ATTACK + _zip(pickle.dumps({})),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_attack_is_never_clean_nor_loaded(name: str) -> None:
+    """Promise: in whatever it is wrapped."""
+    Path(name).write_bytes(WRAPPED[name])
+    assert guard.scan_file(name).verdict != "clean"
+    with pytest.raises(ValueError, match=name):
+        guard.load(name)
