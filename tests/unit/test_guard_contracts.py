@@ -181,3 +181,18 @@ def test_no_graph_break() -> None:
 
     compiled = torch.compile(forward, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_complex_numbers_are_in_no_order() -> None:
+    """Promise: a range of complex numbers is refused with what to use instead."""
+    with pytest.raises(ValueError, match="max_norm"):
+        guard.Contract(min=0.0).check(torch.tensor([1j]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_have_a_range(dtype: torch.dtype) -> None:
+    """Promise: tokens and pixels of 16 bits and more are compared with the limits."""
+    x = torch.tensor([1, 40_000], dtype=dtype)
+    guard.Contract(min=0, max=40_000, max_norm=40_001).check(x)
+    with pytest.raises(guard.ContractError, match="max: 40000, and 1 of 2 values"):
+        guard.Contract(max=255).check(x)

@@ -167,3 +167,25 @@ def test_a_checkpoint_is_looked_into() -> None:
         with pytest.raises(ValueError, match=r"there is no tensor in it: it has (epoch|nothing)"):
             guard.check_model(nothing)  # type: ignore[arg-type]
     assert guard.check_model(torch.nn.ReLU()).ok
+
+
+def test_a_tied_weight_is_not_missed() -> None:
+    """Promise: files hold a weight that two layers share once, and load whole; one that is another's copy is missed."""
+    for device in ("cpu", "meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)).to(device)
+        saved = {"0.weight": torch.randn(9, 4)}
+        assert guard.check_model(saved, reference=model).missing == ("1.weight",)
+        model[1].weight = model[0].weight
+        for reference in (model, model.state_dict()):
+            assert guard.check_model(saved, reference=reference).ok
+            assert guard.check_model(reference, reference=saved).ok
+
+
+def test_zeros_are_remarked_as_what_is_common() -> None:
+    """Promise: a zero convolution or LoRA's B is no problem, and is said; a bias of zeros is not worth a word."""
+    report = guard.check_model(MODELS["adapter"]())
+    assert report.ok
+    assert [(each.name, each.problem[:27]) for each in report.remarks] == [("weight", "every value is 0: common be")]
+    assert not guard.check_model(torch.nn.LayerNorm(8)).remarks
+    remarks = guard.check_model(torch.nn.LayerNorm([4, 8])).remarks
+    assert [(each.name, each.problem[:14]) for each in remarks] == [("weight", "every value is"), ("bias", "every value is")]

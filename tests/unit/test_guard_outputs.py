@@ -190,3 +190,59 @@ def test_safe_inference_returns_what_became_of_it() -> None:
             guard.safe_inference(Flaky(), x, **wrong)
     with pytest.raises(TypeError, match="cannot be called"):
         guard.safe_inference("model", x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
+def test_a_bound_that_the_type_cannot_hold_is_its_end(dtype: torch.dtype) -> None:
+    """Promise: what comes back is finite, whatever bounds were given for outputs of another type."""
+    outputs = torch.tensor([inf, -inf, nan, 1.0]).to(dtype)
+    found = guard.sanitize_outputs(outputs, "nan_to_num", low=-1e300, high=1e300, nan=1e300)
+    assert found.dtype == dtype
+    assert bool(found.float().isfinite().all())
+    assert found[3].item() == 1.0
+    assert found[0].item() == found[2].item() == -found[1].item()
+    small = guard.sanitize_outputs(torch.tensor([0.3, 0.05]).to(dtype), "clamp", high=0.1)
+    assert guard.sanitize_outputs(small, "clamp", high=0.1) is small
+
+
+def test_gradients_pass_through_what_was_kept() -> None:
+    """Promise: a replaced value has no gradient, the others keep theirs."""
+    x = torch.tensor([1.0, inf], requires_grad=True)
+    guard.sanitize_outputs(x * 2, "clamp", low=-10.0, high=10.0).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad[0].item() == 2.0
+
+
+def test_double_precision_is_not_narrowed() -> None:
+    """Promise: a finite float64 beyond float32 is finite; a reference that is not is refused."""
+    assert guard.check_outputs(torch.tensor([[1e39], [2e39]], dtype=torch.float64)).ok
+    with pytest.raises(ValueError, match="reference is not finite"):
+        guard.check_outputs(torch.randn(300), reference=torch.full((300,), nan))
+
+
+@pytest.mark.parametrize("sample", [-5.0, 5.0])
+def test_repeated_values_that_move_have_drifted(sample: float) -> None:
+    """Promise: of a reference with few values, such as one that is always 0, a shift to either side is seen."""
+    drift = guard.check_outputs(torch.full((300,), sample), reference=torch.zeros(300)).drift
+    assert drift is not None
+    assert drift.drifted
+    same = guard.check_outputs(torch.arange(300) % 3.0, reference=torch.arange(600) % 3.0).drift
+    assert same is not None
+    assert same.psi < 0.1
+
+
+@pytest.mark.parametrize(("offset", "scale"), [(1.7e9, 1e3), (-1e12, 1.0), (1e15, 100.0)])
+def test_values_far_from_zero_are_not_constant(offset: float, scale: float) -> None:
+    """Promise: what a type tells apart are different answers, such as times since 1970; equal ones are constant there, too."""
+    torch.manual_seed(0)
+    given = offset + scale * torch.randn(256, 2, dtype=torch.float64)
+    assert guard.check_outputs(given).ok
+    assert guard.check_outputs(given[:1].repeat(256, 1)).problems == ("the same output for every sample",)
+    noise = torch.rand(256, 2, dtype=torch.float64) * 2**-52 * abs(offset)  # of rounding
+    assert guard.check_outputs(given[:1] + noise).problems == ("the same output for every sample",)
+
+
+def test_a_small_reference_is_refused() -> None:
+    """Promise: drift is not judged from a handful of values."""
+    with pytest.raises(ValueError, match="drift needs 200 values"):
+        guard.check_outputs(torch.randn(5), reference=torch.randn(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -111,3 +112,36 @@ def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
     """Promise: a threshold that is no percentage is an error where it is written."""
     with pytest.raises(ValueError, match=message):
         guard.resources(**arguments)
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    """Promise: without a quota a process that is held to one core has one."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        cpu = by_name(guard.resources().check())["cpu"]
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert cpu.limit <= 1.0
+
+
+def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: an error of the callback is logged and goes no further."""
+    raised = threading.Event()
+
+    def fail(_: object) -> None:
+        raised.set()
+        raise KeyError("mine")
+
+    watched = guard.resources(disk=0, on_exceed=fail, interval_s=0.01)
+    with watched:
+        assert raised.wait(30)
+        assert watched._thread is not None
+        watched._thread.join(30)
+    assert "resources are watched no more: KeyError" in caplog.text
+
+
+def test_a_path_that_is_not_there_is_refused() -> None:
+    """Promise: a misspelt directory is an error at once, not in a thread."""
+    with pytest.raises(FileNotFoundError):
+        guard.resources(path=os.path.join("not", "there"))  # noqa: PTH118  # as users give it
