@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchobs import guard
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.training import Recording
 
 
@@ -370,3 +372,173 @@ def test_a_policy_of_nonsense_is_refused(policy: dict[str, Any], message: str) -
     """Promise: a budget that is none is an error where it is written."""
     with pytest.raises(ValueError, match=message):
         guard.RecoveryPolicy(**policy)
+
+
+def test_without_a_budget_nothing_is_split() -> None:
+    """Promise: a budget of 0 does nothing, also for the batches after the one that did not fit."""
+    trained = Trained(model(), oom=0)
+    trained.largest = 4
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.step(sized(8))
+    trained.largest = 8
+    assert trained.step(sized(8)).parts == 1
+
+
+def test_a_failed_attempt_leaves_no_statistics() -> None:
+    """Promise: batch norm has seen the parts of the batch that were trained, and not the attempt that did not fit."""
+    trained = Trained(with_buffers())
+    attempts = iter([True, False, False])
+
+    def compute(part: Batch) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(trained.network(part["x"]), part["y"])
+        if next(attempts):
+            raise torch.OutOfMemoryError("in the backward, say")
+        return loss
+
+    assert trained.recovery.step(batches(1)[0], compute).parts == 2
+    assert int(trained.network[1].num_batches_tracked) == 2  # type: ignore[index]
+
+
+class Cached(torch.nn.Module):
+    """A module whose buffers are replaced, as caches and some running statistics are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+        self.seen: torch.Tensor
+        self.last: Any
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen, self.last = self.seen + len(x), x.detach()
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def test_buffers_that_are_replaced_are_put_back() -> None:
+    """Promise: of a skipped step nothing is left, whether a forward pass changed a buffer in place or made another one."""
+    trained = Trained(Cached())
+    assert trained.step({"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}).action == "skip"
+    assert float(trained.network.seen) == 0.0  # type: ignore[arg-type]
+    assert "last" not in trained.network.state_dict()  # a buffer that is None is in none
+    trained.step(batches(1)[0])
+    assert float(trained.network.seen) == 8.0  # type: ignore[arg-type]
+
+
+class Counted:
+    """State that is no tensor: lists and dictionaries that go on changing."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"history": [], "best": {"loss": 9.0}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state itself, as careless code returns it."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state itself."""
+        self.state = state
+
+
+def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
+    """Promise: lists and dictionaries of the extra objects are those of the snapshot's time, at every restoration."""
+    counted, network = Counted(), model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(snapshot_every=1000), extra=[counted])
+
+    def compute(batch: Batch) -> torch.Tensor:
+        counted.state["history"].append(1)
+        counted.state["best"]["loss"] -= 1.0
+        return torch.nn.functional.mse_loss(network(batch["x"]), batch["y"])
+
+    for batch in batches(30):
+        recovery.step(batch, compute)
+    for _ in range(2):
+        assert recovery.step({"x": batches(1)[0]["x"], "y": torch.full((8, 1), 1e4)}, compute).action == "restore"
+        assert counted.state == {"history": [], "best": {"loss": 9.0}}
+
+
+def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:
+    """Promise: tensors of different lengths are no reason for another error; and what fits is not split for it."""
+    trained = Trained(model())
+    trained.largest = 4
+    odd = {"x": torch.randn(8, 8), "y": torch.randn(8, 1), "mask": torch.ones(3)}
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.step(odd)
+    trained.step(batches(1)[0])
+    assert trained.step({"x": torch.randn(2, 8), "y": torch.randn(2, 1), "mask": torch.ones(3)}).stepped
+
+
+def test_an_iterable_data_set_has_no_length() -> None:
+    """Promise: a loader without a length is gone through to its end."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from (1, 2)
+
+    assert [int(each) for each in Trained(model()).recovery.batches(DataLoader(Stream(), batch_size=None))] == [1, 2]
+
+
+def test_a_lasting_error_of_data_is_raised() -> None:
+    """Promise: a missing disk is no bad sample, and a generator that ended early is no end of the data."""
+    recovery = Trained(model()).recovery
+    with pytest.raises(FileNotFoundError):
+        list(recovery.batches(DataLoader(Readable(3, {1: FileNotFoundError(2, "gone")}), batch_size=None)))
+
+    def ends_early() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        list(recovery.batches(ends_early()))
+    with pytest.raises(ValueError, match="all bad"):
+        list(Trained(model(), data=2).recovery.batches(DataLoader(Readable(9, dict.fromkeys(range(9), ValueError("all bad"))))))
+
+
+def test_a_disabled_scaler_judges_nothing() -> None:
+    """Promise: with ``enabled=False``, as scripts write it for bfloat16, gradients that are not finite are found here."""
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    recovery = guard.Recovery(network, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False), max_grad_norm=1.0)
+    outcome = recovery.step(torch.zeros(4, 8), lambda batch: (network(batch) * 0).abs().sqrt().mean())
+    assert (outcome.action, outcome.reason) == ("skip", "a gradient is not finite")
+    assert recovery.step(torch.ones(4, 8), lambda batch: network(batch).square().mean()).stepped
+
+
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "resnet"}, "model is str, and a Module is needed"),
+    "optimizer": ({"optimizer": 0.1}, "optimizer is float, and a Optimizer is needed"),
+    "policy": ({"policy": {"oom": 1}}, "policy is dict, and a RecoveryPolicy is needed"),
+    "scaler": ({"scaler": 128.0}, "scaler is float"),
+    "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
+    "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
+    "no norm": ({"max_grad_norm": 0}, "max_grad_norm is 0; it is a number above 0"),
+    "another's": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
+    "closure": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_arguments_of_nonsense_are_refused(name: str) -> None:
+    """Promise: a wrong argument is an error where it is written, which says what is needed."""
+    given, message = NONSENSE[name]
+    network = model()
+    arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
+    with pytest.raises((TypeError, ValueError), match=message):
+        guard.Recovery(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "compute", "accumulate", "message"),
+    [
+        ([], None, True, "a list of micro-batches, at least one, not list"),
+        (torch.ones(2, 8), None, True, "a list of micro-batches, at least one, not Tensor"),
+        (torch.ones(2, 8), lambda _: 3.0, False, "a tensor of one number, not float"),
+        (torch.ones(2, 8), lambda batch: batch, False, r"not a tensor of shape \(2, 8\)"),
+    ],
+)
+def test_a_step_of_nonsense_is_refused(batch: Any, compute: Any, accumulate: bool, message: str) -> None:  # noqa: FBT001
+    """Promise: micro-batches that are none, and a function that returns no loss, are errors of ours."""
+    with pytest.raises(TypeError, match=message):
+        Trained(model()).recovery.step(batch, compute, accumulate=accumulate)
