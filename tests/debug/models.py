@@ -65,3 +65,16 @@ def step(model: nn.Module, optimizer: Any, batch: Batch) -> torch.Tensor:
     loss.backward()
     optimizer.step()
     return loss
+
+
+class Slope(nn.Module):
+    """Differentiates in its forward pass, as networks for forces or for differential equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope

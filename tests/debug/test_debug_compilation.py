@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -92,3 +94,20 @@ def test_what_the_model_raises_is_told() -> None:
     assert found.anomalies[-1].startswith("the model raised")
     with pytest.raises(TypeError, match="compile"):
         debug.compile(torch.relu, torch.ones(2))
+
+
+def test_what_was_compiled_is_compiled_again() -> None:
+    """Promise: a compiled model of the program computes the same after it, once it is compiled again; it is not left eager."""
+    runs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        del example_inputs
+        runs.append(graph)
+        return graph.forward
+
+    model = Branching()
+    compiled = torch.compile(model, backend=backend)
+    expected, graphs = compiled(torch.ones(6, 4)), len(runs)
+    assert debug.compile(compiled, torch.ones(6, 4)).error is None
+    assert torch.equal(compiled(torch.ones(6, 4)), expected)
+    assert len(runs) == 2 * graphs > 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training import Recording, loss_of, mlp, norm_of
+from tests.training import Recording, batch, loss_of, mlp, norm_of
 from torchobs import debug
 from torchobs.debug import findings, gradients
 
@@ -247,3 +247,65 @@ def test_a_repeated_finding_is_logged_once_a_minute(check: Callable[[Any], Any],
     for _ in range(50):
         check(torch.tensor([nan]))
     assert len(caplog.records) == 1
+
+
+def test_without_any_gradient_it_asks_for_backward() -> None:
+    """Called too late or too early."""
+    found = debug.check_gradients(mlp())
+    assert found.anomalies == ("no parameter of Sequential has a gradient: was backward() called, and not yet zero_grad()?",)
+    assert isnan(found.total_norm)
+    assert debug.check_gradients(torch.nn.Module()).anomalies == ()
+
+
+def test_training_is_the_same_with_checks(flight_dir: Any) -> None:
+    """Bit for bit, twice in a row."""
+    del flight_dir
+
+    def train(*, checked: bool) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for seed in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model, seed)
+            loss.backward()
+            if checked:
+                debug.check_gradients(model, loss)
+                debug.analyze_tensor(batch(seed)[0], "batch")
+                debug.analyze_parameters(model)
+            optimizer.step()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, train(checked=False), train(checked=True)))
+
+
+def test_wrong_input_is_an_error_at_once() -> None:
+    """Before a thread is asked."""
+    with pytest.raises(TypeError, match=r"acheck_tensor\(\) takes a torch.Tensor, not int"):
+        asyncio.run(debug.acheck_tensor(3))
+    with pytest.raises(TypeError, match=r"acheck_gradients\(\) takes a torch.nn.Module, not int"):
+        asyncio.run(debug.acheck_gradients(3))
+
+
+def test_bridges_may_be_closed_in_any_order() -> None:
+    """Findings reach every one that is open, and after the last they go where they went before; they went nowhere."""
+    kept, own = Kept(), logging.getLogger("training of one's own")
+    own.addHandler(kept)
+    first, second = debug.logging_bridge(own), debug.logging_bridge(own)
+    try:
+        first.close()
+        assert not findings.logger.propagate
+        debug.analyze_tensor(torch.tensor([nan]), "x")
+    finally:
+        second.close()
+        own.removeHandler(kept)
+    assert len(kept.records) == 1
+    assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("target", "error"), [("training", TypeError), (logging.getLogger("torchobs.debug"), ValueError)], ids=["name", "itself"]
+)
+def test_a_bridge_to_nowhere_is_refused(target: Any, error: type[Exception]) -> None:
+    """A name is no logger, and a circle no bridge."""
+    with pytest.raises(error):
+        debug.logging_bridge(target)

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
 
-from tests.debug.models import MODELS
+from tests.debug.models import MODELS, Slope
 from torchobs import debug, guard, tune
+from torchobs.support.kept_state import Buffers
 
 
 def wide() -> torch.nn.Sequential:
@@ -252,3 +254,82 @@ def test_a_model_that_is_run_beside_its_training_is_as_before(name: str) -> None
     assert all(after[key] is buffer and torch.equal(buffer, values[key]) for key, buffer in buffers.items())
     assert after.keys() == buffers.keys()
     assert random_states() == drawn
+
+
+def test_what_expand_has_made_is_put_back() -> None:
+    """Promise: also where a forward pass has changed the one number behind it."""
+    one = torch.arange(3.0)
+    model = nn.Module()
+    model.register_buffer("odd", one[:, None].expand(3, 5))
+    kept = Buffers(model)
+    one.mul_(7)
+    kept.put_back()
+    assert one.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("function", [debug.memory_usage, debug.count_flops])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_nothing_of_it_is_changed(function: type, mode: type) -> None:
+    """Promise: parameters are the same objects, ``.grad`` keeps what is in it, and no hook of a parameter is called."""
+    model, x, called = _Checkpointed(reentrant=True), torch.randn(8, 6), list[object]()
+    before = [(name, each, each.clone()) for name, each in model.named_parameters(remove_duplicate=False)]
+    for each in model.parameters():
+        each.register_hook(called.append)
+        each.register_post_accumulate_grad_hook(called.append)
+    model.first.weight.grad = torch.ones(6, 6)
+    with mode():
+        function(model, x)
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert all(one is y and torch.equal(y, z) for (_, one), (_, y, z) in zip(after, before, strict=True))
+    assert [name for name, _ in after] == [name for name, *_ in before]
+    assert all(one is other for one, other in zip(model.cell._flat_weights, model.cell.parameters(), strict=True))
+    assert [name for name, each in model.named_parameters() if each.grad is not None] == ["first.weight"]
+    assert torch.equal(model.first.weight.grad, torch.ones(6, 6))
+    assert called == []
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_on_where_they_are_measured(mode: Callable[[], Any]) -> None:
+    """Promise: called where gradients are off, as in an evaluation, the answers are the same, and they are off afterwards."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(6, 4)
+    asked = [lambda: debug.memory_usage(model, x).activations, lambda: debug.count_flops(model, x).flops]
+    expected = [ask() for ask in asked]
+    with mode():
+        assert [ask() for ask in asked] == expected
+        assert debug.trace_nan(model, x) is None
+        assert not torch.is_grad_enabled()
+
+
+def test_a_backward_pass_that_waits_is_still_possible() -> None:
+    """Promise: what is put back counts as no change of what a graph has kept."""
+    model, x = _Counting().eval(), torch.randn(6, 4)
+    loss = (model(x) * model.norm.running_var).sum()
+    debug.count_flops(model, x)
+    loss.backward()
+    assert model.layer.weight.grad is not None
+
+
+class _Augmented(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), index + random.random() + float(np.random.rand()))
+
+
+def test_batches_that_are_looked_at_leave_the_order_and_the_augmentation() -> None:
+    """Promise: the training's own batches are those that it would have had."""
+    drawn = random_states()
+    debug.dataloader(DataLoader(_Augmented(), batch_size=2, shuffle=True), batches=3)
+    assert random_states() == drawn
+
+
+def test_a_model_that_differentiates_in_its_forward_pass() -> None:
+    """Promise: its operations are counted, its devices judged, and what it cannot do without gradients is no mistake of it."""
+    model, x = Slope(), torch.randn(4, 2)
+    counted = debug.count_flops(model, x)
+    # twice 2 x 8 and 8 x 1, and the gradient of each of both by its input
+    assert counted.forward == 2 * 4 * 2 * (2 * 8 + 8)
+    assert counted.backward > 0
+    assert debug.devices(model, x).error is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

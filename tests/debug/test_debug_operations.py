@@ -6,6 +6,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,12 @@ def test_compiled_functions_run_eagerly_under_warn() -> None:
     with debug.context("compiled", anomaly="warn") as info:
         function(torch.tensor([-1.0]))
     assert "NaN from log" in info.anomalies[0]
+
+
+def test_memory_that_is_kept_is_seen() -> None:
+    """64 MiB more after than before; from the system, since the allocator may have as much left of an earlier test."""
+    with debug.context("allocate") as info:
+        kept = torch.frombuffer(mmap(-1, 64 << 20), dtype=torch.float32).fill_(1.0)
+    assert info.memory_usage is not None
+    assert info.memory_usage.growth >= 60 << 20
+    assert kept.numel()

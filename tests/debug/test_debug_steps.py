@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from tests.debug.models import MODELS, step
 from tests.training import Recording, batch, loss_of, mlp
-from torchobs import debug
+from torchobs import debug, guard
 from torchobs.detect.spikes import ORDERS, WARM_UP, NormBaseline
 
 
@@ -430,9 +430,72 @@ def _model() -> nn.Module:
             r"patience >= 1, min_delta >= 0, not \('loss', '3', 0.0\)",
         ),
         (lambda: wrong.early_stopping(3, mode="min"), r"needs a name, patience >= 1, min_delta >= 0, not \(3, 10, 0.0\)"),
+        (lambda: wrong.early_stopping("loss", mode="min").load_state_dict({"best": 1.0, "checks": 0}), "state_dict"),
+        (lambda: wrong.forward_pass(3, 3), "takes a torch.nn.Module"),
+        (lambda: wrong.inference(3, 3), "takes a torch.nn.Module"),
+        (lambda: wrong.devices(torch.zeros(3)), r"devices\(\) takes a torch.nn.Module"),
+        (lambda: wrong.backward_pass(1.0), "a loss is a tensor, not float: return what loss_fn computes"),
+        (lambda: wrong.backward_pass(torch.ones(2, requires_grad=True)), "one element, not the shape"),
+        (lambda: wrong.backward_pass(torch.ones(1)), "the loss has no graph"),
+        (lambda: wrong.optimization_step(MODEL), "takes a torch.optim.Optimizer"),
+        (lambda: wrong.training_step(MODEL, SGD, lambda y: y, batch()[0]), "one element, not the shape"),
+        (lambda: wrong.monitor_step(MODEL, None), "takes a loss"),
+        (lambda: wrong.monitor_step(MODEL, 1.0, exploding=0), "a threshold of a norm is above 0"),
+        (lambda: wrong.check_gradients(MODEL, torch.ones(3)), "takes a loss of one number, not .*: reduce it, or leave it out"),
+        (lambda: wrong.check_gradients(MODEL).exploding(0.0), "a threshold of a norm is above 0"),
+        (lambda: wrong.context("x", anomaly="loud"), "loud"),
+        (lambda: wrong.context(3), "an operation's name is a text, not 3"),
+        (
+            lambda: wrong.memory_usage(_model(), {"texts": ["a"]}),
+            "takes a batch with a tensor of at least one sample",
+        ),
+        (lambda: wrong.trace_nan(_model().to("meta"), torch.zeros(1, 2, device="meta")), "on the device meta, where nothing"),
+        (lambda: wrong.dataloader(3), "iterable of batches"),
+        (lambda: wrong.profile(3), "function that takes one step"),
+        (lambda: wrong.profile(lambda: None, trace="absent/x.json"), "no directory"),
+        (lambda: wrong.profile(lambda: None, trace="x.txt"), r"\.json"),
+        (lambda: wrong.analyze_diffusion(object()), "has none"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_word(call: Any, words: str) -> None:
     """Promise: a wrong argument is an error that says what to do, before anything is done."""
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+class Table(nn.Module):
+    """Keeps what its first pass makes, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        out: torch.Tensor = self.layer(x) * self.table
+        return out
+
+
+@pytest.mark.parametrize("look", [debug.inference, guard.safe_inference])
+def test_a_model_that_fills_a_table_in_its_first_pass_can_be_trained_afterwards(look: Callable[..., Any]) -> None:
+    """Promise: nothing that a look at it leaves in a model is a tensor that autograd refuses; TorchScript is taken, too."""
+    model, x = Table(), torch.randn(2, 4)
+    look(model, x)
+    model(x).sum().backward()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    scripted(x).sum().backward()
+    assert getattr(look(scripted, x), "success", True)
+
+
+def test_a_step_is_done_with_thresholds() -> None:
+    """Promise: those of ``training_step`` are refused before anything is done, and hold for what it finds."""
+    model, (inputs, targets) = mlp(), batch()
+    given = model, torch.optim.SGD(model.parameters(), lr=1e-6), functional.mse_loss, inputs, 1e3 * targets + 1e3
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
+        debug.training_step(*given, exploding=-1.0)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert debug.training_step(*given).anomaly_detected
+    assert debug.training_step(*given, exploding=1e9).anomalies == ()

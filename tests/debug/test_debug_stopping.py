@@ -5,6 +5,7 @@
 from math import nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,3 +98,12 @@ def test_decisions_and_validations_are_events(run: Recording) -> None:
     assert [(one["samples"], one["batches"], one["loss"]) for one in validations] == [(5, 1, 1.0), (5, 1, 2.0)]
     (stop,) = run.frames("torchobs.debug.finding")
     assert stop["attrs"]["kind"] == "early_stop"
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, np.float16])
+def test_half_precision_values_have_their_exact_mean(kind: Any) -> None:
+    """Promise: sums are of a wider type than the values: no NaN, no infinity, no rounding to the sum's neighbour."""
+    with debug.validation() as found:
+        for loss in (3.0, 1.0) * 600:
+            found.add(64, loss=torch.tensor(loss, dtype=kind) if isinstance(kind, torch.dtype) else kind(loss))
+    assert (found.metrics, found.anomalies) == ({"loss": 2.0}, ())

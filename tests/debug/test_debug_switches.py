@@ -337,3 +337,37 @@ def test_nan_guard(model: nn.Linear, when: str) -> None:
     guards: list[Any] = []
     removed_in_a_hook(when, model, lambda optimizer: guards.append(debug.nan_guard(optimizer)), lambda: guards.pop().remove())
     assert not guards
+
+
+def test_with_a_session(run: Recording, tmp_path: Path) -> None:
+    """Its probes and the switches share torch's hooks: steps are counted once, and both leave."""
+    training = Training()
+    debug.enable("full", gradients_every=1, memory_every=1, performance_every=1, profile_every=4, trace_dir=tmp_path)
+    training.run(5)
+    found = debug.status()
+    debug.disable()
+    training.run(1)
+    assert [row.name for row in found.switches if row.error] == []
+    assert found.steps == 5
+    assert run.errors() == []
+    assert len(run.frames("torchobs.debug.early_stopping")) == 5
+
+
+def test_switches_that_are_enabled_again_before_the_hooks_have_gone(model: nn.Linear) -> None:
+    """Promise: each step is looked at once."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def disable(*_: Any) -> None:
+        debug.disable()
+
+    handle = register_optimizer_step_pre_hook(disable)
+    try:
+        debug.enable(["gradient_norms"], gradients_every=1)
+        step(model, optimizer)
+    finally:
+        handle.remove()
+    debug.enable(["gradient_norms"], gradients_every=1)
+    optimizer.step()
+    (row,) = (row for row in debug.status().switches if row.on)
+    assert (row.looks, debug.status().steps) == (1, 1)
+    step(model, optimizer)

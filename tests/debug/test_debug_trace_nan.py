@@ -160,3 +160,41 @@ def test_reentrant_checkpointing_is_looked_into() -> None:
         assert (origin.kind, origin.operator) == (kind, operator)
     with pytest.raises(RuntimeError, match="use_reentrant=True"):
         torch.autograd.grad(healthy(batch()).sum(), list(healthy.parameters()))
+
+
+def test_the_sum_of_a_healthy_output_does_not_overflow() -> None:
+    """Promise: what stands for a loss is computed wide enough."""
+    assert debug.trace_nan(Net(lambda layer, x: (layer(x).square() + 4e4).half()), batch()) is None
+    assert debug.trace_nan(Net(lambda layer, x: layer(x).square() + 2e38), batch()) is None
+
+
+def test_running_statistics_are_not_read_in_training() -> None:
+    """Promise: those that a step before has spoiled are no origin in train mode, whose result is computed without them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Net(lambda layer, x: torch.log(-1 - layer(x).square())))
+    cast("Any", model[1]).running_mean.fill_(float("nan"))
+    origin = debug.trace_nan(model, batch())
+    assert origin is not None
+    assert (origin.kind, origin.operator) == ("operator", "log")
+    origin = debug.trace_nan(model.eval(), batch())
+    assert origin is not None
+    assert (origin.kind, origin.parameter) == ("parameter", "1.running_mean")
+
+
+def test_a_nan_that_attention_covers_up_is_found_by_the_gradients() -> None:
+    """Promise: torch's fused attention gives zeros for a query of NaN on the CPU; the origin is the weight."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    model = Attention()
+    with torch.no_grad():
+        model.query.weight[0, 0] = float("nan")
+    origin = debug.trace_nan(model, torch.randn(2, 5, 8))
+    assert origin is not None
+    assert (origin.kind, origin.parameter) == ("parameter", "query.weight")
