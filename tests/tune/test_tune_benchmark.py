@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -170,3 +173,104 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> 
         tune.benchmark("model", torch.zeros(2, 16))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the loader has no batch"):
         tune.benchmark(nn.Linear(2, 2), DataLoader(TensorDataset(torch.empty(0, 2))))
+
+
+def test_modes_that_do_the_same_need_the_same_memory() -> None:
+    """Promise: peak memory is that of a step, whatever was allocated and freed before it."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
+    batch, modes = (torch.randn(512, 300), torch.randn(512, 10)), ("none", "amp", "memory_efficient", "compile")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"rounds": 8, "warmup": 1, "amp_dtype": torch.bfloat16}
+    same = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=modes, level="none", **options)
+    gradients = sum(weight.nbytes for weight in model.parameters())
+    outputs = 4 * 512 * 300  # of the two wide layers and their activations, kept for the backward pass
+    assert {each.peak_bytes for each in same.modes} == {same.modes[0].peak_bytes}
+    assert [each.memory_savings for each in same.modes] == [0.0] * 4
+    assert same.modes[0].peak_bytes is not None
+    assert 2 * outputs + gradients < same.modes[0].peak_bytes < 6 * outputs + gradients
+    amp = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=("amp",), **options)["amp"]
+    assert amp.peak_bytes is not None
+    assert amp.peak_bytes > gradients  # which stay in float32
+
+
+class _Temperature(nn.Module):
+    """A loss with a parameter and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(())), nn.BatchNorm1d(4)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.norm(output) * self.scale, target)
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "partial", "function", "object"])
+def test_what_a_loss_function_has_is_as_before(kind: str) -> None:
+    """Promise: gradients, parameters and buffers that a loss function knows are as before, as are gradients of the batch."""
+    model, loss = nn.Linear(8, 4), _Temperature()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
+    x, target = torch.randn(16, 8, requires_grad=True), torch.randn(16, 4)
+    loss(model(x), target).backward()
+
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output, target) + model.weight.pow(2).sum()  # type: ignore[no-any-return]
+
+    class Criterion:
+        def __init__(self) -> None:
+            self.part = loss
+
+        def __call__(self, output: Tensor, target: Tensor) -> Any:
+            return self.part(output, target)
+
+    functions: dict[str, Any] = {"module": loss, "method": loss.forward, "function": penalised, "object": Criterion()}
+    loss_fn = functions.get(kind) or functools.partial(loss.forward)
+    values = [*model.state_dict().values(), *loss.state_dict().values()]
+    leaves = [x, *model.parameters(), *loss.parameters()]
+    held, gradients = [leaf.grad for leaf in leaves], [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    before = [value.clone() for value in values]
+    tune.benchmark(model, (x, target), optimizer, loss_fn, modes=("none", "amp"), rounds=6, amp_dtype=torch.bfloat16)
+    assert all(map(torch.equal, before, values))
+    assert all(leaf.grad is one for leaf, one in zip(leaves, held, strict=True))
+    assert all(torch.equal(one, leaf.grad) for one, leaf in zip(gradients, leaves, strict=True) if leaf.grad is not None)
+
+
+class _Chancy(nn.Module):
+    """Draws from every generator, also where a plan is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = random.random() + float(np.random.rand()) + float(torch.rand(()))  # noqa: NPY002  # the global one
+        return self.layer(x) * factor  # type: ignore[no-any-return]
+
+
+def test_random_states_are_as_before_with_a_loader() -> None:
+    """Promise: Python's, NumPy's and torch's random states are as before, and so is a generator of the loader's own."""
+    data, own = TensorDataset(torch.randn(16, 8), torch.randn(16, 4)), torch.Generator()
+    model = _Chancy()
+    options: dict[str, Any] = {"modes": ("none", "amp"), "amp_dtype": torch.bfloat16}
+
+    def states() -> list[Any]:
+        numpy: Any = np.random.get_state()  # noqa: NPY002  # the global one
+        return [random.getstate(), numpy[1].tolist(), torch.get_rng_state().tolist(), own.get_state().tolist()]
+
+    for loader in (DataLoader(data, 4, shuffle=True), DataLoader(data, 4, shuffle=True, generator=own)):
+        before = states()
+        tune.benchmark(model, loader, None, nn.functional.mse_loss, rounds=6, **options)
+        assert states() == before
+
+
+def test_modes_that_do_the_same_are_seldom_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: what is faster by its place in a round alone is no gain, nor is what differs by chance."""
+    chance, calls = random.Random(2), itertools.count()
+
+    def timed(*_: Any) -> float:
+        return (0.985 if next(calls) % 2 else 1.0) * chance.lognormvariate(0, 0.01)
+
+    monkeypatch.setattr("torchobs.tune.comparison._timed", timed)
+    options: dict[str, Any] = {"modes": ("none", "amp"), "level": "none", "warmup": 0}
+    found = [tune.benchmark(nn.Identity(), torch.ones(1), rounds=20, **options) for _ in range(60)]
+    assert sum(each.recommended == "amp" for each in found) <= 1  # in 480 such calls none was
+    assert sum(each["amp"].speedup_factor.high < 1 for each in found) <= 1
