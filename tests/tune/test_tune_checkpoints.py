@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import os
+import random
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +74,110 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         run.resume(path)
     assert all(map(torch.equal, before, weights(model)))
     assert (run.step, run.optimizer.state) == (0, {})
+
+
+def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
+    """Promise: others may read it as they may what torch.save writes; of a link, what it leads to is replaced."""
+    plain, path, link = tmp_path / "plain.pt", tmp_path / "run.pt", tmp_path / "last.pt"
+    torch.save({}, plain)
+    link.symlink_to("run.pt")
+    for step in (1, 2):
+        checkpoint_file.save({"step": step}, link)
+        assert link.is_symlink()
+        assert path.stat().st_mode == plain.stat().st_mode
+        assert checkpoint_file.load(path, torch.device("cpu")) == {"step": step}
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    """Promise: kills while a checkpoint is saved do not fill the disk; a save that is under way is left alone."""
+    path = tmp_path / "run.pt"
+    left = tmp_path / ".run.pt.00000000.tmp"
+    left.write_bytes(b"half of it")
+    with checkpoint_file._locked(path) as (_, under_way):  # another process's, as far as anybody can see
+        checkpoint_file.save({"step": 1}, path)
+        assert not left.exists()
+        assert under_way.exists()
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """Promise: the system's own error, here of a file that may not be so long, and no complaint of torch's archive."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "run.pt"
+    checkpoint_file.save({"step": 1}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint_file.save({"weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint_file.load(path, torch.device("cpu")) == {"step": 1}
+
+
+class _Extra(nn.Linear):
+    """Has a state beside its tensors."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+class _Refusing(nn.Linear):
+    """Loads by a method of its own, which wants a key that it does not find."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        state_dict[f"{prefix}scale"]
+
+
+@pytest.mark.parametrize(("kind", "error"), [(_Extra, RuntimeError), (_Refusing, KeyError)])
+def test_however_a_module_refuses_a_checkpoint_nothing_is_changed(kind: type[nn.Module], error: type[Exception]) -> None:
+    """Promise: a state that torch alone lacks, and errors of a module's own loading, leave no layer loaded."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
+    before = weights(model)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 if kind is _Extra else 5))
+    with pytest.raises(error):
+        checkpoint_file.load_state(model, other.state_dict())
+    assert all(map(torch.equal, before, weights(model)))
+
+
+def test_a_flipped_bit_is_no_other_state(tmp_path: Path) -> None:
+    """Promise: wherever a bit of a checkpoint is flipped, it is an error and nothing is loaded, or it is the state as saved."""
+    path, damaged = tmp_path / "run.pt", tmp_path / "damaged.pt"
+    torch.manual_seed(0)
+    saved = tune.pipeline(blocks(), optimizer="sgd", total_steps=4, amp=False)
+    saved.train_step((torch.ones(4, 16), torch.ones(4, 4)), loss_fn)
+    saved.save(path)
+    content, model = path.read_bytes(), blocks(depth=3)
+    run, chance = tune.pipeline(model, optimizer="sgd", total_steps=4, amp=False), random.Random(0)
+    before, errors = weights(model), 0
+    with zipfile.ZipFile(path) as archive:  # one in each record, beside those anywhere
+        starts = [entry.header_offset + 128 for entry in archive.infolist()]
+    for position in [*starts, *(chance.randrange(len(content)) for _ in range(100))]:
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << chance.randrange(8)
+        damaged.write_bytes(flipped)
+        try:
+            run.resume(damaged)
+        except ValueError:
+            errors += 1
+            assert all(map(torch.equal, before, weights(model)))
+        else:
+            assert all(map(torch.equal, weights(saved.model), weights(model)))
+            assert run.step == 1
+            for weight, value in zip(model.parameters(), before, strict=True):
+                weight.data.copy_(value)
+    assert errors > 60
+
+
+def test_checksums_are_written_where_they_are_switched_off(tmp_path: Path) -> None:
+    """Promise: a checkpoint has them all the same, and what the process has set for its own files stays."""
+    run = tune.pipeline(blocks(), amp=False)
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        run.save(tmp_path / "run.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    run.resume(tmp_path / "run.pt")
