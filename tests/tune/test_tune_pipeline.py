@@ -284,3 +284,126 @@ def test_resumed_is_the_run_that_was_not_interrupted(tmp_path: Path, stop_at: in
     assert all(map(torch.equal, weights(run.model), weights(second.model)))
     assert run.scheduler.state_dict() == second.scheduler.state_dict()
     assert run.optimizer.param_groups[0]["lr"] == second.optimizer.param_groups[0]["lr"]
+
+
+def test_a_resume_begins_without_gradients(tmp_path: Path) -> None:
+    """Promise: micro-batches that were computed before it are of no step after it."""
+    run = tune.pipeline(nn.Linear(16, 4), accumulate=2, amp=False, scheduler="constant")
+    run.save(tmp_path / "run.pt")
+    batch = torch.randn(4, 16), torch.randn(4, 4)
+    run.train_step(batch, loss_fn)
+    run.resume(tmp_path / "run.pt")
+    assert all(weight.grad is None for weight in run.model.parameters())
+    run.train_step(batch, loss_fn)
+    assert run.step == 0
+
+
+def test_the_rates_of_a_scheduler_of_one_s_own_are_left_alone() -> None:
+    """Promise: every part may be replaced; further epochs go on with the rates that the other scheduler has set."""
+    run = tune.pipeline(nn.Linear(16, 4), lr=1.0, optimizer="sgd", amp=False)
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, gamma=0.1)
+    batches = Listed([(torch.randn(4, 16), torch.randn(4, 4))] * 2)
+    for epochs in (1, 2, 3):
+        run.fit(batches, epochs, loss_fn)
+        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1**epochs)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"), [(1.0, "not float"), ({"loss": 1}, "not dict"), (torch.ones(2), r"not one of shape \(2,\)")]
+)
+def test_a_loss_that_is_none_is_refused(returned: Any, words: str) -> None:
+    """Promise: the error says what a loss function returns."""
+    run = tune.pipeline(nn.Linear(2, 1), amp=False, scheduler="constant")
+    with pytest.raises(TypeError, match=f"a tensor of one number, {words}"):
+        run.train_step((torch.ones(1, 2), torch.ones(1, 1)), lambda *_: returned)
+
+
+def test_a_schedule_without_an_end_says_what_to_do() -> None:
+    """Promise: cosine without a number of steps is an error that names the argument, before the model has changed."""
+    run = tune.pipeline(nn.Linear(2, 2))
+    before = weights(run.model)
+    with pytest.raises(ValueError, match="pass total_steps"):
+        run.train_step((torch.ones(1, 2), torch.ones(1, 2)), loss_fn)
+    assert all(map(torch.equal, before, weights(run.model)))
+
+
+@pytest.mark.parametrize(
+    ("loader", "epochs", "words"),
+    [
+        ([], 1, "no batch for epoch 1"),
+        (iter([PAIR]), 1, "no length: pass total_steps"),
+        ([(*PAIR, 1)], 1, "a pair of input and target, not tuple of 3"),
+        ([{"x": 1, "y": 2}], 1, "a pair of input and target, not dict of 2"),
+        ([PAIR], "1", "epochs and every are whole numbers"),
+    ],
+)
+def test_a_loader_of_nonsense_is_refused(loader: Any, epochs: Any, words: str) -> None:
+    """Promise: what cannot be trained on is an error, not a mean loss of 0."""
+    with pytest.raises(ValueError, match=words):
+        tune.pipeline(blocks(), amp=False).fit(loader, epochs, loss_fn)
+
+
+def test_a_loader_without_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: with total_steps it trains, and shows how far it is; used up before its last epoch it is an error."""
+    run = tune.pipeline(blocks(), total_steps=4, amp=False)
+    with pytest.raises(ValueError, match="no batch for epoch 2: an iterator is used up"):
+        run.fit(iter([PAIR] * 2), 2, loss_fn, progress=True)
+    assert run.step == 2
+    assert "epoch 1/2  batch 2  loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_from_before_a_group_are_dropped(accumulate: int) -> None:
+    """Promise: a look at gradients before training, or between steps, changes no step; those of a group add up."""
+    plain, looked_at = blocks(dropout=0.0), blocks(dropout=0.0)
+    options: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "scheduler": "constant", "max_grad_norm": None, "amp": False}
+    runs = [tune.pipeline(model, accumulate=accumulate, **options) for model in (plain, looked_at)]
+    for number in range(4):
+        if number % accumulate == 0:
+            loss_fn(looked_at(PAIR[0]), 3 * PAIR[1]).backward()
+        for run in runs:
+            with pytest.raises(ValueError, match="a pair"):
+                run.train_step(PAIR[0], loss_fn)  # which is none of the group
+            run.train_step((PAIR[0] * (number + 1), PAIR[1]), loss_fn)
+    assert runs[1].step == 4 // accumulate
+    assert all(map(torch.equal, weights(plain), weights(looked_at)))
+
+
+def test_a_plateau_s_rate_rises_first() -> None:
+    """Promise: the steps of a warm-up have the rates that other schedules have; what the plateau has lowered stays lowered."""
+    run, other = _plateau_run(warmup_steps=3), tune.pipeline(nn.Linear(16, 4), lr=1.0, scheduler="constant", warmup_steps=3)
+    assert _rate(run) == _rate(other) == 0.25
+    run.step_plateau(1.0)
+    for factor in (1.0, 0.5, 0.5, 0.5):
+        for each in (run, other):
+            each.train_step(PAIR, loss_fn)
+        assert _rate(run) == pytest.approx(_rate(other) * factor)
+        for _ in range(2 if run.step == 1 else 0):
+            run.step_plateau(2.0)
+
+
+def test_a_plateau_without_a_metric_is_an_error() -> None:
+    """Promise: the error says what to call, before the model has changed, and the loop goes on after that."""
+    run = _plateau_run()
+    before = weights(run.model)
+    with pytest.raises(ValueError, match=r"step_plateau\(metric\) before the first batch"):
+        run.train_step(PAIR, loss_fn)
+    assert all(map(torch.equal, before, weights(run.model)))
+    for nonsense in ("1", None, torch.ones(2)):
+        with pytest.raises(ValueError, match="metric is a number, not "):
+            run.step_plateau(nonsense)
+    for metric in (1.0, 2.0, 2.0):
+        run.step_plateau(metric)
+        run.train_step(PAIR, loss_fn)
+    assert _rate(run) == 0.5
+    with pytest.raises(TypeError, match="LambdaLR takes no metric"):
+        tune.pipeline(nn.Linear(2, 2)).step_plateau(1.0)
+
+
+def test_a_checkpoint_of_another_kind_of_scheduler_is_refused(tmp_path: Path) -> None:
+    """Promise: neither is loaded into the other, which torch would do."""
+    plateau, cosine = _plateau_run(), tune.pipeline(nn.Linear(16, 4), optimizer="sgd")
+    for saved, other in ((plateau, cosine), (cosine, plateau)):
+        saved.save(tmp_path / "run.pt")
+        with pytest.raises(ValueError, match="another scheduler than"):
+            other.resume(tmp_path / "run.pt")
