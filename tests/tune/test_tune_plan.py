@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.debug.models import Slope
 from tests.training import Recording
 from tests.tune.models import Block, blocks, convolutions
 from torchobs import tune
@@ -325,3 +326,34 @@ def test_plans_are_events(run: Recording) -> None:
     assert found[0]["level"] == "advanced"
     assert found[0]["techniques"] == "autocast, fused_optimizer, loader"
     assert found[2]["difference"] > 0
+
+
+def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them() -> None:
+    """Promise: a plan is checked and timed; no parameter has a gradient of it."""
+    model, x = Slope(), torch.randn(8, 2)
+    difference = tune.optimize(model, mode="amp", example=x, amp_dtype=torch.bfloat16).measure()
+    assert 0 < difference.relative < difference.tolerance
+    result = tune.benchmark(
+        model, (x, torch.zeros(8, 2)), None, nn.functional.mse_loss, modes=("none", "amp"), rounds=6, warmup=0,
+        amp_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert result["amp"].difference == difference.relative
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_errors_of_the_model_are_the_model_s() -> None:
+    """Promise: a wrong shape is an error of the forward pass, compiled or not, and leaves the plan applicable."""
+    model = blocks()
+    with tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16), pytest.raises(RuntimeError, match="normalized_shape"):
+        model(torch.randn(2, 5))
+    assert model(torch.randn(2, 16)).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_meta_device_and_scripted_models_are_skipped_not_crashed() -> None:
+    """Promise: what a device or a model cannot is skipped with a reason."""
+    assert "not supported" in str(tune.optimize(nn.Linear(2, 2, device="meta"), mode="full", level="maximum"))
+    tune.optimize(nn.Linear(2, 2, device="meta"), mode="memory_efficient").apply().undo()
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    plan = tune.optimize(traced, mode="full", amp_dtype=torch.bfloat16)
+    assert not {"autocast", "compile"} & set(plan.used)

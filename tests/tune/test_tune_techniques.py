@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tune.models import blocks
+from tests.tune.models import blocks, convolutions
 from tests.tune.test_tune_plan import fingerprint
 from torchobs import tune
 from torchobs.tune.techniques import Kept
@@ -224,3 +226,104 @@ def test_blocks_without_state_are_recomputed() -> None:
         model = nn.Sequential(*(nn.Sequential(make(), nn.Tanh()) for _ in range(2)))
         assert decision(tune.optimize(model, mode="memory_efficient", example=x)).used
     assert decision(tune.optimize(blocks(), mode="memory_efficient", example=torch.randn(2, 16))).used
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_are_loaded_while_a_plan_is_applied_are_computed_with(*, assign: bool) -> None:
+    """Promise: no plan answers with copied weights that the model has replaced."""
+    model, other = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval() for _ in range(2))
+    x = torch.ones(3, 8)
+    with torch.no_grad(), tune.optimize(model, mode="inference", quantize="dynamic", example=x) as plan:
+        model(x)
+        model.load_state_dict(other.state_dict(), assign=assign)
+        difference = (model(x).float() - other(x)).norm() / other(x).norm()
+        assert difference < 0.0625
+        model.get_parameter("2.bias").add_(100.0)
+        assert (model(x) > 50).all()
+    assert not plan.applied
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_weights_that_replaced_quantised_ones_stay(kind: str) -> None:
+    """Promise: `undo` takes back what the plan did, and not what was loaded since."""
+    model, x, plan = quantized(kind)
+    other, _, _ = quantized(kind)
+    with plan:
+        model.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), other(x))
+
+
+class _OwnLinear(nn.Linear):
+    """A linear layer with a class of its own."""
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_only_layers_that_the_plan_counts_are_quantised(kind: str) -> None:
+    """Promise: one with a computed weight, or of a class of its own, stays as it is, also after `undo`."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)), _OwnLinear(16, 16), nn.Linear(16, 4)).eval()
+    x, weight = torch.randn(8, 16), model[1].weight
+    plan = tune.optimize(model, mode="inference", quantize=kind, example=x)
+    assert "1 × Linear" in str(plan)
+    with torch.no_grad():
+        expected = model(x)
+        assert plan.check().relative > 0
+        with plan:
+            assert model[1].weight is weight
+        assert model[1].weight is weight
+        assert torch.equal(model(x), expected)
+
+
+def test_weights_that_share_their_memory_keep_it() -> None:
+    """Promise: neither other processes nor another parameter lose sight of a weight because its layout is changed."""
+    shared = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).share_memory()
+    plan = tune.optimize(shared, mode="compile", level="advanced")
+    assert "- channels_last   the weights share their memory" in str(plan)
+    own = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    own[1].weight.data = own[0].weight.data
+    with tune.optimize(own, mode="compile", level="advanced"):
+        assert own.get_parameter("1.weight").data_ptr() == own.get_parameter("0.weight").data_ptr()
+        assert own.get_parameter("2.weight").is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_torchao_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: one made for another torch is a reason, not a crash when the plan is applied."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise ImportError('needs another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    plan = tune.optimize(blocks(), mode="inference", quantize="torchao_int8")
+    assert "this torchao does not fit this torch: ImportError: needs another torch" in str(plan)
+    assert "quantization" not in plan.apply().undo().used
+
+
+def test_measuring_leaves_running_statistics() -> None:
+    """Promise: batch normalisation's statistics are as before; each block's bytes are part of the whole."""
+    model = convolutions()
+    before = fingerprint(model)
+    kept = Kept(model, torch.ones(4, 3, 8, 8), [model[0], model[2]])
+    assert fingerprint(model) == before
+    assert 0 < sum(kept.by_block) < kept.total
+
+
+class ForInferenceAlone(nn.Sequential):
+    """Takes no input in training, as detectors without their targets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise ValueError("targets are missing")
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    """Promise: an example that is none of training is no error of the plan, and the decision says what is not known."""
+    model = ForInferenceAlone(*blocks()).eval()
+    found = decision(tune.optimize(model, mode="memory_efficient", example=torch.randn(2, 16)))
+    assert found.used
+    assert "not known, a forward pass in training mode failed: targets are missing" in found.reason
+    assert not any(part.training for part in model.modules())
+    lazy = nn.Sequential(*(nn.Sequential(nn.LazyLinear(4), nn.Tanh()) for _ in range(2)))
+    found = decision(tune.optimize(lazy, mode="memory_efficient", example=torch.randn(2, 16)))
+    assert "not initialised yet" in found.reason
+    assert isinstance(next(lazy.children())[0], nn.LazyLinear)  # type: ignore[index]
