@@ -86,7 +86,6 @@ NEEDED_BY_TORCH = frozenset(
             "_compiled_call_impl",
             "_forward_cls",
             "_input_metadata",
-            "_saved_dim",
             "_get_fsdp_state",
             "_unsharded_param",
         ),  # asked for by getattr with a default
