@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import torchobs
 from tests.training import Recording
 from torchobs import debug
+from torchobs.debug.switch_probes import StepProfile
 from torchobs.debug.switches import PRESETS, SWITCHES
 from torchobs.runtime.session import current
 
@@ -220,6 +221,49 @@ def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_p
     assert row.error is not None
     assert sum("tensorboard_traces is off" in record.message for record in caplog.records) == 1
     assert not torch.autograd._profiler_enabled()
+
+
+class Unlisted(nn.Module):
+    """A module that refuses to list its parameters."""
+
+    def parameters(self, *_: Any) -> Iterator[nn.Parameter]:
+        """Raise."""
+        raise RuntimeError("not while it loads")
+
+
+def test_an_error_of_another_model_is_not_the_training_s() -> None:
+    """A living module that refuses to list its parameters neither ends the step nor hides the model that trains."""
+    other, training = Unlisted(), Training()
+    debug.enable(["gradient_norms"], gradients_every=1)
+    training.run(2)
+    assert (debug.status().model, looks()) == ("Sequential", {"gradient_norms": 2})
+    assert last("gradient_norms").startswith("norm")
+    del other
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_scripted_model_takes_no_hooks(given: bool, caplog: pytest.LogCaptureFixture) -> None:  # noqa: FBT001  # a parameter
+    """What looks at forward passes sees none, and a warning says so; the other switches look at it, given or searched for."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(scripted.parameters(), lr=0.1)
+    debug.enable(["gradient_norms", "forward_pass"], model=scripted if given else None, gradients_every=1)
+    scripted(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert last("gradient_norms").startswith("norm")
+    assert [row.name for row in debug.status().switches if row.error] == []
+    assert sum("takes no hooks" in record.message and "forward_pass" in record.message for record in caplog.records) == 1
+
+
+def test_an_error_at_a_switch_s_end_is_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where what it leaves behind is gone already, all the others are put back all the same."""
+    before, training = state(), Training()
+    debug.enable("full", model=training.model, trace_dir=tmp_path)
+    StepProfile._on.clear()
+    assert debug.disable().enabled == ()
+    torchobs.shutdown()
+    assert state() == before
+    assert hooks(training.model) == 0
+    assert any("autograd_profiler" in record.message for record in caplog.records)
 
 
 def test_presets_and_arguments() -> None:

@@ -32,6 +32,8 @@ SWITCHES = {
     "lr_scheduling": "performance",
 }  # fmt: skip
 """Names, each with what its interval goes by"""
+_IN_FORWARD = ("forward_pass", "mixed_precision", "validation")
+"""Switches that look at forward passes"""
 _INTERVALS = {"always": 0, "step": 1, "gradients": 100, "memory": 50, "performance": 10, "profile": 1000}
 _BASIC = ("gradient_norms", "lr_scheduling")
 _INTERMEDIATE = (*_BASIC, "memory_usage", "data_loading", "validation", "early_stopping")
@@ -93,7 +95,8 @@ def enable(  # frequencies are settings
         switches: names in a list, or the name of a mode (``anomaly_detection``, ``gradient_checking``, ``memory_profiling``,
             ``performance_profiling``, ``full``) or of a level (``basic``, ``intermediate``, ``advanced``, ``expert`` or
             ``extreme``). ``none`` switches off what is on; other names are added to it.
-        model: the module that trains; without it, it is searched for at the first step by the optimizer's parameters.
+        model: the module that trains; without it, it is searched for at the first step by the optimizer's parameters. A
+            ``ScriptModule`` takes no hooks: what looks at its forward passes sees none, and a warning says so.
         gradients_every: steps between two looks at gradients, passes, devices, precision.
         memory_every: at memory.
         performance_every: at data loading, learning rates, the loss for early stopping.
@@ -174,7 +177,7 @@ class _Watch:
             self.remove(SWITCHES)
         self._install()
         if model is not None:
-            self._take_model(model)
+            _guarded("the model takes no hooks", self._take_model, model)
         for name in names:
             running = self._running.get(name)
             every = intervals[SWITCHES[name]]
@@ -193,11 +196,11 @@ class _Watch:
         for name in names:
             running = self._running.pop(name, None)
             if running is not None:
-                running.probe.remove()
+                _guarded(f"the switch {name} is not put back", running.probe.remove)  # also of one that has failed
         if not self._running and self._session is not None:
             handles, self._handles = self._handles, []
-            remove_hooks(handles)
-            remove_later()
+            _guarded("hooks stay", remove_hooks, handles)
+            _guarded("hooks stay", remove_later)
             self._context.hooks.takes_loss.unregister(_NAME)
             self._session = self._context = None
             self._release_model()
@@ -225,23 +228,27 @@ class _Watch:
 
     def _hook(self, function: Callable[[Any], None], handles: list[Any]) -> Callable[[Any, Any, Any], None]:
         """Return a hook that does nothing while compiling, nor once it is removed, which may be later than it was asked for."""
+        breaker = CircuitBreaker(_NAME)
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             import torch
 
             del args, kwargs
-            if handles is not self._handles or torch.compiler.is_compiling():
-                return
-            if self._session is not current():
-                disable()
-                return
-            if get_ident() not in self._threads:
-                self._threads.add(get_ident())
-                self._stop_for_threads()
-            if get_ident() == self._context.training.thread:  # that which the session records
-                function(optimizer)
+            if handles is self._handles and not torch.compiler.is_compiling():
+                call(breaker, self._note_step, function, optimizer)
+                _log("all switches are off", breaker)
 
         return hook
+
+    def _note_step(self, function: Callable[[Any], None], optimizer: Any) -> None:
+        if self._session is not current():
+            disable()
+            return
+        if get_ident() not in self._threads:
+            self._threads.add(get_ident())
+            self._stop_for_threads()
+        if get_ident() == self._context.training.thread:  # that which the session records
+            function(optimizer)
 
     def _stop_for_threads(self) -> None:
         for running in list(self._running.values()) if len(self._threads) > 1 else ():
@@ -259,7 +266,7 @@ class _Watch:
 
     def _before(self, optimizer: Any) -> None:
         if self.model is None and optimizer not in self._counts:
-            self._take_model(model_of(optimizer))
+            _guarded("the model is unknown", lambda: self._take_model(model_of(optimizer)))
         for running in list(self._running.values()):
             if running.is_due(self.steps):
                 running.looks += 1
@@ -273,18 +280,21 @@ class _Watch:
                 call(running.breaker, running.probe.after_step)
             if self.steps > due and running.is_due(self.steps):
                 call(running.breaker, running.probe.begin_step)
-            for failure in running.breaker.failures[:]:
-                running.breaker.failures.remove(failure)
-                logger.warning("enable: the switch %s is off after %s at %s", name, failure.exception, failure.location)
+            _log(f"the switch {name} is off", running.breaker)
 
     def _take_model(self, model: Any) -> None:
         if model is not None and model is not self.model:
             self._release_model()
             self._model = weakref.ref(model)
-            self._model_handles = [
-                model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
-                model.register_forward_hook(self._end_forward),
-            ]
+            if _is_scripted(model):
+                logger.warning(
+                    "enable: the model is a ScriptModule, which takes no hooks: what looks at forward passes sees none (%s)",
+                    ", ".join(_IN_FORWARD),
+                )
+                return
+            handles = self._model_handles = []
+            handles.append(model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
+            handles.append(model.register_forward_hook(self._end_forward))
 
     def _release_model(self) -> None:
         self._model = None
@@ -318,6 +328,26 @@ class _Watch:
             rows.append(Switch(name, True, running.probe.every, running.looks, running.probe.last, error))  # noqa: FBT003  # a row of a table
         model = type(self.model).__name__ if self.model is not None else None
         return SwitchStatus(tuple(row.name for row in rows if row.on), self.steps, model, tuple(rows))
+
+
+def _guarded(consequence: str, function: Callable[..., object], *args: Any) -> None:
+    """Call a function; its exception is logged with what follows from it, and goes no further."""
+    breaker = CircuitBreaker(_NAME)
+    call(breaker, function, *args)
+    _log(consequence, breaker)
+
+
+def _log(consequence: str, breaker: CircuitBreaker) -> None:
+    """Log what has tripped the breaker, once."""
+    while breaker.failures:
+        failure = breaker.failures.pop()
+        logger.warning("enable: %s after %s at %s", consequence, failure.exception, failure.location)
+
+
+def _is_scripted(model: Any) -> bool:
+    import torch
+
+    return isinstance(model, torch.jit.ScriptModule)
 
 
 _watch = _Watch()
@@ -371,6 +401,11 @@ def model_of(optimizer: Any) -> Any:
 
     wanted = {id(x) for group in optimizer.param_groups for x in group["params"]}
     modules = [x for x in living(torch.nn.Module) if "_modules" in vars(x)]
-    whole = [x for x in modules if wanted <= {id(parameter) for parameter in x.parameters()}]
+    # each within a breaker of its own: a module of another model may refuse to list its parameters
+    whole = [x for x in modules if wanted <= (call(CircuitBreaker("debug.model"), _ids_of_parameters, x) or set())]
     inner = {id(child) for x in whole for child in x.modules() if child is not x}
     return next((x for x in whole if id(x) not in inner), None)
+
+
+def _ids_of_parameters(module: Any) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
