@@ -223,6 +223,18 @@ def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_p
     assert not torch.autograd._profiler_enabled()
 
 
+def test_switches_end_with_the_session(tmp_path: Path) -> None:
+    """Not at the next step only, which may never come: all is put back, and none is on."""
+    before, training = state(), Training()
+    debug.enable("full", gradients_every=1, trace_dir=tmp_path)
+    training.run(2)
+    assert hooks(training.model)
+    torchobs.shutdown()
+    assert debug.status().enabled == ()
+    assert state() == before
+    assert hooks(training.model) == 0
+
+
 class Unlisted(nn.Module):
     """A module that refuses to list its parameters."""
 

@@ -115,11 +115,13 @@ def enable(  # frequencies are settings
         from torchobs.debug.tensors import require_module
 
         require_module(model, "enable")
+    if names and current() is None:
+        init()  # not under the lock, which a session's end takes
     with _lock:
         if switches == "none":
             _watch.remove(SWITCHES)
         intervals = _INTERVALS | dict(zip(("gradients", "memory", "performance", "profile"), every, strict=True))
-        if names and (current() is not None or init().active):
+        if names and current() is not None:
             _watch.add(names, model, intervals, str(trace_dir))
         elif names:
             logger.warning("enable: nothing is switched on, since no session records in this process")
@@ -201,7 +203,8 @@ class _Watch:
             handles, self._handles = self._handles, []
             _guarded("hooks stay", remove_hooks, handles)
             _guarded("hooks stay", remove_later)
-            self._context.hooks.takes_loss.unregister(_NAME)
+            for hooks in (self._context.hooks.takes_loss, self._context.hooks.ends):
+                hooks.unregister(_NAME)
             self._session = self._context = None
             self._release_model()
             self._counts.clear()
@@ -220,6 +223,7 @@ class _Watch:
         if self._session is None and session is not None and session.context is not None:
             self._session, self._context = session, session.context
             session.context.hooks.takes_loss.register(session.context.breaker(_NAME), self._take_loss)
+            session.context.hooks.ends.register(CircuitBreaker(_NAME), disable)
             handles = self._handles = []
             handles += [
                 register_optimizer_step_pre_hook(self._hook(self._before, handles)),
