@@ -211,6 +211,17 @@ def test_validation_and_the_plateau_are_told() -> None:
     assert "patience left" in last("early_stopping")
 
 
+def test_a_validation_whose_first_forward_pass_raises_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """It took no time that is known; nothing fails for it."""
+    training = Training()
+    debug.enable("validation", model=training.model)
+    training.model.eval()
+    with pytest.raises(RuntimeError, match="shapes"):
+        training.model(torch.zeros(7, 3))
+    assert debug.disable().enabled == ()
+    assert not any("not put back" in record.message for record in caplog.records)
+
+
 def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Training goes on, the switch is off and says so."""
     (tmp_path / "file").write_text("")

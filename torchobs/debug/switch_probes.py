@@ -302,6 +302,7 @@ class Validations(SwitchProbe):
             return
         if self._current is None:
             self._current, self._begun = Validation("validation"), time.perf_counter()
+            self._ended = self._begun  # in case the model raises
         first = next((x for _, x in walk(inputs, "input") if x.dim()), None)
         self._current.add(int(first.shape[0]) if first is not None else 1)
 
