@@ -6,12 +6,14 @@ import gzip
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from torchobs import debug
+from torchobs.debug.profiles import device_and_host_time
 
 
 def test_steps_of_a_function(tmp_path: Path) -> None:
@@ -34,6 +36,25 @@ def test_steps_of_a_function(tmp_path: Path) -> None:
     (board,) = (tmp_path / "logs").glob("*.pt.trace.json")
     assert json.loads(board.read_text())["traceEvents"]
     assert "aten::addmm" in str(found)
+
+
+def test_blocks_of_the_user_s_count_as_no_operators() -> None:
+    """``record_function`` spans its kernels on the device, and Python code on the host; launches are the operators'."""
+    rows = [
+        row("aten::mm", "CPU", host=10, device=100), row("MmBackward0", "CPU", host=5), row("cudaLaunchKernel", "CPU", host=3),
+        row("void at::native::kernel<float>", "CUDA", device=100), row("Memcpy HtoD", "CUDA", device=20),
+        row("my::block", "CPU", host=5000, annotates=True), row("my::block", "CUDA", device=150, annotates=True),
+        row("ProfilerStep*", "CPU", host=7000, annotates=True), row("[memory]", "CPU", host=1),
+    ]  # fmt: skip
+    assert device_and_host_time(rows) == (pytest.approx(120e-6), pytest.approx(18e-6))
+
+
+def row(key: str, kind: str, *, host: int = 0, device: int = 0, annotates: bool = False) -> SimpleNamespace:
+    """A row of ``key_averages()``; times in microseconds."""
+    return SimpleNamespace(
+        key=key, device_type=SimpleNamespace(name=kind), is_user_annotation=annotates, self_cpu_time_total=host,
+        self_device_time_total=device,
+    )  # fmt: skip
 
 
 def test_a_loop_of_ones_own() -> None:

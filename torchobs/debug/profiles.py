@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -42,7 +43,7 @@ class Profile(Result):
     batch_size: int | None = None
     time_per_sample: float | None = None
     cpu_time: float = 0.0
-    """Of operators, on the host"""
+    """Of operators and what they call, on the host; without Python code around them (``record_function``)"""
     device_time: float = 0.0
     """Of kernels and copies"""
     flops: int = 0
@@ -201,12 +202,12 @@ class Recorder:
 
     def _summarize(self, profiler: Any, steps: int, elapsed: float) -> None:
         averages = profiler.key_averages()
-        device = sum(row.self_device_time_total for row in averages if row.device_type.name != "CPU") / 1e6
+        device, host = device_and_host_time(averages)
         cost = "self_device_time_total" if device else "self_cpu_time_total"
-        operators = sorted((row for row in averages if "::" in row.key), key=lambda row: getattr(row, cost), reverse=True)
+        operators = sorted((row for row in _on_host(averages) if "::" in row.key), key=attrgetter(cost), reverse=True)
         by_stack = _STACK if self._options["with_stack"] else 0
         groups = profiler.key_averages(group_by_input_shape=self._options["record_shapes"], group_by_stack_n=by_stack)
-        times = {"time": elapsed, "device_time": device, "cpu_time": sum(row.self_cpu_time_total for row in operators) / 1e6}
+        times = {"time": elapsed, "device_time": device, "cpu_time": host}
         if steps:
             times["time_per_step"] = elapsed / steps
             if self.result.batch_size:
@@ -237,6 +238,21 @@ class Recorder:
                 # the plugin takes the name apart: worker, time, ending
                 shutil.copyfile(written, folder / f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json")
                 fill(self.result, tensorboard=str(folder))
+
+
+def device_and_host_time(rows: Iterable[Any]) -> tuple[float, float]:
+    """Return the seconds of kernels and copies, and those of operators on the host, by rows of ``key_averages()``.
+
+    A block of ``record_function`` has a row on the host, whose time is that of the Python code in it, and one on the device
+    that spans its kernels.
+    """
+    rows = list(rows)
+    device = (row.self_device_time_total for row in rows if row.device_type.name != "CPU" and not row.is_user_annotation)
+    return sum(device) / 1e6, sum(row.self_cpu_time_total for row in _on_host(rows)) / 1e6
+
+
+def _on_host(rows: Iterable[Any]) -> list[Any]:
+    return [row for row in rows if row.device_type.name == "CPU" and not row.is_user_annotation and row.key != "[memory]"]
 
 
 class ProfiledLoop(Generic[T]):
