@@ -109,8 +109,8 @@ class NoGradients:
             known.due = step + LASTING_STEPS if without else -1
             return
         versions = {id(one): version for reference, version in known.without if (one := reference()) is not None}
-        if any(group.get("fused") for group in optimizer.param_groups):  # whose steps raise no version, and leave a state
-            without = [one for one in without if not optimizer.state.get(one)]
+        stepped = _possibly_stepped(optimizer)
+        without = [one for one in without if id(one) not in stepped]
         never = [TensorReference(one) for one in without if versions.get(id(one)) == one._version]
         known.due, known.without = -1, []
         if never:
@@ -185,6 +185,19 @@ class NoGradients:
             return not named
         is_dummy = not named and (len(found.parameters) == 1 or (self._others_train and not found.known.had))
         return is_dummy or bool(found.known.resumed)
+
+
+def _possibly_stepped(optimizer: Any) -> set[int]:
+    """Return ids of parameters whose version does not say whether they were stepped: a fused step raises none.
+
+    By their state they were, or by the others' of their group if none has a state: such an optimizer keeps none.
+    """
+    found = set[int]()
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            stateful = {id(one) for one in group["params"] if optimizer.state.get(one)}
+            found |= stateful or set(map(id, group["params"]))
+    return found
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
