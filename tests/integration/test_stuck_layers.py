@@ -63,6 +63,20 @@ def test_groups_that_come_and_go_are_not_mixed_up(run: Recording) -> None:
         assert train(run, (model, optimizer), rows) == []  # and no probe has failed: ``recording``
 
 
+def test_a_new_model_begins_without_findings(run: Recording) -> None:
+    """The gauge of the alert does not keep the layers of the one before until gradients of the new one are measured."""
+    model = chain(nn.ReLU, 2)
+    model[2].bias.data.fill_(-10.0)
+    assert train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 3.0
+    other = net()
+    optimizer = torch.optim.Adam(other.parameters())
+    for _ in range(3):
+        detached(other, optimizer)
+        optimizer.step()
+    assert run.look()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
+
+
 # --- what learns nothing ------------------------------------------------------------------------------------------------------
 
 

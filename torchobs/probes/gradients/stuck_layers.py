@@ -125,30 +125,28 @@ class StuckLayersWatch:
     """Judges measured steps in the sampler thread. A part of ``publish.GradientPublisher``."""
 
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
-        self._context, self._layers, self._judge = context, layers, StuckLayerDetector()
+        self._context, self._layers = context, layers
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
+        self._reported_s = self._hurried = self._hurried_s = -inf
+        """When layers were last reported; since which step first gradients were zero or missing when measurements were last
+        made more often, and when that was"""
+        self._due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_LOOKS)
+        """Steps to judge because of them, oldest first"""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with a model, the first or another."""
+        self._judge, self._due_s = StuckLayerDetector(), -inf
         self._reported: frozenset[str] = frozenset()
-        self._reported_s = self._due_s = -inf
         self._missing, self._judged = MissingGradients(), -1
         self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
         """First gradients that are zero or missing; since which step there are so many, looks since then, and the step of the
         last one; the last step in which there were none"""
-        self._hurried = self._hurried_s = -inf
-        """Since which step there were so many when measurements were last made more often, and when that was"""
-        self._due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_LOOKS)
-        """Steps to judge because of them, oldest first"""
+        self._due.clear()
+        self._plans.clear()
         self._unmoved = self._without = 0
         """Layers that learn nothing by their gradients, and those of an optimizer that gets none"""
         self._show()
-
-    def begin(self) -> None:
-        """Reset for another model."""
-        self._judge, self._reported, self._due_s = StuckLayerDetector(), frozenset(), -inf
-        self._missing, self._judged = MissingGradients(), -1
-        self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
-        self._without = 0
-        self._due.clear()
-        self._plans.clear()
 
     def note(self, measurements: Sequence[Measurement], step: int) -> None:
         """See the measurements of every step, which in a fast run are too many to be judged each: 0.3 µs."""
