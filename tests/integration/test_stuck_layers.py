@@ -446,6 +446,24 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_second_loss_of_gradients_is_reported_as_well(run: Recording, another: bool) -> None:  # noqa: FBT001  # a parameter
+    """After the first was taken back: of the same optimizer, or of one that is made then."""
+    reported = []
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for compute, steps in [(sound, APART), (detached, APART + LASTING_STEPS)] * 2:
+        if reported == [True, False] and another:
+            model = net()
+            optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(steps):
+            compute(model, optimizer)
+            optimizer.step()
+        reported = [bool(layers) for _, layers in without(run)]
+    assert reported == [True, False, True]
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 2.0
+
+
 @pytest.mark.parametrize("interval", [1, 16])
 def test_an_optimizer_that_steps_in_each_of_many_micro_batches(flight_dir: Path, interval: int) -> None:
     """Only every fortieth has a gradient, and no look may fall on one."""

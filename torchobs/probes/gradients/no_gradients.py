@@ -52,6 +52,11 @@ class _Optimizer:
         self.due = 0
         """Step of the next look at them; -1 after the last one"""
 
+    def look_again(self) -> None:
+        """Forget the verdict, since gradients came after it. In the sampler thread."""
+        self.done = False  # first: while it is set, the training thread notes a gradient
+        self.resumed = 0
+
 
 class _Missing(NamedTuple):
     """Parameters to which no gradient comes."""
@@ -63,7 +68,10 @@ class _Missing(NamedTuple):
 
 
 class NoGradients:
-    """A part of the gradient probe; the training thread looks, the sampler thread names and reports. Once of each kind."""
+    """A part of the gradient probe; the training thread looks, the sampler thread names and reports.
+
+    Once of each kind, and again where gradients came after all and then no longer.
+    """
 
     def __init__(self, context: ProbeContext, stuck_layers: StuckLayersWatch) -> None:
         import torch  # torch is optional until training begins
@@ -76,7 +84,7 @@ class NoGradients:
         """Step in which any optimizer was last seen with a gradient; written by the gradient probe"""
         self._found: list[_Missing] = []
         self._reported = set[str]()
-        """Causes"""
+        """Causes, without those taken back"""
         self._open: _Optimizer | None = None
         """The one that is reported to get no gradient, until some come after all"""
 
@@ -163,6 +171,8 @@ class NoGradients:
         """Name and report what was found, or take it back. ``last``: do not wait for names."""
         if self._open is not None and self._open.resumed:
             self._stuck_layers.report_missing("no_gradient", (), self._open.resumed)
+            self._reported.discard("no_gradient")
+            self._open.look_again()
             self._open = None
         if not self._found:
             return
@@ -173,6 +183,8 @@ class NoGradients:
         self._found.pop(0)
         names = list(dict.fromkeys(layer_of(name) for one in parameters if (name := layers.names.get(one)) is not None))
         if found.cause in self._reported or self._is_meant(found, named=bool(names)):
+            if found.known.resumed and found.known is not self._open:
+                found.known.look_again()
             return
         self._reported.add(found.cause)
         self._open = found.known if found.cause == "no_gradient" else self._open
