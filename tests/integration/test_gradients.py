@@ -180,6 +180,26 @@ def test_clipping_by_norm_is_counted_and_its_threshold_shown(run: Recording) -> 
     assert layers(run)["0"] == pytest.approx(before, rel=1e-4)
 
 
+class OnDevice(float):
+    """A limit that is on a device, as far as can be seen without waiting for it."""
+
+    is_cpu = False
+
+
+def test_a_limit_that_is_not_known_leaves_none_of_before(run: Recording) -> None:
+    """One on a device is not read; what was in force before is not shown for it."""
+    model: Any = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    names = {("torchobs.grad.clip.max_norm",), ("torchobs.grad.clip.max_value",)}
+    for kind in (float, OnDevice):
+        optimizer.zero_grad()
+        backward(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), kind(1e-3))
+        torch.nn.utils.clip_grad_value_(model.parameters(), kind(1.0))
+        optimizer.step()
+        assert names & shown(run).keys() == (names if kind is float else set())
+
+
 @pytest.mark.parametrize("how", ["public names", "a part", "without foreach", "imported before"])
 def test_every_way_to_clip_is_seen(run: Recording, how: str) -> None:
     """The two halves by their public names, a part of the model, the slow path, a name that was imported long ago."""

@@ -449,7 +449,7 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
 @pytest.mark.parametrize("another", [False, True])
 def test_a_second_loss_of_gradients_is_reported_as_well(run: Recording, another: bool) -> None:  # noqa: FBT001  # a parameter
     """After the first was taken back: of the same optimizer, or of one that is made then."""
-    reported = []
+    reported = list[bool]()
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     for compute, steps in [(sound, APART), (detached, APART + LASTING_STEPS)] * 2:

@@ -54,9 +54,9 @@ class ClipWatch:
         self._seen: list[Clipping] = []
         self._patches: list[Patch] = []
         self.limit: float | None = None
-        """The threshold of the last clipping by norm"""
+        """The threshold of the last clipping by norm; ``None`` if it is on a device"""
         self.value: float | None = None
-        """The threshold of the last clipping by value"""
+        """The threshold of the last clipping by value; ``None`` as well"""
         self._clamped = False
         self._each_ns = 0
         self._covered, self._covered_grads, self._covered_until = 0, -1, 0
@@ -267,7 +267,7 @@ class ClipWatch:
         if type(max_norm) is float:  # in nearly every step
             limit = max_norm
         elif is_on_device(max_norm):  # ``float`` would wait for it
-            self._noted = None
+            self._noted = self.limit = None
             return
         else:
             limit = float(max_norm)

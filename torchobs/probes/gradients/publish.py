@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from math import isnan
+from math import isnan, nan
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,8 @@ class GradientPublisher:
         for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)):
             if limit is not None:
                 self._set(metric, limit)
+            elif self._gauges.pop(metric.name, None) is not None:
+                self._context.set_gauge(metric, nan)  # it was known once, and another is in force
 
     def _begin_model(self) -> None:
         """Reset the layers if the model has changed; before the measurements of the new one are received."""
