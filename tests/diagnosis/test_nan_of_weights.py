@@ -245,6 +245,30 @@ def test_a_spoiled_weight_is_dated_and_not_called_the_birthplace(
     assert "sqrt" not in text
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=lambda kind: kind.__name__)
+def test_weights_that_are_overwritten_are_blamed_on_no_derivative(make: Any, bias: bool) -> None:  # noqa: FBT001  # a parameter
+    """Promise: after a step with sound gradients, of which plain SGD keeps nothing; a root in the loss has not made them so."""
+
+    def steps(look: Look) -> None:
+        model = nn.Linear(8, 4, bias=bias)
+        optimizer = make(model.parameters(), lr=1e-3)
+        for number in range(1, AT + 3):
+            optimizer.zero_grad()
+            torch.autograd.backward((model(torch.randn(8, 8)).square() + 1.0).sqrt().mean())
+            optimizer.step()
+            if number == AT:
+                for parameter in model.parameters():
+                    parameter.data.fill_(float("nan"))
+            look.stepped()
+
+    torch.manual_seed(0)
+    observed = observe(steps, grad_interval=RARELY)
+    (told,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert (told.attributes["origin"], told.step) == ("unknown" if bias else "parameter", AT + 1)
+    assert "sqrt" not in observed.text("nonfinite_origin")
+
+
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_the_first_steps_are_numbered_right(at: int) -> None:
     """While it is not known yet where a step ends."""

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchobs.probes.gradients.parameter_names import roots
-from torchobs.probes.nonfinite.backward import likely_node
+from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
 from torchobs.probes.nonfinite.forward import Birth, first_birth, given_size, is_mean_of_nothing
 from torchobs.probes.nonfinite.graph import OPAQUE, GraphNode, read_graph
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
@@ -32,8 +32,6 @@ from torchobs.support.result import Result
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
-
-    from torchobs.probes.nonfinite.graph import GraphNode
 
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "unknown"]
 FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
@@ -389,18 +387,24 @@ def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = 
     )
 
 
-def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool:
-    """Return True if what an optimizer keeps for one of these parameters is finite: its gradients were as well."""
-    return any(_keeps_finite_values(optimizer, each) for each in bad for optimizer in optimizers)
+def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool | None:
+    """Return whether the gradients of these parameters were finite, by what an optimizer has kept of them, or what is left.
+
+    ``None`` if nothing is: plain SGD keeps nothing, and its weights may have become what they are after the step.
+    """
+    optimizers = list(optimizers)
+    kept = [values for each in bad for optimizer in optimizers if (values := _kept_of(optimizer, each))]
+    if any(all(map(is_finite, values)) for values in kept):
+        return True
+    return False if kept or bad_gradients(bad) else None
 
 
-def _keeps_finite_values(optimizer: Any, parameter: Any) -> bool:
+def _kept_of(optimizer: Any, parameter: Any) -> list[Any]:
     import torch  # torch is optional until training begins
 
     state = optimizer.state.get(parameter)
     values = list(state.values()) if isinstance(state, dict) else []
-    kept = [value for value in values if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
-    return bool(kept) and all(is_finite(value) for value in kept)
+    return [value for value in values if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
 
 
 class Cause(NamedTuple):

@@ -172,13 +172,15 @@ class NonfiniteProbe:
     ) -> NonfiniteOrigin | None:
         """Return the origin if the last step has made these parameters non-finite; ``likely``: by a derivative in the graph.
 
-        It is unknown where gradients were finite, or came from other ranks as well.
+        It is unknown where gradients were finite, or came from other ranks as well, and no derivative is blamed for gradients
+        that nothing has kept.
         """
         if len(bad) < SHARE_OF_STEP:
             return None
         models, recorder = self._known()[0], self._context.recorder
-        if not gradients_were_finite(bad, list(recorder.optimizers())) and not has_other_ranks():
-            if likely is not None and likely.kind == "backward":
+        were_finite = gradients_were_finite(bad, recorder.optimizers())
+        if not were_finite and not has_other_ranks():
+            if were_finite is False and likely is not None and likely.kind == "backward":
                 return likely
             if not self._scaling.losses and computes_in_float16(bad, nodes):
                 return from_overflow(bad, models, recorder.ended)
