@@ -33,10 +33,11 @@ SwapTotal:       2097148 kB
 SwapFree:        1048576 kB
 """
 COUNTED = """
-import os, threading
+import os, sys, threading
 from torchobs.probes.memory.process_stats import ProcessStats
 process, release = ProcessStats(), threading.Event()
 threads, files = process.threads(), process.files()
+assert files.open == len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # without the listing's own
 thread = threading.Thread(target=release.wait)
 thread.start()
 with open(os.devnull):

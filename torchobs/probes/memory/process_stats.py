@@ -80,7 +80,8 @@ class ProcessStats:
         import resource  # not on Windows, where this module is imported all the same
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return Files(self._this.num_fds(), None if limit == resource.RLIM_INFINITY else limit)
+        listing = int(sys.platform == "linux")  # there psutil lists a directory, and counts the descriptor by which it does
+        return Files(self._this.num_fds() - listing, None if limit == resource.RLIM_INFINITY else limit)
 
     def children(self) -> ChildProcesses | None:
         """Return the descendants; ``None`` on a kernel that does not list them (CONFIG_PROC_CHILDREN)."""
