@@ -15,6 +15,7 @@ from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.tensors import require_module, require_optimizer
 from torchobs.debug.values import bytes_of, is_uninitialized
 from torchobs.probes.memory.allocators import has_statistics
+from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.kept_state import state_kept
 from torchobs.support.living_objects import collections_paused, living, types_of_objects
 from torchobs.support.model_calls import call, is_sequence, rebuilt, walk
@@ -452,13 +453,11 @@ def _by_line(live: Iterable[Live]) -> tuple[LineGrowth, ...]:
 
 
 def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> tuple[LineGrowth, ...]:
-    from torchobs.debug.operator_watch import NOT_THE_USERS
-
     grown = (one for one in later.compare_to(lines, "lineno") if one.size_diff > 0)
     rows = [
         LineGrowth(f"{one.traceback[0].filename}:{one.traceback[0].lineno}", one.size_diff, one.count_diff)
         for one in grown
-        if not one.traceback[0].filename.startswith(NOT_THE_USERS)
+        if is_users_file(one.traceback[0].filename)
     ]
     return tuple(sorted(rows, key=lambda row: -row.size)[:MOST_ROWS])
 

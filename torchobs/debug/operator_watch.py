@@ -11,12 +11,10 @@ read by one copy.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,10 +144,6 @@ class OperatorWatch(TorchDispatchMode):
                 infinities = 0 if one.is_constant else infinities  # noqa: PLW2901
                 if (nans or infinities) and not odd:
                     self._found(one.birth._replace(nans=nans, infinities=infinities))
-
-
-NOT_THE_USERS = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<frozen ")
-"""How the names of files begin that are not the user's own code"""
 
 
 def _user_frame() -> tuple[CodeType, int] | None:

@@ -47,7 +47,7 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", 
 _REWRITTEN = "@py_builtins"
 """In functions whose assertions pytest has rewritten: it is these that name ``locals``"""
 _HIDDEN_LOCALS = frozenset({"locals", "vars"})
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 class Place(NamedTuple):
@@ -461,7 +461,11 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 def is_users(code: CodeType) -> bool:
     """Return True if the code is neither torch's nor ours."""
-    file = code.co_filename
+    return is_users_file(code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """Return True if the code in a file of that name is."""
     return not file.startswith(("<frozen", _OURS, _torch()))
 
 
