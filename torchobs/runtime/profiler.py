@@ -13,8 +13,9 @@ import threading
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchobs import catalog
 from torchobs.flight.files import artifacts
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.descriptors import Descriptor
-
-P = ParamSpec("P")
 
 NO_STEP_S = 120.0
 """A rank without a backward pass for this long is not training."""
@@ -90,7 +89,7 @@ class Profiles:
         self._running: _Run | None = None
         self._writing: threading.Thread | None = None
         self._in_progress = False
-        """from a request to its answer; set by the sampler thread alone"""
+        """from a request to its answer; set by the sampler thread, unset by whichever thread answers"""
 
     def request(self, steps: int, number: int) -> None:
         """Profile that many steps, unless a profile is in progress."""
@@ -130,17 +129,17 @@ class Profiles:
             return
         with exclusively():
             if (run := self._running) is not None:
-                self._attempt(run.wanted, self._go_on, run)
+                self._attempt(run.wanted, partial(self._go_on, run))
             elif (request := self._take()) is not None:
-                self._attempt(request.wanted, self._start, request)
+                self._attempt(request.wanted, partial(self._start, request))
             if self._running is not None:
                 self._context.at_backward(self._at_backward)
 
-    def _attempt(self, wanted: ArtifactName, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _attempt(self, wanted: ArtifactName, function: Callable[[], object]) -> None:
         """Call a function; if it raises, or a signal's handler within it, the profile ends without a trace, and says so."""
         breaker, done = CircuitBreaker("profile"), False
         try:
-            call(breaker, function, *args, **kwargs)
+            call(breaker, function)
             done = not breaker.failures
         finally:
             if not done:
@@ -174,7 +173,7 @@ class Profiles:
     def _interrupted(self) -> None:
         """End the profile with the steps that it has. In the thread in which the application's own profiler begins."""
         if (run := self._running) is not None:
-            self._attempt(run.wanted, self._end, run, "interrupted")
+            self._attempt(run.wanted, partial(self._end, run, "interrupted"))
 
     def _discard(self) -> None:
         """Stop a running profile without a trace."""
