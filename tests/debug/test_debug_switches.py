@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import torchobs
 from tests.training import Recording
 from torchobs import debug
-from torchobs.debug.switch_probes import StepProfile
+from torchobs.debug.switch_probes import GradientNorms
 from torchobs.debug.switches import PRESETS, SWITCHES
 from torchobs.runtime.session import current
 
@@ -246,12 +246,18 @@ def test_switches_end_with_the_session(tmp_path: Path) -> None:
     assert hooks(training.model) == 0
 
 
+def refuse() -> None:
+    """Raise."""
+    raise RuntimeError("not while it loads")
+
+
 class Unlisted(nn.Module):
     """A module that refuses to list its parameters."""
 
     def parameters(self, *_: Any) -> Iterator[nn.Parameter]:
         """Raise."""
-        raise RuntimeError("not while it loads")
+        refuse()
+        return iter(())
 
 
 def test_an_error_of_another_model_is_not_the_training_s() -> None:
@@ -277,16 +283,19 @@ def test_a_scripted_model_takes_no_hooks(given: bool, caplog: pytest.LogCaptureF
     assert sum("takes no hooks" in record.message and "forward_pass" in record.message for record in caplog.records) == 1
 
 
-def test_an_error_at_a_switch_s_end_is_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where what it leaves behind is gone already, all the others are put back all the same."""
+def test_an_error_at_a_switch_s_end_is_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the others are put back all the same, and a warning names the one."""
     before, training = state(), Training()
     debug.enable("full", model=training.model, trace_dir=tmp_path)
-    StepProfile._on.clear()
-    assert debug.disable().enabled == ()
+    monkeypatch.setattr(GradientNorms, "remove", lambda _: refuse())
+    assert debug.disable("gradient_norms").enabled == tuple(name for name in SWITCHES if name != "gradient_norms")
+    debug.disable()
     torchobs.shutdown()
     assert state() == before
     assert hooks(training.model) == 0
-    assert any("autograd_profiler" in record.message for record in caplog.records)
+    assert sum("gradient_norms is not put back" in record.message for record in caplog.records) == 1
 
 
 def test_presets_and_arguments() -> None:
