@@ -198,3 +198,13 @@ def test_a_nan_that_attention_covers_up_is_found_by_the_gradients() -> None:
     origin = debug.trace_nan(model, torch.randn(2, 5, 8))
     assert origin is not None
     assert (origin.kind, origin.parameter) == ("parameter", "query.weight")
+
+
+def test_weights_that_are_nan_already_are_blamed_on_no_derivative() -> None:
+    """What made them so was before this batch, and was not seen."""
+    model = nn.Linear(8, 4)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    found = debug.trace_nan(model, torch.randn(8, 8), loss_fn=lambda output: (output.square() + 1).sqrt().mean())
+    assert found is not None
+    assert found.kind == "parameter"

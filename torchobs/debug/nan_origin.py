@@ -332,7 +332,7 @@ def _covered_up(node: GraphNode, flow: ValueFlow) -> Source | None:
 
 def _by_graph(tracer: GraphTracer, sites: CallSites) -> NonfiniteOrigin | None:
     """Return the origin that the graph of the loss tells."""
-    origin = tracer.forward()
+    origin = tracer.forward(of_step=False)
     return None if origin is None or tracer.node is None else placed(origin, tracer.node, sites)
 
 

@@ -177,10 +177,11 @@ class GraphTracer:
         by_function = {node.function: node for node in self.nodes}
         self._root = next((by_function[loss.grad_fn] for loss in losses if condition(loss) is not Condition.FINITE), None)
 
-    def forward(self, *, earliest: bool = False) -> NonfiniteOrigin | None:
+    def forward(self, *, earliest: bool = False, of_step: bool = True) -> NonfiniteOrigin | None:
         """Return the origin of a loss that is not finite; ``None`` without one that has a graph.
 
         ``earliest``: parameters are known to be what an optimizer made of an earlier loss; what came first is the cause.
+        ``of_step``: parameters may be what the last step made of gradients in the same graph, for the caller to judge.
         """
         if self._root is None:
             return None
@@ -190,7 +191,7 @@ class GraphTracer:
         bad = {
             id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
         }
-        if birth.is_leaf and not earliest and len(bad) >= SHARE_OF_STEP:
+        if birth.is_leaf and of_step and not earliest and len(bad) >= SHARE_OF_STEP:
             found = likely_node(self.nodes, bad)
             if found is not None:
                 return self._backward(found, f"{len(bad)} parameters are not finite since the last step")
