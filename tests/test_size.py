@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (78_000, 585), "tests": (92_300, 595)}
+CEILINGS = {"torchobs": (72_800, 490), "tests": (81_300, 422)}
 """Lines of Python and files, by folder"""
 
 
