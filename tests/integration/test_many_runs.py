@@ -87,7 +87,12 @@ def test_the_living_are_served_before_all_that_ended_lately(
     monkeypatch.setattr("torchobs.ranks.scanner.OPENING_S", 1.0)
     with_scanner = scanner_of(flight_dir, clock)
     opened: list[str] = []
-    monkeypatch.setattr(with_scanner, "_open", lambda name, _: opened.append(name))
+
+    def note(name: str, *_: object) -> int:
+        opened.append(name)
+        return 0
+
+    monkeypatch.setattr(with_scanner, "_open", note)
     with_scanner.scan()
     with_scanner.close()
     assert opened[0] == living.path.name
