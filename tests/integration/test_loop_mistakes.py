@@ -217,6 +217,7 @@ def test_evaluation_mode_is_reported_where_the_optimizer_calls_a_closure(run: Re
     for number in range(2 * LASTING_STEPS):
         model.train(number < LASTING_STEPS // 2 + begins)
         optimizer.step(closure)
+        run.look()
     assert "evaluation_mode" in {kind for kind, _ in told(run)}
 
 
