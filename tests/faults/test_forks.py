@@ -69,8 +69,8 @@ def write_everything(writer: FlightWriter) -> None:
     writer.close()
 
 
-def in_a_child(act: Callable[[], None]) -> int:
-    """Do it in a forked child; return its exit code, or -SIGKILL if it took too long."""
+def fork(act: Callable[[], None]) -> int:
+    """Do it in a forked child; return its pid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that threads and forks do not mix is what is tested
         child = os.fork()
@@ -81,12 +81,22 @@ def in_a_child(act: Callable[[], None]) -> int:
             code = 0
         finally:
             os._exit(code)
-    deadline = time.monotonic() + CHILD_LIMIT_S
+    return child
+
+
+def exit_code(child: int, limit_s: float) -> int:
+    """Wait for a child; return its exit code, or -SIGKILL if it took too long."""
+    deadline = time.monotonic() + limit_s
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.001)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_a_child(act: Callable[[], None]) -> int:
+    """Do it in a forked child; return its exit code, or -SIGKILL if it took too long."""
+    return exit_code(fork(act), CHILD_LIMIT_S)
 
 
 def state(directory: Path) -> dict[str, bytes]:
@@ -213,24 +223,10 @@ def code_of(act: Callable[[], None], lock: Any) -> int:
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
     assert holding.wait(LIMIT_S)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that threads and forks do not mix is what is tested
-        child = os.fork()
-    if not child:
-        code = 1
-        try:
-            act()
-            code = 0
-        finally:
-            os._exit(code)
+    child = fork(act)
     let_go.set()
     thread.join()
-    deadline = time.monotonic() + LIMIT_S
-    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.001)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return exit_code(child, LIMIT_S)
 
 
 def test_a_fork_while_any_lock_is_held_leaves_a_child_that_can_be_a_rank(flight_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import os
@@ -102,48 +101,6 @@ def test_two_hundred_steps_are_bit_identical(flight_dir: Path, monkeypatch: pyte
     monkeypatch.undo()
     assert len(set(called)) >= 8, "the hooks were not reached"
     assert (observed, broken) == (plain, plain)
-
-
-class TimeIsUpError(Exception):
-    """What the user's time limit raises."""
-
-
-def limit(signum: int, frame: object) -> None:
-    """The user's handler."""
-    raise TimeIsUpError(signum, frame is not None)
-
-
-class Limits:
-    """Other things that may be a handler."""
-
-    def method(self, signum: int, frame: object) -> None:
-        """A bound method."""
-        limit(signum, frame)
-
-    def __call__(self, signum: int, frame: object) -> None:
-        """An object."""
-        limit(signum, frame)
-
-
-HANDLERS = (limit, Limits().method, Limits(), functools.partial(limit))
-
-
-@pytest.fixture(params=HANDLERS, ids=["function", "method", "object", "partial"])
-def handled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """SIGUSR1 is handled so."""
-    before = signal.signal(signal.SIGUSR1, request.param)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-def interrupted() -> None:
-    """Code of ours into which the signal breaks."""
-    signal.raise_signal(signal.SIGUSR1)
-
-
-def wrong() -> None:
-    """Code of ours with a mistake."""
-    raise TimeIsUpError
 
 
 LIMIT = 768 * 1024**2
