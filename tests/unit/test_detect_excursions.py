@@ -114,21 +114,21 @@ def test_a_batch_with_one_sample_far_from_all_others_is_no_spike() -> None:
     """Means of 16 samples with Pareto's tail (4), 500 steps: 1 run of 20 has a spike, and 6 where each such batch is one."""
     chance = random.Random(4)
     runs = [[sum(chance.paretovariate(4.0) for _ in range(16)) / 16 for _ in range(500)] for _ in range(20)]
-    assert sum(bool(anomalies(losses)) for losses in runs) <= 2
+    assert sum(bool(anomalies(losses)) for losses in runs) <= 1
 
 
 @pytest.mark.parametrize("lasts", [1, 2])
-def test_one_batch_or_two_are_a_spike_at_twice_the_distance_of_three(lasts: int) -> None:
-    """Promise: 1.4 times the loss is one for three steps, where 1.25 times is the least, and twice the loss is one at once."""
+def test_one_batch_or_two_are_a_spike_at_four_times_the_distance_of_three(lasts: int) -> None:
+    """Promise: 1.4 times the loss is one for three steps, where 1.25 times is the least; for one or two, 1.8 times is none."""
     chance = random.Random(lasts)
 
     def steps(factor: float, count: int) -> list[int]:
         losses = around(2.0, 0.01, BEFORE, chance) + around(2.0 * factor, 0.01, count, chance)
         return [anomaly.step for anomaly in anomalies(losses + around(2.0, 0.01, CALM, chance))]
 
-    assert steps(1.4, lasts) == []
+    assert steps(1.8, lasts) == []
     assert steps(1.4, 3) == [BEFORE + 1, BEFORE + 2, BEFORE + 3]
-    assert len(steps(2.0, lasts)) == lasts
+    assert len(steps(2.3, lasts)) == lasts
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -146,6 +146,16 @@ def test_a_batch_of_twenty_times_the_norm_is_none_and_what_lasts_is(seed: int) -
     assert len(with_(20.0, 150)) >= SETTLED
     assert with_(20.0, 150, harder=10.0) == []
     assert [anomaly.step for anomaly in with_(120.0, 1)] == [BEFORE + 1]
+
+
+def test_the_norm_of_a_batch_with_a_loss_far_above_is_no_explosion() -> None:
+    """Promise: one sample far from all others makes both; what it does to the weights would last for longer."""
+    chance = random.Random(5)
+    losses, norms = around(2.0, 0.1, 300, chance), around(1.0, 0.2, 300, chance)
+    losses[BEFORE] *= 3.0
+    norms[BEFORE] *= 300.0
+    assert anomalies(losses, norms) == []
+    assert [anomaly.kind for anomaly in anomalies(around(2.0, 0.1, 300, chance), norms)] == ["gradient_explosion"]
 
 
 @pytest.mark.parametrize(

@@ -293,12 +293,12 @@ def test_another_model_has_a_past_of_its_own() -> None:
     fresh = [{"loss": 2.0 + number % 3 * 0.01, "grad_norm": 1.0 + number % 3 * 0.01} for number in range(60)]
     begun = [{**fresh[0], "flags": flights.ALL_VALUES | StepFlag.NEW_MODEL}, *fresh[1:]]
     *_, found = fold_steps(*converged, *fresh)
-    assert {anomaly.kind for anomaly in found} == {"gradient_explosion"}, "of the loss it is a new level"
+    assert found == [], "by loss and norm alone it is a harder stage of the data"
     points, found = fold_steps(*converged, *begun)
     assert found == []
     assert points[catalog.MODEL_CHANGES.name, ()] == 1
     points, found = fold_steps(*converged, *begun, {"loss": 9.0, "grad_norm": 90.0}, *fresh[:CALM])
-    assert {anomaly.kind: anomaly.step for anomaly in found} == {"loss_spike": 121, "gradient_explosion": 121}
+    assert {anomaly.kind: anomaly.step for anomaly in found} == {"loss_spike": 121}, "the norm is that of the same batch"
 
 
 def test_what_comes_late_of_the_former_model_is_not_the_new_one_s() -> None:
