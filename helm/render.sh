@@ -3,7 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 to=${1:-deploy/kubernetes}
-mkdir -p "$to/component"
 # Without what is said of a release; the policies do nothing until REGISTRY is replaced (a condition in them says so).
 release='/helm.sh\/chart:/d;/app.kubernetes.io\/\(instance\|managed-by\|version\):/d'
 render() { # render FILE TEMPLATE SETTING...
@@ -13,4 +12,3 @@ render() { # render FILE TEMPLATE SETTING...
 }
 render injection-policy.yaml policy.yaml --set image.repository=REGISTRY/torchobs-exporter,injection.apiVersion=v1
 render injection-kyverno.yaml kyverno.yaml --set image.repository=REGISTRY/torchobs-exporter,injection.engine=kyverno
-render component/job.yaml component.yaml --set image.repository=torchobs-exporter,injection.engine=component

@@ -123,15 +123,14 @@ def installed_and_changed(namespace: Namespace, tmp_path: Path, before: set[str]
     assert_the_test_tries_the_label(namespace)
     assert not any(name.startswith("pod/") for name in everything(namespace))
 
-    more = "networkPolicy.enabled=true,dashboards.grafanaOperator.enabled=true,trainingRuntime.enabled=true"
-    succeeds(namespace, "upgrade", "torchobs", CHART, *install, "--set", f"{more},trainingRuntime.image=training")
+    more = "networkPolicy.enabled=true,dashboards.grafanaOperator.enabled=true"
+    succeeds(namespace, "upgrade", "torchobs", CHART, *install, "--set", more)
     assert version_of(namespace, monitor) == __version__
     added = everything(namespace) - installed
     kinds = [name.partition("/")[0].partition(".")[0] for name in added]
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "networkpolicy": 1,
         "grafanadashboard": 12,
-        "clustertrainingruntime": 1,
         "secret": 1,  # of the release
     }
     named = ("--reset-then-reuse-values", "--set", "prometheusRule.severityNames.page=critical")  # as the README says

@@ -4,6 +4,7 @@ Asks KUBECONFIG for a cluster that serves MutatingAdmissionPolicy, and for the i
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.kubernetes.injection import (
     injecting,
     injection,
     pod,
+    pod_spec,
     rendered,
 )
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
@@ -97,12 +99,10 @@ def test_a_run_is_its_outermost_owner(
     assert (resolved("TORCHOBS_K8S_JOB_NAME"), resolved("TORCHOBS_K8S_JOB_UID")) == expected
 
 
-def test_the_policy_adds_what_the_chart_describes(namespace: Namespace) -> None:
-    """To a Job's pod the same, field by field, as the kustomize component; the rest is the API server's own defaults."""
+def test_the_policy_adds_what_the_chart_describes(namespace: Namespace, tmp_path: Path) -> None:
+    """To a Job's pod the same, field by field, as the chart's helper; the rest is the API server's own defaults."""
     image, _, tag = EXPORTER.rpartition(":")
-    (patch,) = rendered(injection__engine="component", image__repository=image, image__tag=tag)
-    described = patch["spec"]["template"]["spec"]
-    described["initContainers"][0]["securityContext"].pop("runAsUser")  # the component's alone
+    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]}, image={"repository": image, "tag": tag})
     given = pod(labels=CHILD, kind="Job", apiVersion="batch/v1", name="owner", uid="c1")
     made = admitted(namespace, given | {"spec": given["spec"] | {"automountServiceAccountToken": False}})["spec"]
     defaults = {"terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File"}

@@ -1,9 +1,9 @@
 """CustomResourceDefinitions of the operators whose objects the chart makes, for kubeconform and for a real API server.
 
-No package index carries the operators' own CRD files. The schemas are those of Python packages that are generated from them:
-`cloudcoil.models.prometheus_operator` and `kubeflow_trainer_api`. For GrafanaDashboard and Kyverno's MutatingPolicy there is no
-such package: their fields are written down here, by the names and types of grafana-operator 5's and Kyverno 1.17's API
-references, without their rules of validation.
+No package index carries the operators' own CRD files. Those of Prometheus' operator come from a Python package that is
+generated from them, `cloudcoil.models.prometheus_operator`. For GrafanaDashboard and Kyverno's MutatingPolicy there is no such
+package: their fields are written down here, by the names and types of grafana-operator 5's and Kyverno 1.17's API references,
+without their rules of validation.
 """
 
 from __future__ import annotations
@@ -178,10 +178,6 @@ CRDS = (
     Crd(_MONITORING, "v1", "Prometheus", "prometheuses", "Namespaced", _model(_PROMETHEUS, "Prometheus")),
     Crd("policies.kyverno.io", "v1", "MutatingPolicy", "mutatingpolicies", "Cluster", _mutating_policy),
     Crd("grafana.integreatly.org", "v1beta1", "GrafanaDashboard", "grafanadashboards", "Namespaced", _grafana_dashboard),
-    Crd(
-        *("trainer.kubeflow.org", "v1alpha1", "ClusterTrainingRuntime", "clustertrainingruntimes", "Cluster"),
-        _model("kubeflow_trainer_api.models", "TrainerV1alpha1ClusterTrainingRuntime"),
-    ),
 )
 
 

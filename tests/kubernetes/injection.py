@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import subprocess
 import tempfile
 import time
@@ -27,6 +28,23 @@ VERSION = "1.36"
 # What else the chart makes.
 OTHERS = ("podMonitor.enabled", "prometheusRule.enabled", "dashboards.enabled", "serviceAccount.create", "test.enabled")
 
+IMAGE = "registry.example.org/torchobs-exporter"
+PARENT = """
+apiVersion: v2
+name: training
+version: 1.0.0
+dependencies: [{name: torchobs, version: "*", repository: file://../torchobs}]
+"""
+TEMPLATE = """
+apiVersion: v1
+kind: Pod
+metadata:
+  name: any
+  labels: {{- include "torchobs.podLabels" .Subcharts.torchobs | nindent 4 }}
+spec:
+  {{- include "torchobs.podSpec" (merge (dict "root" .Subcharts.torchobs) .Values.given) | nindent 2 }}
+"""
+
 Policy = list[dict[str, Any]]
 
 COMPILED_S = 3.0
@@ -37,13 +55,39 @@ _HEARD_OF_S, _TOUCHED = 20.0, 4
 
 def rendered(release: str = "torchobs", *arguments: str, **settings: str) -> Policy:
     """The chart's objects for the injection; settings by their path, with `__` for each dot."""
-    settings = {"image__repository": "registry.example.org/torchobs-exporter"} | settings
+    settings = {"image__repository": IMAGE} | settings
     given = [argument for name, text in settings.items() for argument in ("--set", f"{name.replace('__', '.')}={text}")]
     command = ["helm", "template", release, str(CHART), "--kube-version", VERSION, *given, *arguments]
     command += ["--set", ",".join(f"{other}=false" for other in OTHERS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [made for made in yaml.safe_load_all(done.stdout) if made]
+
+
+def pods(tmp_path: Path, given: dict[str, Any], **values: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The messages and all objects of somebody's own chart that has torchobs' as a dependency, for `torchobs.podSpec` alone.
+
+    ``given``: what its template hands on; ``values``: of torchobs.
+    """
+    chart = tmp_path / "chart"
+    if not chart.exists():
+        shutil.copytree(CHART, chart / "charts" / "torchobs")
+        (chart / "templates").mkdir()
+        (chart / "Chart.yaml").write_text(PARENT)
+        (chart / "templates" / "pod.yaml").write_text(TEMPLATE)
+    torchobs = {"helpersOnly": True, "image": {"repository": IMAGE}} | values
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"torchobs": torchobs, "given": given}))
+    command = ["helm", "template", "any", str(chart), "--kube-version", "1.36", "-f", str(tmp_path / "values.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr, [made for made in yaml.safe_load_all(done.stdout) if made]
+
+
+def pod_spec(tmp_path: Path, spec: dict[str, Any], kind: str = "Job", **values: Any) -> dict[str, Any]:
+    """The pod's spec, and that nothing else is made."""
+    errors, (pod,) = pods(tmp_path, {"kind": kind, "spec": spec}, **values)
+    assert (errors, pod["metadata"]["labels"]) == ("", {"torchobs": "sidecar"})
+    found: dict[str, Any] = pod["spec"]
+    return found
 
 
 def served_version() -> str:

@@ -158,7 +158,6 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
         ("prometheusRule.severityNames.pages=critical", "/prometheusRule/severityNames", "properties 'pages' not allowed"),
         ("prometheusRule.severities.Nothing=page", "/prometheusRule/severities", "additional properties 'Nothing' not allowed"),
         ("otlp.endpoint=collector:4318", "/otlp/endpoint", "'collector:4318' does not match pattern"),
-        ("networkPolicy.mode=deny", "/networkPolicy/mode", "one of 'restrict', 'allow'"),
         ("networkPolicy.namespaces={a,a}", "/networkPolicy/namespaces", "items at 0 and 1 are equal"),
         ("fullnameOverride=Torchobs", "/fullnameOverride", "'Torchobs' does not match pattern"),
         ("image.repository=registry/torchobs-exporter:1.0", "/image/repository", "does not match pattern"),
@@ -184,9 +183,7 @@ def test_a_wrong_value_is_refused_with_its_path_and_the_reason(setting: str, pat
 
 
 def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
-    """A runtime without image, alerts that are no rules file, an old Kubernetes; what compares two values."""
-    runtime = helm("template", "torchobs", CHART, "--kube-version", OLDEST, *IMAGE, "--set", "trainingRuntime.enabled=true")
-    assert "trainingRuntime.image is needed" in runtime.stderr
+    """Alerts that are no rules file, an old Kubernetes; what compares two values."""
     (tmp_path / "alerts").write_text("rules: []")
     argument = f"prometheusRule.alerts={tmp_path / 'alerts'}"
     assert "is no rules file" in helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, "--set-file", argument).stderr
@@ -266,16 +263,14 @@ def test_the_dashboards_are_the_shipped_ones(checkout: Path) -> None:
     assert all(made["metadata"]["annotations"]["grafana_folder"] == "torchobs" for made in maps)
 
 
-@pytest.mark.parametrize("name", ["plain", "secret"])
-def test_prometheus_takes_the_scrape_configuration(name: str, tmp_path: Path, program: Callable[[str], str]) -> None:
-    """A ConfigMap's as a file of `scrape_config_files`, a Secret's as a list of jobs; with the PodMonitor's interval."""
-    (made,) = [one for one in objects(rendered("-f", values_of(name))) if one["metadata"]["name"].endswith("scrape-config")]
-    (text,) = (made.get("data") or made["stringData"]).values()
+def test_prometheus_takes_the_scrape_configuration(tmp_path: Path, program: Callable[[str], str]) -> None:
+    """As a file of `scrape_config_files`."""
+    (made,) = [one for one in objects(rendered("-f", values_of("plain"))) if one["metadata"]["name"].endswith("scrape-config")]
+    (text,) = made["data"].values()
     (tmp_path / "jobs.yaml").write_text(text)
-    config = {"scrape_config_files": ["jobs.yaml"]} if name == "plain" else {"scrape_configs": yaml.safe_load(text)}
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_config_files": ["jobs.yaml"]}))
     newest = shutil.which("promtool3") or program("promtool")  # Prometheus 2.42 has no scrape_config_files
-    if name == "plain" and "promtool3" not in newest:
+    if "promtool3" not in newest:
         pytest.skip("needs a program that Debian does not package: promtool3")
     argv = [newest, "check", "config", str(tmp_path / "prometheus.yml")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -300,9 +295,8 @@ def test_there_is_time_for_the_last_scrape() -> None:
 
 def test_no_training_waits_for_the_push() -> None:
     """A Secret with headers that is not in the training's namespace would keep a container from starting."""
-    (runtime,) = of_kind(objects(rendered("-f", values_of("operator"))), "ClusterTrainingRuntime")
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    (sidecar,) = pod["initContainers"]
+    (pod,) = of_kind(objects(rendered("-f", values_of("operator"), "--set", "injection.engine=none")), "Pod")
+    (sidecar,) = pod["spec"]["initContainers"]
     variables = {one["name"]: one for one in sidecar["env"]}
     assert variables["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]["optional"] is True
     assert variables["OTEL_METRICS_EXPORTER"]["value"] == "none"  # they are scraped already
@@ -342,8 +336,7 @@ def test_who_needs_no_image_gives_none() -> None:
 def test_every_object_has_the_labels_and_the_name_of_the_release(name: str) -> None:
     """The injection's, too: `additionalLabels` and `fullnameOverride` hold for all, whatever else is set."""
     values = POLICY if name == "policy" else ("-f", values_of(name))
-    runtime = "trainingRuntime.name=own-name"
-    for one in objects(rendered(*values, "--set", f"fullnameOverride=own-name,serviceAccount.name=own-name,{runtime}",
+    for one in objects(rendered(*values, "--set", "fullnameOverride=own-name,serviceAccount.name=own-name",
                                 "--set", "additionalLabels.cost-center=ml", version=NEWEST)):  # fmt: skip
         labels = one["metadata"]["labels"]
         assert (labels["cost-center"], labels["app.kubernetes.io/instance"]) == ("ml", "torchobs"), one["kind"]
@@ -442,31 +435,14 @@ def ports(*settings: str) -> list[dict[str, Any]]:
     return [port for rule in made["spec"]["ingress"] for port in rule["ports"] if port["protocol"] == "TCP"]
 
 
-def test_the_network_policy_covers_a_range_of_ports() -> None:
-    """Pods have ports of their own by annotation; what is not the exporters' stays open."""
+def test_the_network_policy_closes_the_exporters_port_alone() -> None:
+    """What is not the exporter's stays open: ranks find each other by it."""
 
     def between(first: int, last: int) -> dict[str, Any]:
         return {"protocol": "TCP", "port": first, "endPort": last}
 
     assert ports() == [{"protocol": "TCP", "port": 10960}, between(1, 10959), between(10961, 65535)]
-    assert ports("networkPolicy.endPort=10975") == [between(10960, 10975), between(1, 10959), between(10976, 65535)]
-    assert ports("networkPolicy.port=10000,networkPolicy.endPort=65535") == [between(10000, 65535), between(1, 9999)]
-    assert ports("networkPolicy.mode=allow,networkPolicy.endPort=10975") == [between(10960, 10975)]
     assert ports("injection.port=12000")[0]["port"] == 12000
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ("networkPolicy.port=11000", "are 11000-11000, and sidecars listen at injection.port, 10960"),
-        ("networkPolicy.port=10000,networkPolicy.endPort=10010", "are 10000-10010, and sidecars listen at injection.port"),
-        ("networkPolicy.endPort=10959", "networkPolicy.endPort is 10959, and must not be below the first port, 10960"),
-    ],
-)
-def test_a_network_policy_about_other_ports_than_the_sidecars_is_refused(settings: str, reason: str) -> None:
-    """It would close nothing and open nothing, and nobody would see it."""
-    given = ("--set", f"image.repository=any,networkPolicy.enabled=true,{settings}")
-    assert reason in helm("template", "torchobs", CHART, "--kube-version", NEWEST, *given).stderr
 
 
 @pytest.mark.parametrize(
@@ -489,17 +465,6 @@ def test_helm_test_tries_the_label_wherever_it_does_something(settings: str, *, 
         assert ("the label added a sidecar" in script(pod)) is labelled
         assert pod["spec"]["automountServiceAccountToken"] is False
         compile(script(pod), "test", "exec")
-
-
-@pytest.mark.parametrize("by_label", [False, True])
-def test_a_training_runtime_has_the_sidecar_or_the_label_for_it(*, by_label: bool) -> None:
-    """Never both: the injection leaves a pod alone that has the sidecar."""
-    given = f"trainingRuntime.enabled=true,trainingRuntime.image=training,trainingRuntime.byLabel={str(by_label).lower()}"
-    (made,) = objects(rendered("--set", given, "-s", "templates/trainingruntime.yaml"))
-    pod = made["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-    assert pod["metadata"]["labels"] == ({"torchobs.io/inject": "true"} if by_label else {"torchobs": "sidecar"})
-    assert ("initContainers" in pod["spec"]) is not by_label
-    assert [one["image"] for one in pod["spec"]["containers"]] == ["training"]
 
 
 def script(pod: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import yaml
 
 from tests import support
 from tests.helm import objects
-from tests.kubernetes.injection import CHART, rendered
+from tests.kubernetes.injection import pod_spec, pods, rendered
 
 pytest.importorskip("cel_expr_python", reason="needs the extra dev: pip install cel-expr-python")
 
@@ -62,11 +61,9 @@ def environment(container: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any]) -> None:
+def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any], tmp_path: Path) -> None:
     """Sidecar, volumes, mounts, variables, group and grace: the policy and `torchobs.podSpec` are two ways to one pod."""
-    (component,) = rendered(injection__engine="component")
-    described = component["spec"]["template"]["spec"]
-    described["initContainers"][0]["securityContext"].pop("runAsUser")  # the component's alone
+    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]})
     given = pod({"name": "trainer"}, terminationGracePeriodSeconds=30)
     given["metadata"]["labels"] |= {"batch.kubernetes.io/job-name": "gpt", "batch.kubernetes.io/controller-uid": "c1"}
     made = admitted(default, given)
@@ -297,57 +294,7 @@ def test_a_container_of_that_name_leaves_the_pod_alone(default: dict[str, Any], 
 
 
 COMMITTED = support.ROOT / "deploy" / "kubernetes"
-FILES = ("injection-policy.yaml", "injection-kyverno.yaml", "component/job.yaml")
-PARENT = """
-apiVersion: v2
-name: training
-version: 1.0.0
-dependencies: [{name: torchobs, version: "*", repository: file://../torchobs}]
-"""
-TEMPLATE = """
-apiVersion: v1
-kind: Pod
-metadata:
-  name: any
-  labels: {{- include "torchobs.podLabels" .Subcharts.torchobs | nindent 4 }}
-spec:
-  {{- include "torchobs.podSpec" (merge (dict "root" .Subcharts.torchobs) .Values.given) | nindent 2 }}
-"""
-IMAGE = {"repository": "registry.example.org/torchobs-exporter"}
-
-
-@pytest.fixture(scope="module")
-def component() -> dict[str, Any]:
-    """The pod of the kustomize component's patch."""
-    (made,) = rendered(injection__engine="component")
-    found: dict[str, Any] = made["spec"]["template"]["spec"]
-    return found
-
-
-def pods(tmp_path: Path, given: dict[str, Any], **values: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The messages and all objects of somebody's own chart that has torchobs' as a dependency, for `torchobs.podSpec` alone.
-
-    ``given``: what its template hands on; ``values``: of torchobs.
-    """
-    chart = tmp_path / "chart"
-    if not chart.exists():
-        shutil.copytree(CHART, chart / "charts" / "torchobs")
-        (chart / "templates").mkdir()
-        (chart / "Chart.yaml").write_text(PARENT)
-        (chart / "templates" / "pod.yaml").write_text(TEMPLATE)
-    torchobs = {"helpersOnly": True, "image": IMAGE} | values
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"torchobs": torchobs, "given": given}))
-    command = ["helm", "template", "any", str(chart), "--kube-version", "1.36", "-f", str(tmp_path / "values.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stderr, [made for made in yaml.safe_load_all(done.stdout) if made]
-
-
-def pod_spec(tmp_path: Path, spec: dict[str, Any], kind: str = "Job", **values: Any) -> dict[str, Any]:
-    """The pod's spec, and that nothing else is made."""
-    errors, (pod,) = pods(tmp_path, {"kind": kind, "spec": spec}, **values)
-    assert (errors, pod["metadata"]["labels"]) == ("", {"torchobs": "sidecar"})
-    found: dict[str, Any] = pod["spec"]
-    return found
+FILES = ("injection-policy.yaml", "injection-kyverno.yaml")
 
 
 def test_what_is_committed_is_what_the_chart_makes(tmp_path: Path) -> None:
@@ -356,10 +303,11 @@ def test_what_is_committed_is_what_the_chart_makes(tmp_path: Path) -> None:
     assert {file: (tmp_path / file).read_text() for file in FILES} == {file: (COMMITTED / file).read_text() for file in FILES}
 
 
-def test_the_job_by_hand_has_what_the_chart_adds(component: dict[str, Any]) -> None:
+def test_the_job_by_hand_has_what_the_chart_adds(tmp_path: Path) -> None:
     """Sidecar, volumes, mounts and variables, one by one; what a pod says as a whole, the sidecar need not say."""
     by_hand = yaml.safe_load((COMMITTED / "job-with-sidecar.yaml").read_text())["spec"]["template"]["spec"]
-    (sidecar,), (theirs,) = component["initContainers"], by_hand["initContainers"]
+    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]})
+    (sidecar,), (theirs,) = described["initContainers"], by_hand["initContainers"]
     assert {key: sidecar[key] for key in ("name", "restartPolicy", "ports")} == {
         key: theirs[key] for key in ("name", "restartPolicy", "ports")
     }
@@ -368,14 +316,14 @@ def test_the_job_by_hand_has_what_the_chart_adds(component: dict[str, Any]) -> N
     assert [one for one in sidecar["volumeMounts"] if one["name"] != "torchobs-no-token"] == theirs["volumeMounts"]
     security = by_hand["securityContext"]
     whole = {key: security[key] for key in ("runAsNonRoot", "seccompProfile")}
-    assert sidecar["securityContext"] == theirs["securityContext"] | whole | {"runAsUser": 65532}
+    assert sidecar["securityContext"] == theirs["securityContext"] | whole
     assert sidecar["resources"]["limits"] == theirs["resources"]["limits"]
     volumes = [one for one in by_hand["volumes"] if one["name"].startswith("torchobs-")]
-    assert [one for one in component["volumes"] if one["name"] != "torchobs-no-token"] == volumes
-    (trainer,), (other,) = component["containers"], by_hand["containers"]
+    assert [one for one in described["volumes"] if one["name"] != "torchobs-no-token"] == volumes
+    (trainer,), (other,) = described["containers"], by_hand["containers"]
     assert trainer["env"] == other["env"]
     assert trainer["volumeMounts"] == [one for one in other["volumeMounts"] if one["name"].startswith("torchobs-")]
-    assert component["terminationGracePeriodSeconds"] == by_hand["terminationGracePeriodSeconds"]
+    assert described["terminationGracePeriodSeconds"] == by_hand["terminationGracePeriodSeconds"]
 
 
 def test_both_policies_do_the_same() -> None:
@@ -396,13 +344,13 @@ def test_no_engine_renders_nothing_and_a_cluster_without_policies_is_told() -> N
     assert rendered() == []  # `auto`: not a reason to refuse the rest of the chart
 
 
-def test_the_exporters_variables_come_before_its_port() -> None:
+def test_the_exporters_variables_come_before_its_port(tmp_path: Path) -> None:
     """Another port is one more of them."""
-    push = '{"name":"OTEL_EXPORTER_OTLP_ENDPOINT","value":"http://collector:4318"}'
-    (made,) = rendered("any", "--set-json", f"injection.env=[{push}]", injection__engine="component", injection__port="12345")
-    names = [one["name"] for one in made["spec"]["template"]["spec"]["initContainers"][0]["env"]]
-    assert names == ["POD_UID", "OTEL_EXPORTER_OTLP_ENDPOINT", "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"]
-    assert made["spec"]["template"]["spec"]["initContainers"][0]["ports"][0]["containerPort"] == 12345
+    push = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"}
+    made = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]}, injection={"env": [push], "port": 12345})
+    (sidecar,) = made["initContainers"]
+    assert [one["name"] for one in sidecar["env"]] == ["POD_UID", push["name"], "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"]
+    assert sidecar["ports"][0]["containerPort"] == 12345
 
 
 def test_excluded_namespaces_and_further_conditions_are_in_the_policy() -> None:
@@ -491,41 +439,3 @@ def test_the_helper_lets_the_sidecar_start_and_read(
     own = made["initContainers"][0]["securityContext"]
     assert {key: own[key] for key in ("runAsUser", "runAsGroup") if key in own} == sidecar
     assert {key: value for key, value in made.get("securityContext", {}).items() if key == "fsGroup"} == pod
-
-
-def test_the_component_starts_in_a_pod_of_root() -> None:
-    """It cannot see the pod's user, so it names its own; not where the cluster gives users and groups (OpenShift)."""
-    (made,) = rendered(injection__engine="component")
-    assert made["spec"]["template"]["spec"]["initContainers"][0]["securityContext"]["runAsUser"] == 65532
-    (made,) = rendered(injection__engine="component", injection__fsGroup="null", injection__imagePullSecrets="{ours}")
-    spec = made["spec"]["template"]["spec"]
-    assert "runAsUser" not in spec["initContainers"][0]["securityContext"]
-    assert "fsGroup" not in spec.get("securityContext", {})
-    assert spec["imagePullSecrets"] == [{"name": "ours"}]
-
-
-@pytest.mark.skipif(support.why_missing("kubectl") is not None, reason=str(support.why_missing("kubectl")))
-def test_the_component_patches_a_labelled_job_and_no_other(tmp_path: Path) -> None:
-    """By kustomize itself: the sidecar is first, and the Job's own variables are kept."""
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "yes", "labels": {"torchobs.io/inject": "true"}},
-        "spec": {
-            "template": {
-                "spec": {
-                    "initContainers": [{"name": "first", "image": "any"}],
-                    "containers": [{"name": "trainer", "image": "any", "env": [{"name": "MINE", "value": "1"}]}],
-                }
-            }
-        },
-    }
-    other = job | {"metadata": {"name": "no"}}
-    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump_all([job, other]))
-    shutil.copytree(COMMITTED / "component", tmp_path / "component")
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["jobs.yaml"], "components": ["component"]}))
-    done = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True, timeout=60)
-    made = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in yaml.safe_load_all(done.stdout)}
-    assert [one["name"] for one in made["yes"]["initContainers"]] == ["torchobs", "first"]
-    assert "MINE" in {one["name"] for one in made["yes"]["containers"][0]["env"]}
-    assert made["no"] == other["spec"]["template"]["spec"]  # type: ignore[index]  # a dict of dicts

@@ -51,8 +51,8 @@ HALF = 0.5
 MOST_RISE = 10.0
 """As ``detect.divergence.LEFT``, of a loss that has left its start"""
 SHORT_LOSS, SHORT_NORM = 4.0, 2.0
-"""Times the distance of a longer spike that one or two batches need: in 50 runs of a flow of heavy-tailed returns, 500 steps each,
-losses of single batches reach 3.8 times"""
+"""Times the distance of a longer spike that one or two batches need: in 50 runs of a flow of heavy-tailed returns, 500 steps
+each, losses of single batches reach 3.8 times"""
 RATE_ROSE = 2.0
 """Least jump of the learning rate in one step, to a new maximum: schedules change it by a few per cent"""
 LEAST_RATES = 10

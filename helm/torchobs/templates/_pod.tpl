@@ -1,6 +1,6 @@
 {{/*
-What torchobs adds to a pod, described once: the admission policy, Kyverno's, the kustomize component and `torchobs.podSpec` are
-made of these. deploy/kubernetes/job-with-sidecar.yaml is the same by hand; a test compares them all.
+What torchobs adds to a pod, described once: the admission policy, Kyverno's and `torchobs.podSpec` are made of these.
+deploy/kubernetes/job-with-sidecar.yaml is the same by hand; a test compares them all.
 */}}
 
 {{- define "torchobs.image" -}}
