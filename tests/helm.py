@@ -16,6 +16,14 @@ VALUE_SETS = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CH
 """The sets of values that must hold: chart-testing's `ci/NAME-values.yaml`."""
 IMAGE = ("--set", "image.repository=registry.example.org/torchobs-exporter")
 """Without it nothing is rendered."""
+SERVED = (
+    "v1/Pod",
+    "monitoring.coreos.com/v1/PodMonitor",
+    "monitoring.coreos.com/v1/PrometheusRule",
+    "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy",
+)
+"""What a cluster with the Prometheus operator and the policy tells Helm; `helm template` alone asks none."""
+CLUSTER = ("--api-versions", ",".join(SERVED))
 OLDEST, NEWEST = "1.29.0", "1.37.0"
 """Kubernetes versions: the chart's first, and the last with schemas."""
 
@@ -31,8 +39,13 @@ def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*arguments: str | Path, version: str = OLDEST) -> str:
-    """Return what `helm template` prints for the release `torchobs` in `monitoring`; the test fails with Helm's message."""
-    done = helm("template", "torchobs", CHART, "-n", "monitoring", "--kube-version", version, *IMAGE, *arguments)
+    """Return what is installed as the release `torchobs` in `monitoring`; the test fails with Helm's message."""
+    return checked("-n", "monitoring", "--kube-version", version, *IMAGE, *CLUSTER, *arguments)
+
+
+def checked(*arguments: str | Path) -> str:
+    """Return what `helm template torchobs CHART` prints with these arguments alone."""
+    done = helm("template", "torchobs", CHART, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -14,7 +14,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.helm import CHART, IMAGE, NEWEST, OLDEST, VALUE_SETS, helm, objects, of_kind, rendered, values_of
+from tests.helm import (
+    CHART,
+    CLUSTER,
+    IMAGE,
+    NEWEST,
+    OLDEST,
+    SERVED,
+    VALUE_SETS,
+    checked,
+    helm,
+    objects,
+    of_kind,
+    rendered,
+    values_of,
+)
 from tests.kubernetes import schemas
 from tests.support import ROOT
 from torchobs._version import __version__
@@ -131,7 +145,7 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
         (tmp_path / version).mkdir()
         schemas.write(tmp_path / version, version)
         for name in VALUE_SETS:
-            older = ("--set", "injection.engine=none") if (version, name) == (OLDEST, "operator") else ()
+            older = ("--set", "injection.engine=none") if version == OLDEST and name != "plain" else ()
             done = judge(version, "-f", values_of(name), *older)
             assert done.returncode == 0, f"{version}, {name}: {done.stdout}"
             assert "Skipped: 0" in done.stdout
@@ -145,7 +159,7 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
     [
         ("podMonitor.intervall=15s", "/podMonitor", "additional properties 'intervall' not allowed"),
         ("podmonitor.enabled=true", "at ''", "additional properties 'podmonitor' not allowed"),
-        ("podMonitor.enabled=maybe", "/podMonitor/enabled", "got string, want boolean"),
+        ("podMonitor.enabled=maybe", "/podMonitor/enabled", "value must be one of 'auto', true, false"),
         ("podMonitor.interval=fast", "/podMonitor/interval", "'fast' does not match pattern"),
         ("podMonitor.port=torchobs-exporter", "/podMonitor/port", "'torchobs-exporter' does not match pattern"),
         ("podMonitor.sampleLimit=-1", "/podMonitor/sampleLimit", "minimum: got -1, want 0"),
@@ -165,6 +179,9 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
         ("injection.resources.limits.memory=much", "/injection/resources/limits/memory", "'much' does not match pattern"),
         ("injection.flightVolumeSize=much", "/injection/flightVolumeSize", "'much' does not match pattern"),
         ("injection.resources.requests.cpu=-1", "/injection/resources/requests/cpu", "minimum: got -1, want 0"),
+        ("injection.resources.limits.memory=64m", "/injection/resources/limits/memory", "'64m' does not match pattern"),
+        ("injection.resources.limits.memory=64", "/injection/resources/limits/memory", "minimum: got 64, want 8.388608"),
+        ("injection.flightVolumeSize=64m", "/injection/flightVolumeSize", "'64m' does not match pattern"),
         ("injection.namespaceSelector.team=a", "/injection/namespaceSelector", "additional properties 'team' not allowed"),
         ("podMonitor.selector.team=a", "/podMonitor/selector", "additional properties 'team' not allowed"),
         ("podMonitor.namespaceSelector.matchName=a", "/podMonitor/namespaceSelector", "properties 'matchName' not allowed"),
@@ -182,19 +199,28 @@ def test_a_wrong_value_is_refused_with_its_path_and_the_reason(setting: str, pat
     assert reason in done.stderr
 
 
+def refusal(*arguments: str) -> str:
+    """Return what Helm says of values that no cluster takes."""
+    done = helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, *CLUSTER, *arguments)
+    assert done.returncode != 0
+    return done.stderr
+
+
 def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
     """Alerts that are no rules file, an old Kubernetes; what compares two values."""
     (tmp_path / "alerts").write_text("rules: []")
     argument = f"prometheusRule.alerts={tmp_path / 'alerts'}"
-    assert "is no rules file" in helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, "--set-file", argument).stderr
+    assert "is no rules file" in refusal("--set-file", argument)
     for setting, reason in (
         ("injection.resources.limits.memory=48Mi", "requests.memory is 64Mi, above limits.memory, 48Mi"),
         ("injection.resources.requests.cpu=0.5", "requests.cpu is 0.5, above limits.cpu, 200m"),
         ("podMonitor.interval=5s", "scrapeTimeout is 10s, and must not be longer than podMonitor.interval, 5s"),
         ("podMonitor.enabled=false,scrapeConfig.enabled=true,podMonitor.scrapeTimeout=1m", "scrapeTimeout is 1m"),
+        ("podMonitor.interval=31s", "a last scrape may take 46 s"),
+        ("injection.terminationGracePeriodSeconds=29", "Set injection.terminationGracePeriodSeconds to 30"),
+        ("networkPolicy.enabled=true", "networkPolicy.namespaces is empty"),
     ):
-        refused = helm("template", "t", CHART, "--kube-version", OLDEST, *IMAGE, "--set", setting)
-        assert reason in refused.stderr
+        assert reason in refusal("--set", setting)
     assert "incompatible with Kubernetes v1.28.0" in helm("template", "t", CHART, "--kube-version", "1.28.0").stderr
 
 
@@ -204,7 +230,7 @@ def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
         "image.repository=localhost:5000/a/b_c,image.tag=1.0-rc.1_a",
         "image.repository=REGISTRY/torchobs-exporter",
         "injection.resources.limits.cpu=1,injection.resources.limits.memory=134217728",
-        "podMonitor.interval=1m30s,podMonitor.scrapeTimeout=60s",
+        "podMonitor.interval=1m30s,podMonitor.scrapeTimeout=60s,injection.terminationGracePeriodSeconds=155",
         "podMonitor.additionalLabels=null",
     ],
 )
@@ -320,10 +346,42 @@ POLICY = ("--set", "injection.engine=policy,injection.apiVersion=v1")
 )
 def test_without_an_image_nothing_is_installed(settings: str) -> None:
     """An injected pod would wait for it for ever. The message says where the image comes from and which value it is."""
-    done = helm("template", "torchobs", CHART, "--kube-version", NEWEST, "--set", settings)
+    done = helm("template", "torchobs", CHART, "--kube-version", NEWEST, *CLUSTER, "--set", settings)
     assert done.returncode != 0
     assert "image.repository is not set" in done.stderr
     assert "--set image.repository=REGISTRY/torchobs-exporter" in done.stderr
+
+
+def test_what_the_cluster_lacks_is_an_error_or_named() -> None:
+    """No policy: an error that says what to set. No CRDs of the Prometheus operator: no object of these kinds."""
+    given = ("--kube-version", OLDEST, *IMAGE)
+    served = {kind: ("--api-versions", ",".join(one for one in SERVED if kind not in one)) for kind in ("Policy", "PodMonitor")}
+    refused = helm("template", "torchobs", CHART, *given, *served["Policy"])
+    assert "serves no MutatingAdmissionPolicy" in refused.stderr
+    assert "set injection.engine to kyverno or none" in refused.stderr
+    kinds = [one["kind"] for one in objects(checked(*given, *served["PodMonitor"]))]
+    assert ("PodMonitor" in kinds, "PrometheusRule" in kinds) == (False, True)
+    asked = checked(*given, *served["PodMonitor"], "--set", "podMonitor.enabled=true")
+    assert len(of_kind(objects(asked), "PodMonitor")) == 1
+
+
+def test_without_a_cluster_no_pod_is_applied() -> None:
+    """Promise: `helm template | kubectl apply` makes all but the pods of `helm test`; Argo CD is asked to skip them."""
+    kinds = {one["kind"] for one in objects(checked("--kube-version", NEWEST, *IMAGE, "--set", "injection.apiVersion=v1"))}
+    assert kinds >= {"PodMonitor", "PrometheusRule", "MutatingAdmissionPolicy", "ConfigMap"}
+    assert "Pod" not in kinds
+    for pod in of_kind(objects(rendered()), "Pod"):
+        assert pod["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "Skip"
+
+
+def test_names_of_namespaces_are_a_choice() -> None:
+    """`matchNames` beside the default `any: true` means these namespaces; kube-system is left out whatever else is."""
+    made = objects(rendered("--set", "podMonitor.namespaceSelector.matchNames={a},injection.excludedNamespaces={b}"))
+    (monitor,) = of_kind(made, "PodMonitor")
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
+    (policy,) = of_kind(made, "MutatingAdmissionPolicy")
+    expressions = policy["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+    assert {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", "b"]} in expressions
 
 
 def test_who_needs_no_image_gives_none() -> None:
@@ -368,6 +426,9 @@ def test_kyvernos_policy_has_the_newest_version_that_is_served(served: tuple[str
     assert made["apiVersion"] == f"policies.kyverno.io/{expected}"
     (made,) = objects(rendered(*given, *known, "--set", "injection.apiVersion=v2"))
     assert made["apiVersion"] == "policies.kyverno.io/v2"
+    if served:  # and no policy of Kubernetes' own
+        chosen = checked("--kube-version", OLDEST, *IMAGE, *known, "-s", "templates/injection/kyverno.yaml")
+        assert objects(chosen)[0]["apiVersion"] == f"policies.kyverno.io/{expected}"
 
 
 def scraped(*settings: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -404,9 +465,8 @@ def test_the_scrape_configuration_selects_what_the_podmonitor_does() -> None:
     _, job = scraped("podMonitor.selector.matchLabels.torchobs=null", more=given)
     assert job["kubernetes_sd_configs"][0]["selectors"][0]["label"] == "tier in (a,b),team notin (x),job,!quiet"
     wrong = 'podMonitor.selector.matchExpressions=[{"key":"a","operator":"in","values":["b"]}]'
-    refused = helm("template", "t", CHART, "--kube-version", NEWEST, "--set", "image.repository=any,scrapeConfig.enabled=true",
-                   "--set-json", wrong)  # fmt: skip
-    assert 'operator is "in", and must be one of DoesNotExist, Exists, In, NotIn' in refused.stderr
+    refused = refusal("--set", "scrapeConfig.enabled=true", "--set-json", wrong)
+    assert 'operator is "in", and must be one of DoesNotExist, Exists, In, NotIn' in refused
 
 
 def test_a_pod_on_the_nodes_network_is_asked_for_its_own_page() -> None:
@@ -430,8 +490,9 @@ def test_the_name_of_the_port_is_one_value() -> None:
 
 def ports(*settings: str) -> list[dict[str, Any]]:
     """The TCP ports of the NetworkPolicy: to whom scrapes, and to all."""
-    given = ",".join(["networkPolicy.enabled=true", *settings])
+    given = ",".join(["networkPolicy.enabled=true,networkPolicy.namespaces={research}", *settings])
     (made,) = objects(rendered("--set", given, "-s", "templates/networkpolicy.yaml"))
+    assert made["spec"]["podSelector"] == {"matchLabels": {"torchobs": "sidecar"}}
     return [port for rule in made["spec"]["ingress"] for port in rule["ports"] if port["protocol"] == "TCP"]
 
 
@@ -448,9 +509,8 @@ def test_the_network_policy_closes_the_exporters_port_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "labelled"),
     [
-        ("injection.apiVersion=v1", True),
+        ("injection.engine=auto", True),
         ("injection.engine=kyverno", True),
-        ("injection.engine=auto", False),  # `helm template` asks no cluster
         ("injection.engine=none", False),
         ("injection.apiVersion=v1,injection.excludedNamespaces={monitoring}", False),
     ],
@@ -527,7 +587,7 @@ def test_every_command_with_the_chart_renders(words: list[str], tmp_path: Path) 
     replaced = [re.sub(r"\b(REGISTRY|TAG|NAME)\b", lambda found: WORDS[found[0]], word) for word in arguments]
     replaced = [word.replace("=alerts.yml", f"={tmp_path / 'alerts.yml'}") for word in replaced]
     image = () if any("image.repository" in word for word in replaced) else ("--set", "image.repository=any")
-    done = helm("template", *replaced, *image, "--kube-version", NEWEST)
+    done = helm("template", *replaced, *image, *CLUSTER, "--kube-version", NEWEST)
     assert done.returncode == 0, done.stderr
     assert objects(done.stdout)
 

@@ -234,7 +234,7 @@ def test_an_annotation_that_makes_no_sense_is_ignored(default: dict[str, Any], n
     elif name == "port":
         assert [one["containerPort"] for one in after["ports"]] == [int(text)]
         assert environment(after)["TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"] == f":{text}"
-        assert list(environment(after)) == ["POD_UID", "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"]
+        assert environment(after).keys() - environment(before).keys() == {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"}
     else:
         assert {kind: after["resources"][kind][name] for kind in ("requests", "limits")} == {"requests": text, "limits": text}
 
@@ -336,12 +336,12 @@ def test_both_policies_do_the_same() -> None:
     assert policy["spec"]["failurePolicy"] == "Ignore"
 
 
-def test_no_engine_renders_nothing_and_a_cluster_without_policies_is_told() -> None:
-    """Helm's own message would be about a kind that it does not know."""
+@pytest.mark.parametrize("engine", ["policy", "auto"])
+def test_no_engine_renders_nothing_and_a_cluster_without_policies_is_told(engine: str) -> None:
+    """Helm's own message would be about a kind that it does not know; silence, about a label that does nothing."""
     assert rendered(injection__engine="none") == []
     with pytest.raises(AssertionError, match=r"set injection\.engine to kyverno or none"):
-        rendered(injection__engine="policy")
-    assert rendered() == []  # `auto`: not a reason to refuse the rest of the chart
+        rendered(injection__engine=engine)
 
 
 def test_the_exporters_variables_come_before_its_port(tmp_path: Path) -> None:
@@ -349,15 +349,61 @@ def test_the_exporters_variables_come_before_its_port(tmp_path: Path) -> None:
     push = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"}
     made = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]}, injection={"env": [push], "port": 12345})
     (sidecar,) = made["initContainers"]
-    assert [one["name"] for one in sidecar["env"]] == ["POD_UID", push["name"], "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"]
+    own = ["TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS", "TORCHOBS_EXPORTER_DRAIN_TIMEOUT"]
+    assert [one["name"] for one in sidecar["env"]] == ["POD_UID", push["name"], *own]
     assert sidecar["ports"][0]["containerPort"] == 12345
+
+
+@pytest.mark.parametrize(
+    ("given", "grace_s", "drain"), [(None, 45, "40s"), (30, 45, "40s"), (10, 10, "5s"), (600, 600, "595s"), (3, 3, "0s")]
+)
+def test_the_sidecar_ends_before_the_pods_grace(
+    default: dict[str, Any], tmp_path: Path, given: int | None, grace_s: int, drain: str
+) -> None:
+    """Promise: kubelet never has to kill it, which would count as a failed container. A grace of one's own stays.
+
+    A policy sees 30 where nobody has chosen; the helper sees what the template says.
+    """
+    spec = {} if given is None else {"terminationGracePeriodSeconds": given}
+    changed = admitted(default, pod(**spec))
+    assert changed["spec"]["terminationGracePeriodSeconds"] == grace_s
+    assert environment(sidecar(changed))["TORCHOBS_EXPORTER_DRAIN_TIMEOUT"] == drain
+    if given != 30:
+        described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **spec})
+        assert described["terminationGracePeriodSeconds"] == grace_s
+        assert environment(described["initContainers"][0])["TORCHOBS_EXPORTER_DRAIN_TIMEOUT"] == drain
+
+
+def test_a_drain_timeout_of_ones_own_stays() -> None:
+    """By `injection.env`."""
+    env = '[{"name":"TORCHOBS_EXPORTER_DRAIN_TIMEOUT","value":"7s"}]'
+    made, _ = rendered("any", "--set-json", f"injection.env={env}", injection__apiVersion="v1")
+    (drain,) = [one["value"] for one in sidecar(admitted(made, pod()))["env"] if one["name"].endswith("DRAIN_TIMEOUT")]
+    assert drain == "7s"
+
+
+def test_a_guaranteed_pod_stays_so_without_a_limit_of_the_processor() -> None:
+    """Promise: what has no limit is limited to its request in such a pod, and in no other."""
+    made = policy(injection__resources__limits__cpu="null")
+    whole = {"cpu": "1", "memory": "1Gi"}
+    (own,) = [sidecar(admitted(made, pod({"name": "a", "resources": {"limits": whole}})))["resources"]]
+    assert own == {"limits": {"cpu": "50m", "memory": "128Mi"}, "requests": {"cpu": "50m", "memory": "128Mi"}}
+    assert sidecar(admitted(made, pod()))["resources"]["limits"] == {"memory": "128Mi"}
+
+
+def test_a_pod_says_what_was_added_to_it(default: dict[str, Any]) -> None:
+    """`kubectl describe pod` shows it, with the version; annotations of the pod's own stay."""
+    image = sidecar(admitted(default, pod()))["image"]
+    for inject, text in (("true", "the exporter"), ("auto", "torchobs and its exporter")):
+        annotations = admitted(default, pod(inject=inject, annotations={"level": "advanced"}))["metadata"]["annotations"]
+        assert annotations == {"torchobs.io/level": "advanced", "torchobs.io/injected": f"{text}, {image}"}
 
 
 def test_excluded_namespaces_and_further_conditions_are_in_the_policy() -> None:
     """Besides a namespace's own label."""
     policy, _ = rendered("any", "--set-json", 'injection.excludedNamespaces=["a"]', injection__apiVersion="v1")
     expressions = policy["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
-    assert {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["a"]} in expressions
+    assert {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", "a"]} in expressions
     assert {"key": "torchobs.io/inject", "operator": "NotIn", "values": ["false"]} in expressions
 
 

@@ -73,6 +73,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if or (eq (include "torchobs.seconds" .interval) "0") (gt (include "torchobs.seconds" .scrapeTimeout | int64) (include "torchobs.seconds" .interval | int64)) -}}
 {{- fail (printf "podMonitor.scrapeTimeout is %s, and must not be longer than podMonitor.interval, %s" .scrapeTimeout .interval) -}}
 {{- end -}}
+{{- $needed := add (include "torchobs.seconds" .interval) (include "torchobs.seconds" .scrapeTimeout) 5 -}}
+{{- $grace := int64 $.Values.injection.terminationGracePeriodSeconds -}}
+{{- if and (ne $.Values.injection.engine "none") (lt $grace $needed) -}}
+{{- fail (printf "pods get %d s to end (injection.terminationGracePeriodSeconds), and a last scrape may take %d s (podMonitor.interval, scrapeTimeout, and 5 s): how runs end would not be seen. Set injection.terminationGracePeriodSeconds to %d, or a shorter podMonitor.interval" $grace $needed $needed) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -93,9 +98,27 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- fail (printf "injection.resources.requests.%s is %v, above limits.%s, %v: Kubernetes would refuse every pod with a sidecar" $name $request $name $limit) -}}
 {{- end -}}
 {{- end -}}
-requests: {{ ternary .resources.limits .resources.requests (eq .resourcesPreset "guaranteed") | toJson }}
+{{- if eq .resourcesPreset "guaranteed" -}}
+{{ include "torchobs.guaranteedResources" $ }}
+{{- else -}}
+requests: {{ .resources.requests | toJson }}
 limits: {{ .resources.limits | toJson }}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The class Guaranteed asks for a limit of both, and for requests as large: a limit that is not given is the request. */}}
+{{- define "torchobs.guaranteedResources" -}}
+{{- $limits := dict -}}
+{{- range $name, $request := .Values.injection.resources.requests }}{{ $_ := set $limits $name $request }}{{ end -}}
+{{- range $name, $limit := .Values.injection.resources.limits }}{{ if $limit }}{{ $_ := set $limits $name $limit }}{{ end }}{{ end -}}
+requests: {{ toJson $limits }}
+limits: {{ toJson $limits }}
+{{- end -}}
+
+{{/* "true" if the values say how long the exporter waits for the last scrape; else it is the pod's grace, less 5 s. */}}
+{{- define "torchobs.hasOwnDrainTimeout" -}}
+{{- range .Values.injection.env }}{{ if eq .name "TORCHOBS_EXPORTER_DRAIN_TIMEOUT" }}true{{ end }}{{ end -}}
 {{- end -}}
 
 {{/* Environment of the sidecar for the push, empty without an endpoint. A missing Secret never holds up a training. */}}
@@ -142,17 +165,55 @@ limits: {{ .resources.limits | toJson }}
 {{- .Values.injection.apiVersion | default $served -}}
 {{- end -}}
 
-{{/* The same for Kyverno's MutatingPolicy; `helm template` asks no cluster, and gets Kyverno 1.17's. */}}
-{{- define "torchobs.kyvernoVersion" -}}
+{{/* Version of the API of Kyverno's MutatingPolicies: the newest that the cluster serves, or nothing. */}}
+{{- define "torchobs.servedKyvernoVersion" -}}
 {{- $served := "" -}}
 {{- range list "v1alpha1" "v1beta1" "v1" -}}
 {{- if $.Capabilities.APIVersions.Has (printf "policies.kyverno.io/%s/MutatingPolicy" .) }}{{ $served = . }}{{ end -}}
 {{- end -}}
-{{- .Values.injection.apiVersion | default $served | default "v1" -}}
+{{- $served -}}
 {{- end -}}
 
-{{/* "true" if the chart makes something that heeds the label `torchobs.io/inject`. */}}
-{{- define "torchobs.hasPolicy" -}}
+{{/* The value's version, or what is served; `helm template` asks no cluster, and gets Kyverno 1.17's. */}}
+{{- define "torchobs.kyvernoVersion" -}}
+{{- .Values.injection.apiVersion | default (include "torchobs.servedKyvernoVersion" .) | default "v1" -}}
+{{- end -}}
+
+{{/*
+What heeds the label `torchobs.io/inject`: `policy`, `kyverno` or `none`. `auto` is the policy where the cluster serves it, else
+Kyverno's where that is there. Fails where the label would do nothing without a word.
+*/}}
+{{- define "torchobs.engine" -}}
 {{- $engine := .Values.injection.engine -}}
-{{- if or (eq $engine "kyverno") (and (has $engine (list "policy" "auto")) (include "torchobs.policyVersion" .)) }}true{{ end -}}
+{{- $hasPolicy := include "torchobs.policyVersion" . -}}
+{{- if and (eq $engine "auto") (not $hasPolicy) (include "torchobs.servedKyvernoVersion" .) -}}
+{{- $engine = "kyverno" -}}
+{{- else if eq $engine "auto" -}}
+{{- $engine = "policy" -}}
+{{- end -}}
+{{- if and (eq $engine "policy") (not $hasPolicy) (not .Values.helpersOnly) -}}
+{{- fail "this cluster serves no MutatingAdmissionPolicy (Kubernetes 1.36; before, the feature gate of this name and --runtime-config), so the label torchobs.io/inject would do nothing: set injection.engine to kyverno or none. Without a cluster (`helm template`, GitOps): injection.apiVersion=v1" -}}
+{{- end -}}
+{{- $engine -}}
+{{- end -}}
+
+{{/* "true" if the cluster is known and serves none of these kinds: `helm template` asks no cluster. */}}
+{{- define "torchobs.lacks" -}}
+{{- $apis := .root.Capabilities.APIVersions -}}
+{{- if and ($apis.Has "v1/Pod") (not ($apis.Has .kind)) }}true{{ end -}}
+{{- end -}}
+
+{{/* `{root, value, kind}`: "true" if an object is wanted: `value` is true, or `auto` and the cluster has its kind. */}}
+{{- define "torchobs.wanted" -}}
+{{- if eq (toString .value) "auto" -}}
+{{- if not (include "torchobs.lacks" .) }}true{{ end -}}
+{{- else if .value }}true{{ end -}}
+{{- end -}}
+
+{{- define "torchobs.hasPodMonitor" -}}
+{{- include "torchobs.wanted" (dict "root" . "value" .Values.podMonitor.enabled "kind" "monitoring.coreos.com/v1/PodMonitor") -}}
+{{- end -}}
+
+{{- define "torchobs.hasPrometheusRule" -}}
+{{- include "torchobs.wanted" (dict "root" . "value" .Values.prometheusRule.enabled "kind" "monitoring.coreos.com/v1/PrometheusRule") -}}
 {{- end -}}

@@ -181,7 +181,12 @@ The pod's labels need those of `torchobs.podLabels`.
 {{- range $secret := include "torchobs.injection.pullSecrets" $root | fromYamlArray -}}
 {{- if not (has $secret ($spec.imagePullSecrets | default list)) }}{{ $_ := set $spec "imagePullSecrets" (append ($spec.imagePullSecrets | default list) $secret) }}{{ end -}}
 {{- end -}}
-{{- $_ := set $spec "terminationGracePeriodSeconds" (int ($spec.terminationGracePeriodSeconds | default $root.Values.injection.terminationGracePeriodSeconds)) -}}
+{{- $grace := int ($spec.terminationGracePeriodSeconds | default $root.Values.injection.terminationGracePeriodSeconds) -}}
+{{- $_ := set $spec "terminationGracePeriodSeconds" $grace -}}
+{{- if not (include "torchobs.hasOwnDrainTimeout" $root) -}}
+{{- $sidecar := index $spec.initContainers 0 -}}
+{{- $_ := set $sidecar "env" (append $sidecar.env (dict "name" "TORCHOBS_EXPORTER_DRAIN_TIMEOUT" "value" (printf "%ds" (max 0 (sub $grace 5))))) -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $spec -}}
 {{- end }}

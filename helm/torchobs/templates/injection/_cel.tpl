@@ -29,9 +29,7 @@ matchConstraints:
     {{- end }}
     matchExpressions:
       - {key: torchobs.io/inject, operator: NotIn, values: ["false"]}
-      {{- with $injection.excludedNamespaces }}
-      - {key: kubernetes.io/metadata.name, operator: NotIn, values: {{ toJson . }}}
-      {{- end }}
+      - {key: kubernetes.io/metadata.name, operator: NotIn, values: {{ concat (list "kube-system") $injection.excludedNamespaces | uniq | toJson }}}
       {{- with $injection.namespaceSelector.matchExpressions }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -67,6 +65,10 @@ variables:
       'torchobs.io/port' in variables.annotations && string(variables.annotations['torchobs.io/port']).matches('^[1-9][0-9]{3,4}$')
       && int(string(variables.annotations['torchobs.io/port'])) > 1023 && int(string(variables.annotations['torchobs.io/port'])) < 65536
       ? int(string(variables.annotations['torchobs.io/port'])) : {{ $injection.port }}
+  - name: grace  # seconds; 30 is Kubernetes' default, which is not told from a choice
+    expression: >-
+      !has(object.spec.terminationGracePeriodSeconds) || object.spec.terminationGracePeriodSeconds == 30
+      ? {{ $injection.terminationGracePeriodSeconds }} : int(object.spec.terminationGracePeriodSeconds)
   - name: guaranteed  # all containers have limits, and no other requests
     expression: >-
       (object.spec.containers + (has(object.spec.initContainers) ? object.spec.initContainers : [])).all(c,
@@ -158,6 +160,9 @@ mutations:
       expression: >-
         [
         JSONPatch{op: 'add', path: '/metadata/labels/torchobs', value: 'sidecar'},
+        JSONPatch{op: 'add', path: '/metadata/annotations', value: variables.annotations},
+        JSONPatch{op: 'add', path: '/metadata/annotations/torchobs.io~1injected',
+        value: (variables.auto ? 'torchobs and its exporter, ' : 'the exporter, ') + '{{ include "torchobs.image" . }}'},
         JSONPatch{op: 'add', path: '/spec/volumes', value: (has(object.spec.volumes) ? object.spec.volumes : [])
         + {{ include "torchobs.volumes" . | fromYamlArray | include "torchobs.cel" }}
         + (variables.auto ? [{'name': dyn('torchobs-site'), 'emptyDir': dyn({})}] : [])},
@@ -168,12 +173,16 @@ mutations:
         ]
         + (variables.hostNetwork ? [] : [JSONPatch{op: 'add', path: '/spec/initContainers/0/ports',
         value: [{'name': dyn('{{ .Values.podMonitor.port }}'), 'containerPort': dyn(variables.port)}]}])
+        {{- if not (include "torchobs.hasOwnDrainTimeout" .) }}
+        + [JSONPatch{op: 'add', path: '/spec/initContainers/0/env/-',
+        value: {'name': 'TORCHOBS_EXPORTER_DRAIN_TIMEOUT', 'value': string(variables.grace > 5 ? variables.grace - 5 : 0) + 's'}}]
+        {{- end }}
         + (variables.port == 10960 ? [] : [JSONPatch{op: 'add', path: '/spec/initContainers/0/env/-',
         value: {'name': 'TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS', 'value': ':' + string(variables.port)}}])
         + (size(variables.pullSecrets) == 0 ? [] : [JSONPatch{op: 'add', path: '/spec/imagePullSecrets',
         value: (has(object.spec.imagePullSecrets) ? object.spec.imagePullSecrets : []) + variables.pullSecrets}])
         + (variables.guaranteed ? [0, 1].filter(i, i == 0 || variables.auto).map(i, JSONPatch{op: 'add',
-        path: '/spec/initContainers/' + string(i) + '/resources/requests', value: {{ include "torchobs.cel" $injection.resources.limits }}}) : [])
+        path: '/spec/initContainers/' + string(i) + '/resources', value: {{ include "torchobs.guaranteedResources" . | fromYaml | include "torchobs.cel" }}}) : [])
         + variables.resources.filter(r, r.chosen != '').map(r, JSONPatch{op: 'add',
         path: '/spec/initContainers/0/resources/requests/' + r.name, value: r.chosen})
         + variables.resources.filter(r, r.chosen != '').map(r, JSONPatch{op: 'add',
@@ -184,8 +193,7 @@ mutations:
         + (has(object.spec.securityContext) ? [] : [JSONPatch{op: 'add', path: '/spec/securityContext', value: {} }])
         + (variables.fsGroup == 0 ? [] : [JSONPatch{op: 'add', path: '/spec/securityContext/fsGroup', value: variables.fsGroup},
         JSONPatch{op: 'add', path: '/spec/securityContext/fsGroupChangePolicy', value: 'OnRootMismatch'}])
-        + (has(object.spec.terminationGracePeriodSeconds) && object.spec.terminationGracePeriodSeconds == 30
-        ? [JSONPatch{op: 'add', path: '/spec/terminationGracePeriodSeconds', value: {{ $injection.terminationGracePeriodSeconds }} }] : [])
+        + [JSONPatch{op: 'add', path: '/spec/terminationGracePeriodSeconds', value: variables.grace}]
         + variables.containers.map(i, JSONPatch{op: 'add', path: '/spec/containers/' + string(i) + '/env',
         value: (has(object.spec.containers[i].env) ? object.spec.containers[i].env.map(e,
         variables.auto && e.name == 'PYTHONPATH'
