@@ -99,9 +99,10 @@ class File:
         own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
         end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
         ids = event_ring.SpanIds(header).step(number)
-        identity = {"trace_id": ids.trace, "span_id": ids.span}
-        frame = {"k": "span", "name": SPAN_STEP.name, **identity, "flags": 1, "t0": end_ns - S, "t1": end_ns, "attrs": own}
-        self.writer.events.append({**frame, **given})
+        scope: dict[str, object] = {"kind": "internal", "scope": ["torchobs", None, None, {}]}
+        identity = {"trace_id": ids.trace, "span_id": ids.span, **scope}
+        times = {"flags": 1, "t0": end_ns - S, "t1": end_ns, "status": "unset"}
+        self.writer.events.append({"k": "span", "name": SPAN_STEP.name, **identity, **times, "attrs": own, **given})
 
     def set(self, metric: Metric, value: float, scope: Scope | None = None, /, **attributes: object) -> None:
         """Set, add to or observe a series, as its kind wants it; with a scope it is a user's."""
@@ -149,8 +150,9 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
 def begin_run(writer: FlightWriter) -> None:
     """Announce the run's span, as a session does."""
     run = event_ring.SpanIds(writer.header).run
-    identity = {"trace_id": run.trace, "span_id": run.span, "flags": 1, "scope": ["torchobs"]}
-    writer.events.append({"k": "span_start", "name": SPAN_RUN.name, "t0": writer.header.wall_ns, **identity})
+    identity = {"trace_id": run.trace, "span_id": run.span, "flags": 1, "scope": ["torchobs", None, None, {}]}
+    begun = {"t0": writer.header.wall_ns, "kind": "internal", "attrs": {}}
+    writer.events.append({"k": "span_start", "name": SPAN_RUN.name, **begun, **identity})
 
 
 def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str, Any]:

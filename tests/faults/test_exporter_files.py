@@ -26,7 +26,7 @@ from torchobs import catalog
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.otlp.metrics import Metrics
+from torchobs.exporter.otlp.source import Metrics
 from torchobs.exporter.prometheus import text_format
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import Style

@@ -29,10 +29,9 @@ from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig, parse
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.host import HostMetrics
-from torchobs.exporter.otlp import messages
-from torchobs.exporter.otlp.messages import Item
-from torchobs.exporter.otlp.metrics import Metrics
+from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.options import PushConfig
+from torchobs.exporter.otlp.source import Item, Metrics
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import END, Style, pieces
 from torchobs.flight.format.series import Scope
@@ -376,7 +375,7 @@ def facts(cpu_s: float, *more: Sample) -> ScrapeInput:
 
 def received(items: Iterable[Item]) -> list[Seen]:
     """Data points as a receiver sees them."""
-    return list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in messages.batches("metrics", [*items])]))
+    return list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in source.batches("metrics", [*items])]))
 
 
 def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[Seen]:
@@ -436,14 +435,12 @@ def test_the_exporter_looks_anew_for_each_push(flight_dir: Path, tmp_path: Path,
 
 @pytest.fixture
 def snapshot(flight_dir: Path) -> Snapshot:
-    """Of a rank whose application measures its machine, too, by OpenTelemetry's own instrumentation, and of forged series."""
+    """Of a rank whose application measures its machine, too, by OpenTelemetry's own instrumentation."""
     file = File(flight_dir)
     file.set(catalog.SYSTEM_CPU_TIME, 3.0, APPLICATION, **{"cpu.mode": "user"})
     file.set(Metric("system.memory.usage", Kind.GAUGE, "By", "Memory."), 4.0, APPLICATION)
     file.set(Metric("system.network.io", Kind.GAUGE, "By", "No counter."), 5.0, APPLICATION)
     file.set(catalog.HOST_OOM_KILLS, 6.0, APPLICATION)
-    file.set(catalog.HOST_OOM_KILLS, 7.0)
-    file.set(catalog.SYSTEM_MEMORY_LIMIT, 8.0)
     file.save()
     scanner = scanner_of(flight_dir, Clock())
     found = scanner.scan()
@@ -473,7 +470,7 @@ def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapsh
 
 
 def test_over_otlp_an_application_keeps_its_names_as_well(snapshot: Snapshot) -> None:
-    """Each is of its own resource; what is forged is not sent."""
+    """Each is of its own resource; a name of ours is not sent."""
     metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
     sent: Mapping[str, Any] = {one.metric.name: one.scope for one in received(metrics.collect(snapshot.ranks, (), NOW_NS))}
     assert {name: scope for name, scope in sent.items() if name.startswith(("system.", "torchobs.host."))} == {

@@ -15,7 +15,6 @@ import pytest
 from tests.otlp import NO_VALUE, Fast, Pushing, Receiver, attributes, only_metrics, points, to
 from tests.rank_files import BORN_WALL_NS, File
 from tests.support import wait_until
-from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.otlp.options import PushConfig
 from torchobs.flight.format import event_ring
@@ -218,16 +217,13 @@ def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
     assert sent == [("0", 100), ("0-00000001", 13)]
 
 
-def test_the_catalog_s_own_names_cannot_be_forged(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """What the exporter says of a rank, the file cannot; and an application's instrument takes no name of ours."""
-    file.set(catalog.RANK_UP, 7.0)
+def test_an_application_s_instrument_takes_no_name_of_ours(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Its series would be the rank's."""
     file.set(user("torchobs.steps"), 9, USER)
     file.save()
     with Pushing(flight_dir, only_metrics(receiver)) as pushing:
         pushing.look(1.0)
-    found = [(one.metric.name, one.scope, one.point) for one in points(receiver.taken)]
-    assert [point.as_double for name, _, point in found if name == "torchobs.rank.up"] == [1.0]
-    assert {scope for name, scope, _ in found if name == "torchobs.steps"} <= {"torchobs"}
+    assert {one.scope for one in points(receiver.taken) if one.metric.name == "torchobs.steps"} <= {"torchobs"}
 
 
 def test_a_rank_that_gets_another_label_has_its_end_and_its_values_in_one_request(
@@ -277,8 +273,10 @@ def train(file: File, steps: int, from_s: float) -> None:
     for number in range(1, steps + 1):
         file.step(number, from_s + number / 100)
     header = file.header
-    identity = {"trace_id": event_ring.trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs"]}
-    file.writer.events.append({"k": "span", "name": "epoch", "t0": header.wall_ns, "t1": header.wall_ns + 1, **identity})
+    identity = {"trace_id": event_ring.trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs", None, None, {}]}
+    times = {"t0": header.wall_ns, "t1": header.wall_ns + 1}
+    ended = {"kind": "internal", "status": "unset", "attrs": {}}
+    file.writer.events.append({"k": "span", "name": "epoch", **times, **ended, **identity})
     file.beat(from_s + steps / 100)
     file.writer.exit(Exit.FINISHED, 0)
     file.save().release()

@@ -22,7 +22,7 @@ from tests.remote_write import FLAG as RECEIVER
 from tests.support import free_port, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.otlp.rings import namespaced
+from torchobs.exporter.otlp.source import namespaced
 from torchobs.flight.format.layout import Exit
 
 SHARDS = 2

@@ -13,7 +13,7 @@ import yaml
 from tests.dashboards import FOLDER, shipped
 from torchobs.cli import dashboards as command
 from torchobs.cli import dispatch
-from torchobs.exporter.otlp import messages
+from torchobs.exporter.otlp import source
 
 GRAFANA = FOLDER.parent
 PATH = "/etc/grafana/dashboards/torchobs"
@@ -81,7 +81,7 @@ def test_data_sources_lead_to_one_another() -> None:
     assert metrics["datasourceUid"] == "prometheus"
     (tag,) = metrics["tags"]
     assert tag == {"key": "torchobs.run_id", "value": "run_id"}
-    assert "run_id" in Path(messages.__file__).read_text()
+    assert "run_id" in Path(source.__file__).read_text()
     assert found["tempo"]["jsonData"]["tracesToLogsV2"]["datasourceUid"] == "loki"
     (field,) = found["loki"]["jsonData"]["derivedFields"]
     assert (field["matcherRegex"], field["datasourceUid"]) == ("trace_id", "tempo")

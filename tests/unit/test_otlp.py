@@ -15,11 +15,11 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from urllib3 import HTTPResponse
 
 from tests.otlp import Fast
-from torchobs.exporter.otlp import messages, options
-from torchobs.exporter.otlp.messages import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
+from torchobs.exporter.otlp import options, source
 from torchobs.exporter.otlp.options import PushConfig, PushTarget
 from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
 from torchobs.exporter.otlp.send import Outcome, _retry_after_s
+from torchobs.exporter.otlp.source import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -189,7 +189,7 @@ def test_requests_have_a_size_that_receivers_accept() -> None:
     place = Place(Resource(), InstrumentationScope(name="torchobs"))
 
     def of(names: Sequence[str]) -> list[Batch]:
-        return messages.batches("logs", [Item(place, LogRecord(event_name=name)) for name in names])
+        return source.batches("logs", [Item(place, LogRecord(event_name=name)) for name in names])
 
     small = [f"{number}" for number in range(2 * MOST_ITEMS["logs"] + 1)]
     assert [batch.items for batch in of(small)] == [MOST_ITEMS["logs"], MOST_ITEMS["logs"], 1]
@@ -297,9 +297,9 @@ def test_a_request_that_cannot_be_sent_costs_no_other() -> None:
     assert (queue.counts.dropped["refused"], queue.counts.sent) == (1, 2)
 
 
-@pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 4), (1.0, [2.0] * 4), (120.0, [120.0] * 4)])
+@pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 5), (1.0, [2.0] * 5), (120.0, [120.0] * 5)])
 def test_after_an_outage_an_exporter_that_ends_tries_again_and_again(after_s: float | None, expected: list[float]) -> None:
-    """At once, and then soon, not after the minute that the outage has taught it; never before the receiver wants it."""
+    """Soon, not after the minute that the outage has taught it; never before the receiver wants it."""
     clock, again = Waits(), Outcome("retry", after_s=after_s)
 
     def hurried() -> Outcome:

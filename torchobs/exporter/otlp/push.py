@@ -16,15 +16,14 @@ import re
 import time
 from collections import deque
 from dataclasses import replace
-from random import Random
+from random import random
 from threading import Condition, Thread
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.exporter.exporter_metrics import PushCounts
-from torchobs.exporter.otlp import messages, send
-from torchobs.exporter.otlp.metrics import Metrics, key_of
-from torchobs.exporter.otlp.rings import Rings
+from torchobs.exporter.otlp import send, source
+from torchobs.exporter.otlp.source import Metrics, Rings, key_of
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.exporter_metrics import ScrapeInput
-    from torchobs.exporter.otlp.messages import Batch, Item
     from torchobs.exporter.otlp.options import PushConfig
     from torchobs.exporter.otlp.send import Outcome, Transport
+    from torchobs.exporter.otlp.source import Batch, Item
     from torchobs.ranks.snapshot import Rank
 
 REASONS = catalog.OTLP_DROPPED.attributes[1].values
@@ -83,10 +82,9 @@ class Sender:
         self._bytes = self._queued = self._sent = self._failures = 0
         self._dropped = dict.fromkeys(REASONS, 0)
         self._changed = Condition()
-        self._closed = self._hurried = self._ends = False
+        self._closed = self._ends = False
         self._attempts = 0
         """failed ones since the last success"""
-        self._random = Random()  # noqa: S311  # spreads retries, protects nothing
         self._causes = RateLimiter(_LOG_EVERY_S)
         self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
 
@@ -112,9 +110,9 @@ class Sender:
             self._changed.notify_all()
 
     def hurry(self) -> None:
-        """Shorten the pauses, because the exporter shuts down: the next attempt is made now, later ones soon."""
+        """Shorten the pauses, the present one included, because the exporter shuts down."""
         with self._changed:
-            self._hurried = self._ends = True
+            self._ends = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
@@ -134,17 +132,15 @@ class Sender:
     def _run(self) -> None:
         while (batch := self._take()) is not None:
             try:
-                outcome, parts = self._transport.send(batch.body), [batch]
-                if outcome.kind == "refused" and not outcome.of_address and not batch.rank:
-                    parts = messages.divided(self._signal, batch)
+                outcome = self._transport.send(batch.body)
             except Exception as problem:  # noqa: BLE001  # the thread goes on: the next request may be accepted
                 _log.exception("OTLP %s: a request could not be sent", self._signal)
-                outcome, parts = send.Outcome("refused", words=repr(problem)), [batch]
-            if len(parts) > 1:
-                self._divide(batch, parts)
+                outcome = send.Outcome("refused", words=repr(problem), of_address=True)
+            if outcome.kind == "refused" and not outcome.of_address and len(batch.owners) > 1:
+                self._divide(batch)
                 continue
             self._settle(batch, outcome)
-            self._log_outcome(outcome, parts[0].rank)
+            self._log_outcome(outcome, batch.owners[0][0] if len(batch.owners) == 1 and not outcome.of_address else "")
             if outcome.kind == "retry":
                 self._pause(outcome.after_s)
 
@@ -173,8 +169,9 @@ class Sender:
             self._dropped["refused" if outcome.kind == "refused" else "rejected"] += rejected
             self._sent += batch.items - rejected
 
-    def _divide(self, batch: Batch, parts: Sequence[Batch]) -> None:
-        """Replace the request in hand by its parts, which have as many items and are the oldest then."""
+    def _divide(self, batch: Batch) -> None:
+        """Replace the request in hand by its parts, one for each rank, which are the oldest then."""
+        parts = source.divided(self._signal, batch)
         with self._changed:
             if self._in_hand is batch:
                 self._in_hand = None
@@ -196,18 +193,17 @@ class Sender:
         self._queued -= batch.items
 
     def _pause(self, after_s: float | None) -> None:
-        """Wait before the next attempt: shorter during shutdown, and not at all before the first one after its start.
-
-        ``after_s``: what the receiver asked for, which holds during shutdown, too.
-        """
+        """Wait before the next attempt, shorter during shutdown. ``after_s``: the pause that the receiver has asked for."""
         asked_s = min(after_s or 0.0, LONGEST_RETRY_AFTER_S)
         longest_s = min(FIRST_S * 2.0 ** min(self._attempts - 1, MOST_DOUBLINGS), MOST_S)
-        pause_s = max(longest_s * (0.5 + self._random.random() / 2), asked_s)
+        pause_s = longest_s * (0.5 + random() / 2)  # noqa: S311  # spreads retries, protects nothing
         with self._changed:
-            end = self._clock.now() + (min(pause_s, max(LAST_S, asked_s)) if self._ends else pause_s)
-            while not (self._closed or self._hurried) and (left := end - self._clock.now()) > 0:
-                self._clock.wait(self._changed, left)
-            self._hurried = False
+            began_s = self._clock.now()
+            while not self._closed:
+                wanted_s = max(min(pause_s, LAST_S) if self._ends else pause_s, asked_s)
+                if (left_s := began_s + wanted_s - self._clock.now()) <= 0:
+                    return
+                self._clock.wait(self._changed, left_s)
 
     def _log_outcome(self, outcome: Outcome, rank: str) -> None:
         """Log what went wrong; ``rank``: the only one that the request was of, or empty.
@@ -322,7 +318,7 @@ class Push:
         spans, records = self._rings.read(ranks, self._clock.wall_ns())
         self._spans += spans
         self._put("logs", records)
-        now_s, most = self._clock.now(), messages.MOST_ITEMS["traces"]
+        now_s, most = self._clock.now(), source.MOST_ITEMS["traces"]
         if final or now_s >= self._next_spans_s or len(self._spans) >= most or any(map(self._has_just_ended, ranks)):
             self._next_spans_s = now_s + self._config.span_delay_s
             spans, self._spans = self._spans, []
@@ -348,5 +344,5 @@ class Push:
 
     def _put(self, signal: str, items: Sequence[Item]) -> None:
         if signal in self._senders:
-            for batch in messages.batches(signal, items):
+            for batch in source.batches(signal, items):
                 self._senders[signal].put(batch)

@@ -1,0 +1,818 @@
+"""What the push sends: data points of snapshots, spans and log records of the ranks' event rings, as OTLP's requests.
+
+The messages are protobuf's: the data classes of OpenTelemetry's SDK lack *no recorded value*, trace flags and trace state, and
+its encoder of log records is not stable.
+
+**Metrics** have OpenTelemetry's names and kinds, one resource per incarnation, and points with ``job_name``, ``run_id`` and
+``rank``, as the series of the metrics page. When a stream loses its value (a gauge that is not finite, the state of a rank that
+has ended, a rank after its grace period), one point with the flag *no recorded value* is sent, at which Prometheus ends the
+series. With delta temporality a point counts the increase since the last one. An exporter cannot know what an earlier exporter
+has sent: for a rank older than itself it counts from its first look on, as the Collector's cumulativetodelta processor does;
+likewise for a rank that returns, or whose label changes, because its earlier counts were sent.
+
+**Spans.** One root span is open at any time: the run's, then a segment's (:mod:`torchobs.runtime.root_spans`). An ended one is
+sent with torchobs' events until then as span events. If its rank has ended without a word, it ends at the last heartbeat, as an
+error. A restarted exporter sends the frames that are still in the ring again, with the same identifiers, which are the file's.
+
+**Log records.** A record is an *event* as OpenTelemetry defines it: its name is the event's, its attributes are named within
+that, except those for which the semantic conventions have a name. It belongs to the span of the step in which it happened, else
+to the run's or the segment's. A checkpoint that was saved is a record, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections import Counter, deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue, KeyValueList
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, SeverityNumber
+from opentelemetry.proto.metrics.v1.metrics_pb2 import DataPointFlags, HistogramDataPoint, NumberDataPoint
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Exemplar as ExemplarMessage
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
+
+from torchobs import catalog
+from torchobs._version import __version__
+from torchobs.catalog import BY_NAME, UNNAMED, Kind, Severity, cumulative, prometheus_name
+from torchobs.diagnosis.event_units import with_unit
+from torchobs.exporter import exporter_metrics
+from torchobs.flight.files.create import file_name
+from torchobs.flight.format.event_ring import SpanId, SpanIds, Tail
+from torchobs.flight.format.layout import PROCESS_BEGUN, Region, encodable
+from torchobs.flight.format.series import Scope, Series, ValueType
+from torchobs.flight.reader import reader
+from torchobs.flight.reader.decode import Distribution
+from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
+from torchobs.ranks import exemplars, labels
+from torchobs.ranks.directory import Directory
+from torchobs.ranks.exemplars import NONE
+from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.support.rate_limit import RateLimiter
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
+    from torchobs.flight.format.layout import Header
+    from torchobs.flight.reader.decode import Value
+    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.ranks.exemplars import Exemplar, Shown
+    from torchobs.ranks.snapshot import Rank
+
+SCOPE = "torchobs"
+"""Instrumentation scope of torchobs' own metrics and spans."""
+MOST_ITEMS = {"metrics": 5_000, "traces": 512, "logs": 512}
+"""Data points, spans or log records of one request: of the latter two the SDK's default."""
+MOST_BYTES = 2 * 1024**2
+"""Size of one request: gRPC receivers accept 4 MiB by default."""
+OLDER_NS = 10_000_000_000
+"""A rank this much older than the exporter was served by an earlier exporter; a node's first rank starts its own exporter."""
+STEP = "torchobs.step.number"
+"""Attribute for the number of a step. ``torchobs.step`` would be an attribute and a namespace at once, which must not be."""
+MOST_EVENTS = 1024
+"""Events of one root span; the oldest are dropped first."""
+
+_INT64 = 1 << 63
+_DEPTH = 8
+_CONVENTIONS = {
+    "job_name": "service.name",
+    "host": "host.name",
+    "python_version": "process.runtime.version",
+    "torchobs_version": "telemetry.sdk.version",
+}
+"""Attributes of a resource that have a name in OpenTelemetry's semantic conventions."""
+_NAMESPACED = (
+    "run_id", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "restart", "launcher", "script",
+    "torch_version", "replica_group",
+)  # fmt: skip
+_LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY, PROCESS_BEGUN})
+_DATA = {Kind.COUNTER: "sum", Kind.UPDOWN: "sum", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
+_DELTA, _CUMULATIVE = 1, 2
+_BEFORE_NS = 1_000_000
+"""Time between a stream's last value and its end: Prometheus' timestamps are in milliseconds."""
+_NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
+
+_CONVENTIONAL = re.compile(r"(exception|hw)\.")
+"""Attributes of the catalog's events and spans that are named as in the semantic conventions."""
+_RENAMED = {"step": STEP, "thread": "thread.name"}
+_ROOTS = (catalog.SPAN_RUN.name, catalog.SPAN_SEGMENT.name)
+_SPANS = frozenset(span.name for span in catalog.SPANS)
+_KINDS = {name.removeprefix("SPAN_KIND_").lower(): value for name, value in Span.SpanKind.items()}
+_STATUSES = {"unset": Status.STATUS_CODE_UNSET, "ok": Status.STATUS_CODE_OK, "error": Status.STATUS_CODE_ERROR}
+_SEVERITIES = {
+    Severity.INFO: ("INFO", SeverityNumber.SEVERITY_NUMBER_INFO),
+    Severity.WARNING: ("WARN", SeverityNumber.SEVERITY_NUMBER_WARN),
+    Severity.ERROR: ("ERROR", SeverityNumber.SEVERITY_NUMBER_ERROR),
+}
+_SAMPLED, _FLAGS = 0x01, 0xFF
+_MOST_BODY = 1000
+_WARN_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
+
+Frame = dict[str, Any]
+"""A frame of the event ring (:mod:`torchobs.otel.span_codec`)."""
+Key = tuple[str, str]
+"""A rank's incarnation and label: when a second process claims the same rank, the labels of both change."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where items stand in a request: a resource and an instrumentation scope. Compared by identity."""
+
+    resource: Resource
+    scope: InstrumentationScope
+    schema_url: str = ""
+    owner: str = ""
+    """the resource's rank or service in words, for the log"""
+
+    def of_scope(self, name: str, version: str, schema_url: str, attributes: Mapping[str, object]) -> Place:
+        """Return the place of an application's items in the same resource."""
+        return Place(self.resource, _scope(name, version, attributes), encodable(schema_url), self.owner)
+
+
+class MetricKey(NamedTuple):
+    """A metric, whose data points stand together."""
+
+    name: str
+    kind: Kind
+    unit: str
+    brief: str
+    delta: bool
+
+
+class Item(NamedTuple):
+    """A data point, span or log record as a message. ``metric``: of a data point."""
+
+    place: Place
+    message: Any
+    metric: MetricKey | None = None
+
+
+class Batch(NamedTuple):
+    """One serialised request and the number of its items."""
+
+    body: bytes
+    items: int
+    owners: tuple[tuple[str, int], ...] = ()
+    """the rank or service of each resource, and its number of items"""
+
+
+class _Shape(NamedTuple):
+    """A signal's request and the fields of its levels."""
+
+    request: Any
+    resources: str
+    scopes: str
+    items: str
+
+
+_SHAPES = {
+    "metrics": _Shape(ExportMetricsServiceRequest, "resource_metrics", "scope_metrics", "metrics"),
+    "traces": _Shape(ExportTraceServiceRequest, "resource_spans", "scope_spans", "spans"),
+    "logs": _Shape(ExportLogsServiceRequest, "resource_logs", "scope_logs", "log_records"),
+}
+
+
+def batches(signal: str, items: Sequence[Item]) -> list[Batch]:
+    """Return requests that hold the items in their order. One that is too large is halved."""
+    most = MOST_ITEMS[signal]
+    parts = (items[begin : begin + most] for begin in range(0, len(items), most))
+    return [batch for part in parts for batch in _halved(_SHAPES[signal], part)]
+
+
+def divided(signal: str, batch: Batch) -> list[Batch]:
+    """Divide a request into one for each resource, that is for each incarnation of a rank."""
+    shape = _SHAPES[signal]
+    resources = getattr(shape.request.FromString(batch.body), shape.resources)
+    return [
+        Batch(shape.request(**{shape.resources: [resource]}).SerializeToString(), number, ((owner, number),))
+        for resource, (owner, number) in zip(resources, batch.owners, strict=True)
+    ]
+
+
+def _halved(shape: _Shape, items: Sequence[Item]) -> list[Batch]:
+    request = _request(shape, items)
+    if request.ByteSize() > MOST_BYTES and len(items) > 1:
+        half = len(items) // 2
+        return [*_halved(shape, items[:half]), *_halved(shape, items[half:])]
+    owners = Counter((id(item.place.resource), item.place.owner) for item in items)
+    return [Batch(request.SerializeToString(), len(items), tuple((owner, number) for (_, owner), number in owners.items()))]
+
+
+def _request(shape: _Shape, items: Iterable[Item]) -> Any:
+    request = shape.request()
+    resources: dict[int, Any] = {}
+    scopes: dict[Place, Any] = {}
+    metrics: dict[tuple[Place, MetricKey | None], Any] = {}
+    for place, message, metric in items:
+        points = metrics.get((place, metric))
+        if points is None:
+            if place not in scopes:
+                if id(place.resource) not in resources:
+                    resources[id(place.resource)] = getattr(request, shape.resources).add(resource=place.resource)
+                levels = getattr(resources[id(place.resource)], shape.scopes)
+                scopes[place] = getattr(levels.add(scope=place.scope, schema_url=place.schema_url), shape.items)
+            points = metrics[place, metric] = scopes[place] if metric is None else _points(scopes[place], metric)
+        points.append(message)
+    return request
+
+
+def _points(metrics: Any, metric: MetricKey) -> Any:
+    data = getattr(metrics.add(name=metric.name, unit=metric.unit, description=metric.brief), _DATA[metric.kind])
+    if metric.kind is not Kind.GAUGE:
+        data.aggregation_temporality = _DELTA if metric.delta else _CUMULATIVE
+    if metric.kind is Kind.COUNTER:
+        data.is_monotonic = True
+    return data.data_points
+
+
+def any_value(value: object, depth: int = _DEPTH) -> AnyValue:
+    """Return a value with a type of OTLP; other types, and values nested deeper than 8 levels, become text."""
+    if isinstance(value, bool):
+        return AnyValue(bool_value=value)
+    if isinstance(value, int) and -_INT64 <= value < _INT64:
+        return AnyValue(int_value=value)
+    if isinstance(value, float) and isfinite(value):
+        return AnyValue(double_value=value)
+    if isinstance(value, dict) and depth:
+        return AnyValue(kvlist_value=KeyValueList(values=pairs(value, depth - 1)))
+    if isinstance(value, (list, tuple)) and depth:
+        return AnyValue(array_value=ArrayValue(values=[any_value(item, depth - 1) for item in value]))
+    return AnyValue() if value is None else AnyValue(string_value=labels.text(value))
+
+
+def pairs(attributes: Mapping[str, object], depth: int = _DEPTH) -> list[KeyValue]:
+    """Return attributes as messages; one without a name is none."""
+    return [KeyValue(key=encodable(name), value=any_value(value, depth)) for name, value in attributes.items() if name]
+
+
+def accepted_names(attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Return attributes by names that Prometheus' OTLP endpoint accepts: for one that it does not, it refuses the request.
+
+    As on the metrics page, those that get one name share it, with their values joined by a semicolon.
+    """
+    accepted: dict[str, object] = {}
+    for original, value in attributes:
+        name = labels.pushed_name(original)
+        accepted[name] = f"{labels.text(accepted[name])};{labels.text(value)}" if name in accepted else value
+    return accepted
+
+
+def place_of(header: Header) -> Place:
+    """Return the place of torchobs' own items of an incarnation: its resource, with the semantic conventions' names.
+
+    Attributes from ``OTEL_RESOURCE_ATTRIBUTES``, and Kubernetes' attributes, keep their names where Prometheus accepts them.
+    """
+    job_name, run_id, rank = labels.identity(header.resource)
+    rest = {name: value for name, value in header.resource.items() if name not in _LEFT_OUT}
+    namespaced = {f"{SCOPE}.{name}": rest.pop(name) for name in _NAMESPACED if name in rest}
+    conventional = {convention: rest.pop(name) for name, convention in _CONVENTIONS.items() if name in rest}
+    fixed = {
+        "service.name": job_name,
+        "service.instance.id": header.incarnation.hex(),
+        "process.pid": header.pid,
+        "telemetry.sdk.name": SCOPE,
+        "telemetry.sdk.language": "python",
+    }
+    resource = Resource(attributes=pairs({**accepted_names(rest.items()), **namespaced, **conventional, **fixed}))
+    version = labels.text(header.resource.get("torchobs_version", ""))
+    return Place(resource, _scope(SCOPE, version), owner=f"job {job_name}, run {run_id}, rank {rank}")
+
+
+def _exporter_place(service: str, instance: str, more: Mapping[str, object]) -> Place:
+    """Return the place of what the exporter measures itself."""
+    attributes = {
+        "service.name": service,
+        "service.instance.id": instance,
+        "host.name": socket.gethostname(),
+        "telemetry.sdk.name": SCOPE,
+        "telemetry.sdk.language": "python",
+        "telemetry.sdk.version": __version__,
+    }
+    return Place(Resource(attributes=pairs({**attributes, **more})), _scope(SCOPE, __version__), owner=service)
+
+
+def _scope(name: str, version: str, attributes: Mapping[str, object] | None = None) -> InstrumentationScope:
+    return InstrumentationScope(name=encodable(name), version=encodable(version), attributes=pairs(attributes or {}))
+
+
+def key_of(rank: Rank) -> Key:
+    """Return the key of a rank's streams."""
+    return rank.incarnation, rank.rank
+
+
+class _Stream:
+    """One series and the value that was last sent."""
+
+    __slots__ = (
+        "_attributes", "_has_sum", "_is_older", "_place", "_previous", "_since_ns", "is_open", "metric", "series", "survives",
+    )  # fmt: skip
+
+    def __init__(self, series: Series, place: Place, attributes: Mapping[str, object], *, delta: bool, is_older: bool) -> None:
+        """``is_older``: an earlier exporter may have sent what the series counted so far."""
+        self.series, self._place, self._is_older = series, place, is_older
+        is_unnamed = prometheus_name(series.name, series.unit, series.kind) == UNNAMED  # which Prometheus would refuse
+        name, has_delta = UNNAMED if is_unnamed else series.name, delta and cumulative(series.kind)
+        self.metric = MetricKey(name, series.kind, series.unit, series.brief, has_delta)
+        described = BY_NAME.get(series.name) if series.scope is None else None
+        self.survives = cumulative(series.kind) or (described is not None and described.survives)
+        self.is_open = False
+        """whether the last point sent has a value, which receivers keep until a point ends the series"""
+        self._attributes = pairs(attributes)
+        self._has_sum = True
+        self._previous: Value | None = None
+        self._since_ns = 0
+
+    def point(self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]) -> Iterator[Item]:
+        """Yield the point of a value counted since ``start_ns``, if there is one; ``recent``: exemplars by bucket."""
+        if isinstance(value, Distribution):
+            # a histogram that has observed negative values has a sum that is not monotonic, and OTLP forbids it then
+            self._has_sum = value.least is None or value.least >= 0
+        if self.metric.delta:
+            start_ns = min(self._since_ns or start_ns, at_ns)  # a wall clock set back must not give a start after the end
+            grown = None if self._is_older else _grown(value, self._previous)
+            self._previous, self._since_ns, self._is_older = value, at_ns, False
+            if grown is None:
+                return
+            value = grown
+        else:
+            self.is_open = True
+        yield Item(self._place, self._message(value, start_ns, at_ns, recent), self.metric)
+
+    def end(self, at_ns: int) -> Item:
+        """Return the point that ends the series (*no recorded value*)."""
+        self.is_open = False
+        if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends only the buckets and the sum that the point has
+            nothing = Distribution((0,) * (len(self.series.bounds) + 1), 0.0, None, None)
+            point = self._message(nothing, 0, at_ns, {})
+        else:
+            point = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
+        point.flags = _NO_VALUE
+        return Item(self._place, point, self.metric)
+
+    def _message(
+        self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]
+    ) -> HistogramDataPoint | NumberDataPoint:
+        if not isinstance(value, Distribution):
+            number = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
+            if self.series.kind is not Kind.GAUGE:
+                number.start_time_unix_nano = start_ns
+            if isinstance(value, int) and abs(value) < _INT64:
+                number.as_int = value
+            else:
+                number.as_double = value
+            return number
+        return HistogramDataPoint(
+            attributes=self._attributes,
+            start_time_unix_nano=start_ns,
+            time_unix_nano=at_ns,
+            count=sum(value.counts),
+            sum=value.sum if self._has_sum else None,
+            bucket_counts=value.counts,
+            explicit_bounds=self.series.bounds,
+            min=value.least,
+            max=value.greatest,
+            exemplars=[
+                ExemplarMessage(
+                    filtered_attributes=pairs({"step": exemplar.step}),
+                    time_unix_nano=exemplar.at_ns,
+                    as_double=exemplar.value,
+                    span_id=bytes.fromhex(exemplar.span_id),
+                    trace_id=bytes.fromhex(exemplar.trace_id),
+                )
+                for index, exemplar in recent.items()
+                if value.counts[index] and exemplar.at_ns >= start_ns  # its bucket has grown since
+            ],
+        )
+
+
+def _grown(value: Value, previous: Value | None) -> Value | None:
+    """Return the increase of a value; ``None`` if there is none and the value was sent before."""
+    if isinstance(value, Distribution) and isinstance(previous, Distribution):
+        if value.counts == previous.counts:
+            return None
+        counts = tuple(now - then for now, then in zip(value.counts, previous.counts, strict=True))
+        # only totals are counted: of the interval, the least (greatest) is clear only if it is a new one of the whole run
+        least = value.least if value.least != previous.least else None
+        greatest = value.greatest if value.greatest != previous.greatest else None
+        return Distribution(counts, value.sum - previous.sum, least, greatest)
+    if isinstance(value, Distribution) or isinstance(previous, Distribution) or previous is None:
+        return value
+    return value - previous or None
+
+
+class _Source:
+    """The streams of one resource: a rank's incarnation, the host, or the exporter itself."""
+
+    def __init__(
+        self, place: Place, identity: Mapping[str, str], born_ns: int, limit: int, *, is_older: bool, delta: bool
+    ) -> None:
+        """``is_older``: it counted before this exporter started, and an earlier one may have sent that."""
+        self._identity, self._born_ns, self._limit = identity, born_ns, limit
+        self._is_older, self._delta = is_older, delta
+        self._streams: dict[Series, _Stream | None] = {}
+        self._sampled: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
+        self._places: dict[Scope | None, Place] = {None: place}
+        self._taken: set[tuple[Scope | None, str, str]] = set()
+        self._up = False
+
+    def collect(
+        self, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
+        recent: Shown = NONE, up: bool = True,
+    ) -> Iterator[Item]:  # fmt: skip
+        """Yield the points of all series that have a value, and end the streams of those that have none any more.
+
+        ``recent``: the rank's exemplars. A gauge of a rank that has just ended gets both points: its last value, which may not
+        have been sent yet, and its end.
+        """
+        at_ns = max(at_ns, self._born_ns)  # the wall clock may have been set back
+        valued: set[_Stream] = set()
+        has_just_ended, self._up = self._up and not up, up
+        for series, value in (*points, *self._as_series(samples)):
+            if series not in self._streams:
+                if _is_quiet(series, value):
+                    continue  # what it counts first is exact all the same: a point says since when it counts
+                self._streams[series] = self._open(series)
+            stream = self._streams[series]
+            if stream is None:
+                continue
+            if up or stream.survives:
+                valued.add(stream)
+                yield from stream.point(value, self._born_ns, at_ns, exemplars.of(series, recent))
+            elif has_just_ended:
+                yield from stream.point(value, self._born_ns, at_ns - _BEFORE_NS, {})
+        yield from self.end(at_ns, valued)
+        self._is_older = False
+
+    def end(self, at_ns: int, valued: Collection[_Stream] = ()) -> Iterator[Item]:
+        """End all streams except those that have a value."""
+        at_ns = max(at_ns, self._born_ns)
+        streams = filter(None, self._streams.values())
+        return (stream.end(at_ns) for stream in streams if stream.is_open and stream not in valued)
+
+    def _as_series(self, samples: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
+        for metric, attributes, value in samples:
+            key = metric.name, tuple(sorted(attributes.items()))
+            series = self._sampled.get(key)
+            if series is None:
+                series = Series(metric.name, metric.kind, metric.unit, metric.brief, key[1], (), ValueType.FLOAT, -1, -1)
+                self._sampled[key] = series
+            yield series, int(value) if metric.integer else value
+
+    def _open(self, series: Series) -> _Stream | None:
+        """Return a new stream; ``None`` beyond the limit, and for a series that repeats another's name.
+
+        OpenTelemetry's names of the machine's metrics are free for an application's as well; torchobs' own are not.
+        """
+        scope, is_sample = series.scope, series.block < 0  # the attributes of a sample are labels already
+        is_ours = scope is not None and series.name in BY_NAME and not series.name.startswith("system.")
+        if len(self._taken) >= self._limit or is_ours:
+            return None
+        labelled = dict(series.attributes) if is_sample else accepted_names(series.attributes)
+        attributes = {**labelled, **self._identity}
+        key = scope, series.name, repr(attributes)
+        if key in self._taken:
+            return None
+        self._taken.add(key)
+        if scope is not None and scope not in self._places:
+            self._places[scope] = self._places[None].of_scope(*scope[:3], dict(scope.attributes))
+        return _Stream(series, self._places[scope], attributes, delta=self._delta, is_older=self._is_older)
+
+
+def _is_quiet(series: Series, value: Value) -> bool:
+    """Return whether a series says nothing yet (:class:`~torchobs.catalog.Metric`)."""
+    described = BY_NAME.get(series.name) if series.scope is None else None
+    return described is not None and described.quiet is not None and value == described.quiet
+
+
+class Metrics:
+    """The data points of all ranks, of the machine, and of the exporter itself."""
+
+    def __init__(self, *, delta: bool, series_limit: int, born_ns: int) -> None:
+        """``born_ns``: start of the exporter, Unix ns."""
+        self._delta, self._limit, self._born_ns = delta, series_limit, born_ns
+        self._sources: dict[Key, _Source] = {}
+        self._collected: set[str] = set()
+        """incarnations with metrics collected so far: one may return, or change its label, after its source was deleted"""
+        more = {"service.version": __version__, "process.pid": os.getpid()}
+        place = _exporter_place("torchobs-exporter", str(uuid.uuid4()), more)
+        self._exporter = self._source(place, {}, born_ns, is_older=False)
+        self._host: _Source | None = None
+
+    def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
+        """Return the ranks that have not been collected yet."""
+        return [rank for rank in ranks if key_of(rank) not in self._sources]
+
+    def gone(self, ranks: Iterable[Rank]) -> list[Key]:
+        """Return the keys that were collected before and are not among ``ranks``."""
+        return [*self._sources.keys() - {key_of(rank) for rank in ranks}]
+
+    def collect(
+        self, ranks: Iterable[Rank], gone: Iterable[Key], at_ns: int, scrape: ScrapeInput | None = None
+    ) -> Iterator[Item]:
+        """Yield the points of ``ranks``, the ends of ``gone``, and the exporter's and the machine's points (``scrape``)."""
+        for rank in ranks:
+            try:
+                yield from [*self._of_rank(rank, at_ns)]
+            except READ_ERRORS as problem:
+                _log.warning("OTLP: metrics of rank %s cannot be made: %s", rank.rank, problem)
+        for key in gone:
+            yield from self._sources.pop(key).end(at_ns)
+        if scrape is not None:
+            yield from self._exporter.collect((), exporter_metrics.of_exporter(scrape, {}), at_ns)
+            if scrape.host is not None:
+                yield from self._of_host(scrape.host, at_ns)
+
+    def _of_host(self, host: HostFacts, at_ns: int) -> Iterator[Item]:
+        if self._host is None:  # in Prometheus with a ``job`` of its own, and the host name as ``instance``
+            place = _exporter_place("torchobs-host", socket.gethostname(), {"os.type": "linux"})
+            self._host = self._source(place, {}, host.booted_ns or self._born_ns, is_older=True)  # it counts since boot
+        return self._host.collect((), host.said, at_ns)
+
+    def _of_rank(self, rank: Rank, at_ns: int) -> Iterator[Item]:
+        source = self._sources.get(key_of(rank))
+        if source is None:
+            header = rank.view.header
+            identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
+            is_older = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
+            source = self._sources[key_of(rank)] = self._source(place_of(header), identity, header.wall_ns, is_older=is_older)
+        self._collected.add(rank.incarnation)
+        samples = exporter_metrics.of_rank(rank)
+        return source.collect(rank.view.points, samples, at_ns, recent=rank.exemplars, up=rank.up)
+
+    def _source(self, place: Place, identity: Mapping[str, str], born_ns: int, *, is_older: bool) -> _Source:
+        return _Source(place, identity, born_ns, self._limit, is_older=is_older, delta=self._delta)
+
+
+class Rings:
+    """Reads every rank's event ring, with its own file descriptors: the scanner's belong to its thread. For one thread."""
+
+    def __init__(self, config: ExporterConfig, *, spans: bool, span_events: bool) -> None:
+        """``spans``: they are wanted; ``span_events``: root spans hold torchobs' events."""
+        self._directory = Directory(config)
+        self._spans, self._span_events = spans, spans and span_events
+        self._rings: dict[str, _Ring] = {}
+        self._warnings = RateLimiter(_WARN_EVERY_S)
+
+    def read(self, ranks: Iterable[Rank], wall_ns: int) -> tuple[list[Item], list[Item]]:
+        """Return the spans and the log records that are new since the last call; drop what is kept of all other ranks."""
+        spans: list[Item] = []
+        records: list[Item] = []
+        served = set()
+        for rank in ranks:
+            served.add(rank.incarnation)
+            ring = self._rings.get(rank.incarnation)
+            if ring is None:
+                ring = self._rings[rank.incarnation] = _Ring(rank.view.header, spans=self._spans, span_events=self._span_events)
+            for payload in self._fresh(ring, rank, wall_ns):
+                with _left_out(rank):
+                    ring.add(payload, wall_ns, spans, records)
+            if not rank.up:
+                with _left_out(rank):
+                    spans += ring.finish(rank.reason, rank.view.live.heartbeat_ns)
+        self._keep(served)
+        return spans, records
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        self._keep(())
+        self._directory.close()
+
+    def _keep(self, incarnations: Collection[str]) -> None:
+        for incarnation in self._rings.keys() - set(incarnations):
+            self._rings.pop(incarnation).close()
+
+    def _fresh(self, ring: _Ring, rank: Rank, wall_ns: int) -> list[bytes]:
+        """Return what was written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
+        if rank.view.live.event_head == ring.head:
+            return []
+        try:
+            self._directory.names(wall_ns)
+            payloads = ring.read(self._directory)
+        except READ_ERRORS as problem:
+            ring.close()
+            _log.warning("OTLP: events of rank %s cannot be read: %s", rank.rank, problem)
+            return []
+        is_first, ring.head = not ring.head, rank.view.live.event_head
+        if ring.tail.missed and not is_first and self._warnings.take(time.monotonic()):  # at first, another may have read it
+            _log.warning("OTLP: rank %s writes more spans and events than its ring holds between two looks", rank.rank)
+        return payloads
+
+
+@contextmanager
+def _left_out(rank: Rank) -> Iterator[None]:
+    """Leave out, and log, a frame of which no message can be made: its application has given it a time that is no integer."""
+    try:
+        yield
+    except READ_ERRORS as problem:
+        _log.warning("OTLP: a span or an event of rank %s cannot be sent: %r", rank.rank, problem)
+
+
+class _Ring:
+    """The ring of one incarnation: its file, the root span that is open, and the events since it began."""
+
+    def __init__(self, header: Header, *, spans: bool, span_events: bool) -> None:
+        self.tail, self.head = Tail(header.regions[Region.EVENTS].length, header.seed), 0
+        """``head``: the end of the ring as it was read last"""
+        self._header, self._ids = header, SpanIds(header)
+        self._spans, self._span_events = spans, span_events
+        self._place = place_of(header)
+        self._places: dict[str, Place] = {}
+        """of the application's spans, by their scopes"""
+        self._file: FlightFile | None = None
+        self._root: Frame | None = None
+        """the root span that is open"""
+        self._root_ids: SpanId = self._ids.run
+        self._flags = _SAMPLED
+        self._events: deque[Span.Event] = deque()
+        self._dropped_events = 0
+
+    def read(self, directory: Directory) -> list[bytes]:
+        """Return the new payloads. Raises ``READ_ERRORS``."""
+        name = file_name(self._header)
+        if self._file is None:
+            self._file = reader.open_file(directory.fd, name, directory.owner)
+            if self._file.header != self._header:
+                raise ValueError("another file has its name")
+        else:
+            self._file.follow(directory.fd, name)
+        return self._file.fresh_events(self.tail, self._file.live().event_head)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def add(self, payload: bytes, wall_ns: int, spans: list[Item], records: list[Item]) -> None:
+        """Add the span or the record of a frame, as far as it has one; ``wall_ns``: when it was read, Unix ns."""
+        frame: Frame = json.loads(payload)
+        kind = frame["k"]
+        is_root = kind in {"span", "span_start"} and frame["name"] in _ROOTS and _is_ours(frame)
+        if is_root:
+            self._flags, self._root_ids = frame["flags"] & _SAMPLED, SpanId(frame["trace_id"], frame["span_id"])
+            self._root = frame if kind == "span_start" else None
+        if kind == "span":
+            spans += self._span(frame, *(self._events_until(frame["t1"]) if is_root else ()))
+        record = self._event(frame) if kind == "event" else self._checkpoint(frame) if kind == "span" else None
+        if record is not None:
+            uid = uuid.UUID(bytes=blake2b(self._header.incarnation + payload, digest_size=16).digest())
+            record.attributes.extend(pairs({"log.record.uid": str(uid)}))
+            record.observed_time_unix_nano = wall_ns
+            records.append(Item(self._place, record))
+
+    def finish(self, reason: str, heartbeat_ns: int | None) -> list[Item]:
+        """Return the root span if it is open, as ended at the last heartbeat (CLOCK_MONOTONIC)."""
+        root, self._root = self._root, None
+        if root is None:
+            return []
+        end_ns = max(self._wall_ns(heartbeat_ns or self._header.monotonic_ns), root["t0"])
+        ended: Frame = {"status": "error", "description": f"the rank ended before it: {reason}"}
+        if reason == "finished":
+            ended = {"status": "unset"}
+        return self._span(root | ended | {"t1": end_ns, "attrs": root["attrs"] | {"reason": reason}}, *self._events_until(None))
+
+    def _wall_ns(self, monotonic_ns: int) -> int:
+        return monotonic_ns - self._header.monotonic_ns + self._header.wall_ns
+
+    def _events_until(self, until_ns: int | None) -> tuple[list[Span.Event], int]:
+        """Take the events until the end of a root span (``None``: all), and the number of those that were dropped."""
+        events = []
+        while self._events and (until_ns is None or self._events[0].time_unix_nano <= until_ns):
+            events.append(self._events.popleft())
+        dropped, self._dropped_events = self._dropped_events, 0
+        return events, dropped
+
+    def _event(self, frame: Frame) -> LogRecord | None:
+        """Return the record of an event, and keep it for the end of the root span."""
+        name, details, step = frame["name"], frame["attrs"], frame.get("step")
+        if name == catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
+            return None
+        event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, details)
+        attributes, ids = namespaced(name, details) if event else details, self._root_ids
+        if step is not None:
+            attributes, details, ids = {**attributes, STEP: step}, {**details, "step": step}, self._ids.step(step)
+        at_ns = self._wall_ns(frame["t"])
+        if self._span_events:
+            self._events.append(Span.Event(name=name, attributes=pairs(attributes), time_unix_nano=at_ns))
+            if len(self._events) > MOST_EVENTS:
+                self._events.popleft()
+                self._dropped_events += 1
+        sentence = event.brief.partition(". ")[0].partition(": ")[0].rstrip(".") if event else name
+        record = _record(name, severity, sentence, details, attributes)
+        record.time_unix_nano, record.flags = at_ns, self._flags
+        record.trace_id, record.span_id = map(bytes.fromhex, ids)
+        return record
+
+    def _checkpoint(self, frame: Frame) -> LogRecord | None:
+        """Return the record of a save that succeeded; one that failed has an event."""
+        name = frame["name"]
+        if name != catalog.SPAN_CHECKPOINT.name or not _is_ours(frame) or frame["status"] == "error":
+            return None
+        details = {"duration_s": (frame["t1"] - frame["t0"]) / 1e9, **frame["attrs"]}
+        record = _record(name, Severity.INFO, "A checkpoint was saved", details, namespaced(name, details))
+        record.time_unix_nano, record.flags = frame["t1"], frame["flags"] & _SAMPLED
+        record.trace_id, record.span_id = bytes.fromhex(frame["trace_id"]), bytes.fromhex(frame["span_id"])
+        return record
+
+    def _span(self, frame: Frame, events: Iterable[Span.Event] = (), dropped_events: int = 0) -> list[Item]:
+        """Return the span of a frame; none if its trace is not sampled. ``events``: of a root, besides its own."""
+        if not self._spans or not frame["flags"] & _SAMPLED:
+            return []
+        name, version, schema_url, attributes = frame["scope"]
+        place, key = self._place, json.dumps(frame["scope"])
+        if name != SCOPE or version:
+            if key not in self._places:
+                self._places[key] = self._place.of_scope(name, version or "", schema_url or "", attributes or {})
+            place = self._places[key]
+        return [Item(place, _span(frame, events, dropped_events))]
+
+
+def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object]:
+    """Return the attributes of a span or event of the catalog by their names in OTLP.
+
+    That is the name of the semantic conventions where there is one, else one in the namespace of the span or event.
+    """
+    return {
+        _RENAMED.get(key) or (key if _CONVENTIONAL.match(key) else f"{owner}.{key}"): value for key, value in attributes.items()
+    }
+
+
+def _span(frame: Frame, root_events: Iterable[Span.Event], root_dropped: int) -> Span:
+    name, attributes, parent = frame["name"], frame["attrs"], frame.get("parent", "")
+    if _is_ours(frame) and name in _SPANS:
+        attributes = namespaced(name, attributes)
+    if cut := frame.get("cut"):
+        attributes = {**attributes, "torchobs.cut": cut}
+    dropped_attributes, dropped_events, dropped_links = frame.get("dropped", (0, 0, 0))
+    flags = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK | (frame["flags"] & _FLAGS)
+    if frame.get("remote"):
+        flags |= SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
+    own_events = (
+        Span.Event(time_unix_nano=at_ns, name=event, attributes=pairs(values), dropped_attributes_count=dropped)
+        for at_ns, event, values, dropped in frame.get("events", ())
+    )
+    return Span(
+        trace_id=bytes.fromhex(frame["trace_id"]),
+        span_id=bytes.fromhex(frame["span_id"]),
+        parent_span_id=bytes.fromhex(parent),
+        trace_state=frame.get("state", ""),
+        flags=flags,
+        name=name,
+        kind=_KINDS[frame["kind"]],
+        start_time_unix_nano=frame["t0"],
+        end_time_unix_nano=frame["t1"],
+        attributes=pairs(attributes),
+        dropped_attributes_count=dropped_attributes,
+        events=[*root_events, *own_events],
+        dropped_events_count=dropped_events + root_dropped,
+        links=[
+            Span.Link(
+                trace_id=bytes.fromhex(trace_id),
+                span_id=bytes.fromhex(span_id),
+                trace_state=state,
+                flags=link_flags & _FLAGS,
+                attributes=pairs(values),
+                dropped_attributes_count=dropped,
+            )
+            for trace_id, span_id, link_flags, state, values, dropped in frame.get("links", ())
+        ],
+        dropped_links_count=dropped_links,
+        status=Status(code=_STATUSES[frame["status"]], message=frame.get("description", "")),
+    )
+
+
+def _is_ours(frame: Frame) -> bool:
+    """Return whether a span is torchobs' own, so that the catalog describes its attributes."""
+    return bool(frame["scope"][0] == SCOPE)
+
+
+def _record(
+    name: str, severity: Severity, sentence: str, details: Mapping[str, object], attributes: Mapping[str, object]
+) -> LogRecord:
+    """Return a record whose body is a sentence: what happened, and the details, sizes and durations with their units."""
+    values = {key: with_unit(name, key, value) or labels.text(value) for key, value in details.items()}
+    words = ", ".join(f"{labels.text(key)} {value}" for key, value in values.items())
+    word, number = _SEVERITIES[severity]
+    return LogRecord(
+        event_name=name,
+        severity_text=word,
+        severity_number=number,
+        body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
+        attributes=pairs(attributes),
+    )
