@@ -24,9 +24,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tests.rank_files import BORN_WALL_NS, Clock, S
 from tests.support import free_port, wait_until
-from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.config import SIGNALS, ExporterConfig, PushConfig, PushTarget
 from torchobs.exporter.exporter_metrics import PushCounts, ScrapeInput
-from torchobs.exporter.otlp.options import SIGNALS, PushConfig, PushTarget
 from torchobs.exporter.otlp.push import Clock as PushClock
 from torchobs.exporter.otlp.push import Push
 from torchobs.ranks.scanner import Scanner

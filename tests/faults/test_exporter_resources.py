@@ -31,8 +31,7 @@ from tests.support import clean_environment, wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter import daemon
-from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.otlp.options import PushConfig
+from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.series import Scope
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER

@@ -26,11 +26,10 @@ from torchobs.catalog import HOST_COLLECTORS, Kind, Metric
 from torchobs.cli.exporter import parser
 from torchobs.exporter import daemon
 from torchobs.exporter import host as host_module
-from torchobs.exporter.config import ExporterConfig, parse
+from torchobs.exporter.config import ExporterConfig, PushConfig, parse
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
-from torchobs.exporter.otlp.options import PushConfig
 from torchobs.exporter.otlp.source import Item, Metrics
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import END, Style, pieces

@@ -16,7 +16,7 @@ from tests.otlp import NO_VALUE, Fast, Pushing, Receiver, attributes, only_metri
 from tests.rank_files import BORN_WALL_NS, File
 from tests.support import wait_until
 from torchobs.catalog import Kind, Metric
-from torchobs.exporter.otlp.options import PushConfig
+from torchobs.exporter.config import PushConfig
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.format.series import Scope

@@ -23,8 +23,7 @@ from tests.rank_files import begin_run, live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
 from torchobs.catalog import BY_NAME, Kind
-from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, address_of
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution

@@ -13,7 +13,7 @@ from tests.otlp import Pushing, Receiver, attributes, records, spans, to
 from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.exporter.otlp.options import PushConfig
+from torchobs.exporter.config import PushConfig
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 

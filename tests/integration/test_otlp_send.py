@@ -30,8 +30,7 @@ from tests.rank_files import File, live_rank, live_span, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import certify
 from torchobs.catalog import Kind, Metric
-from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
 from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http
 from torchobs.flight.format.series import Scope
 

@@ -27,8 +27,7 @@ from tests.ui import Parsed
 from torchobs import catalog
 from torchobs.cli import dispatch
 from torchobs.diagnosis import choose
-from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.otlp.options import PushConfig
+from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.documents import encode_history
 from torchobs.report.markdown import markdown
 from torchobs.report.page import page

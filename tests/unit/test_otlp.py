@@ -15,8 +15,9 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from urllib3 import HTTPResponse
 
 from tests.otlp import Fast
-from torchobs.exporter.otlp import options, source
-from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.exporter import config
+from torchobs.exporter.config import PushConfig, PushTarget
+from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
 from torchobs.exporter.otlp.send import Outcome, _retry_after_s
 from torchobs.exporter.otlp.source import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
@@ -26,7 +27,7 @@ BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 def parsed(environ: dict[str, str], **given: str) -> PushConfig:
     """The configuration, which must be without problems."""
-    found, problems = options.parse({f"otlp_{name}": [text] for name, text in given.items()}, environ)
+    found, problems = config.parse_push({f"otlp_{name}": [text] for name, text in given.items()}, environ)
     assert problems == ()
     assert found is not None
     return found
@@ -47,7 +48,7 @@ def parsed(environ: dict[str, str], **given: str) -> PushConfig:
 )
 def test_without_an_endpoint_nothing_is_pushed(environ: dict[str, str]) -> None:
     """Nor with the SDK disabled, nor with none for every signal."""
-    assert options.parse({}, environ) == (None, ())
+    assert config.parse_push({}, environ) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -106,10 +107,10 @@ def test_span_events_may_be_switched_off(text: str, wanted: bool) -> None:  # no
         assert parsed({BASE: "http://c:1"}, span_events=text).span_events is wanted
 
 
-@pytest.mark.parametrize("signal", options.SIGNALS)
+@pytest.mark.parametrize("signal", config.SIGNALS)
 def test_one_signal_may_be_pushed_alone(signal: str) -> None:
     """By the others' exporters being none or prometheus, or by having the only endpoint."""
-    others = (f"OTEL_{other.upper()}_EXPORTER" for other in options.SIGNALS if other != signal)
+    others = (f"OTEL_{other.upper()}_EXPORTER" for other in config.SIGNALS if other != signal)
     for environ in (
         {BASE: "http://c:1", **dict.fromkeys(others, "prometheus,console")},
         {f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT": "http://c:1"},
@@ -135,7 +136,7 @@ def test_one_signal_may_be_pushed_alone(signal: str) -> None:
 )
 def test_what_is_not_allowed_is_told_and_left_out(name: str, text: str) -> None:
     """The push goes on with the rest."""
-    found, (problem, *_) = options.parse({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1", name: text})
+    found, (problem, *_) = config.parse_push({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1", name: text})
     assert found is not None
     assert problem.startswith(f"{name}='{text}': expected ")
 
@@ -143,7 +144,7 @@ def test_what_is_not_allowed_is_told_and_left_out(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", ["secret", "a b=secret", "a=secret\n", "a=secret%0d%0aHost: x", "=secret"])
 def test_a_header_s_value_is_never_repeated(text: str) -> None:
     """It may be a key; and none can forge another."""
-    found, problems = options.parse({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
+    found, problems = config.parse_push({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
     if text.endswith("\n"):  # what stands around it is taken off
         assert problems == ()
         return
@@ -156,7 +157,7 @@ def test_a_header_s_value_is_never_repeated(text: str) -> None:
 @pytest.mark.parametrize("user", ["user:secret", ":secret"])
 def test_a_password_in_the_address_is_refused(user: str) -> None:
     """It would be on the log; one without a user was taken, and never sent."""
-    found, (problem,) = options.parse({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
+    found, (problem,) = config.parse_push({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
     assert found is None
     assert "secret" not in problem
 

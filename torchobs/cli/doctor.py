@@ -33,7 +33,6 @@ from torchobs.config import settings
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.exporter import config
-from torchobs.exporter.otlp import options as otlp
 from torchobs.flight.files import create, location
 from torchobs.node import announcement
 
@@ -416,7 +415,7 @@ def _ready(url: str) -> int | str:
 
 def otlp_endpoint(environ: Mapping[str, str]) -> Iterator[Check]:
     """Yield whether something listens where the exporter is to push to."""
-    push, _ = otlp.parse({}, environ)
+    push, _ = config.parse_push({}, environ)
     places = {urlsplit(target.url)[:2] for _, target in push.targets()} if push is not None else set()
     for scheme, place in sorted(places):
         parts = urlsplit(f"//{place}")

@@ -1,11 +1,17 @@
-"""Configuration of the exporter: one table of options for the command line, the environment and the tests."""
+"""Configuration of the exporter and of its OTLP push: tables of options for the command line, the environment and the tests.
+
+An invalid value is ignored and reported as a problem; the exporter runs without it. A header of the push may be a secret, and
+is never part of a message.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config import option_types as kinds
@@ -15,8 +21,9 @@ from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, va
 from torchobs.exporter import log_format
 from torchobs.exporter.http import unix_socket
 from torchobs.exporter.http.unix_socket import UnixAddress, unix_address_of
-from torchobs.exporter.otlp import options as otlp
-from torchobs.exporter.otlp.options import PushConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Mode = Literal["sidecar", "node"]
 
@@ -30,6 +37,48 @@ _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
 _RESERVED = ("/api/", "/live/")
+
+SIGNALS = ("metrics", "traces", "logs")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")
+
+
+@dataclass(frozen=True, slots=True)
+class PushTarget:
+    """Endpoint and transport settings of one signal of the push."""
+
+    url: str
+    protocol: str = "http/protobuf"
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    timeout_s: float = 10.0
+    gzip: bool = False
+    certificate: str | None = None
+    client_certificate: str | None = None
+    client_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushConfig:
+    """Configuration of the push. A signal's target is ``None`` if it is not pushed."""
+
+    metrics: PushTarget | None = None
+    traces: PushTarget | None = None
+    logs: PushTarget | None = None
+    interval_s: float = 60.0
+    """between two pushes of all metrics"""
+    span_delay_s: float = 5.0
+    """longest time between a span's end and its reading from the rank's file"""
+    span_events: bool = True
+    """events are also sent as span events of the run's span"""
+    delta: bool = False
+    queue_bytes: int = 8 * 1024**2
+    """of each signal"""
+
+    def targets(self) -> Iterator[tuple[str, PushTarget]]:
+        """Yield the name and the target of each signal that is pushed."""
+        for signal, target in zip(SIGNALS, (self.metrics, self.traces, self.logs), strict=True):
+            if target is not None:
+                yield signal, target
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +175,38 @@ def _collectors(text: str) -> tuple[str, ...]:
     if not named <= set(HOST_COLLECTORS):
         raise ValueError(text)
     return tuple(name for name in HOST_COLLECTORS if name in named)
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc or parts.fragment or parts.port == 0:
+        raise ValueError(text)
+    if not _HEADER_VALUE.fullmatch(text) or " " in text:
+        raise ValueError(text)
+    return text
+
+
+def _headers(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = item.partition("=")
+        pair = unquote(name.strip()), unquote(value.strip())
+        if not equals or not _HEADER_NAME.fullmatch(pair[0]) or not _HEADER_VALUE.fullmatch(pair[1]):
+            raise ValueError("a header")
+        pairs.append(pair)
+    return tuple(pairs)
+
+
+def _seconds(text: str) -> float:
+    if (seconds := kinds.duration_s(text)) <= 0:
+        raise ValueError(text)
+    return seconds
+
+
+def _one_of(values: Mapping[str, object]) -> ValueKind:
+    """Return the type of one of these words, with the value of each."""
+    word = kinds.one_of(*values)
+    return word._replace(parse=lambda text: values[cast("str", word.parse(text))])
 
 
 _ALL = "all"
@@ -237,7 +318,68 @@ OPTIONS = tuple(map(with_exporter_variable, (
     Option("log_level", kinds.one_of(*log_format.LEVELS), "The least severe lines to log.", "info", flag="--log.level"),
     Option("log_format", kinds.one_of(*log_format.FORMATS), "How to write them.", "logfmt", flag="--log.format"),
 )))  # fmt: skip
-EVERY_OPTION = (*OPTIONS, *otlp.OPTIONS)
+
+_URL = ValueKind("a URL such as http://collector:4318, without user and password", _url)
+_HEADERS = ValueKind("name=value,name=value with percent-encoded values", _headers)
+_SECONDS = ValueKind("a duration such as 10s or 1m", _seconds)
+_MILLISECONDS = ValueKind("milliseconds, at least 1", lambda text: cast("int", kinds.integer(1).parse(text)) / 1000)
+_PROTOCOL = kinds.one_of("http/protobuf", "grpc")
+_COMPRESSION = _one_of({"none": False, "gzip": True})
+_TEMPORALITY = _one_of({"cumulative": False, "delta": True, "lowmemory": True})
+_EXPORTER = ValueKind(
+    "otlp or none", lambda text: "otlp" in {word.strip() for word in text.lower().split(",")}, ("otlp", "none")
+)
+_DETAILS: dict[ValueKind, dict[str, str]] = {
+    _URL: {"metavar": "URL", "hidden_if": "@"},
+    _HEADERS: {"metavar": "NAME=VALUE,…", "hidden_if": ""},
+    _SECONDS: {"metavar": "DURATION"},
+    _PATH: {"metavar": "FILE"},
+}
+
+
+def _push_option(name: str, kind: ValueKind, brief: str, default: str, variable: str | None = None) -> Option:
+    """Return an option with OpenTelemetry's variable for it: by default ``OTEL_EXPORTER_OTLP_NAME``; in ms if a duration."""
+    variable = f"OTEL_EXPORTER_OTLP_{name.upper()}" if variable is None else variable
+    also = ((variable, _MILLISECONDS if kind is _SECONDS else kind),) if variable else ()
+    details: dict[str, Any] = _DETAILS.get(kind, {})
+    flag = f"--otlp.{name.replace('_', '-')}"
+    return with_exporter_variable(Option(f"otlp_{name}", kind, brief, default, also=also, flag=flag, **details))
+
+
+_HEADERS_BRIEF = "Headers of every request. Everybody on the machine can read an option: for secrets, prefer the variable."
+_INTERVAL_BRIEF = "Between two pushes of all metrics; new ranks and ends are pushed at once."
+_TEMPORALITY_VARIABLE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+
+PUSH_OPTIONS = (
+    _push_option("endpoint", _URL, "Where to push everything; v1/metrics, v1/traces and v1/logs are added.", "nowhere"),
+    _push_option("metrics_endpoint", _URL, "Where to push metrics, as it is.", "--otlp.endpoint"),
+    _push_option("traces_endpoint", _URL, "Where to push spans, as it is.", "--otlp.endpoint"),
+    _push_option("logs_endpoint", _URL, "Where to push events, as log records, as it is.", "--otlp.endpoint"),
+    _push_option("protocol", _PROTOCOL, "grpc needs the extra otlp-grpc.", "http/protobuf"),
+    _push_option("headers", _HEADERS, _HEADERS_BRIEF, "none"),
+    _push_option("compression", _COMPRESSION, "How requests are compressed.", "none"),
+    _push_option("timeout", _SECONDS, "How long a receiver may be silent.", "10s"),
+    _push_option("certificate", _PATH, "Certificates to trust.", "the system's"),
+    _push_option("client_certificate", _PATH, "The exporter's own certificate.", "none"),
+    _push_option("client_key", _PATH, "The key of that certificate.", "none"),
+    _push_option("metrics", _EXPORTER, "none: push no metrics.", "otlp", "OTEL_METRICS_EXPORTER"),
+    _push_option("traces", _EXPORTER, "none: push no spans.", "otlp", "OTEL_TRACES_EXPORTER"),
+    _push_option("logs", _EXPORTER, "none: push no log records.", "otlp", "OTEL_LOGS_EXPORTER"),
+    _push_option("span_events", kinds.BOOLEAN, "Whether events are also sent with the run's span.", "yes", ""),
+    _push_option("interval", _SECONDS, _INTERVAL_BRIEF, "1m", "OTEL_METRIC_EXPORT_INTERVAL"),
+    _push_option(
+        "span_delay", _SECONDS, "How long an ended span may wait before it is pushed.", "5s", "OTEL_BSP_SCHEDULE_DELAY"
+    ),
+    _push_option("temporality", _TEMPORALITY, "What counters and histograms count from.", "cumulative", _TEMPORALITY_VARIABLE),
+)
+EVERY_OPTION = (*OPTIONS, *PUSH_OPTIONS)
+_PUSH_BY_NAME = {option.name.removeprefix("otlp_"): option for option in PUSH_OPTIONS}
+_TARGET_FIELDS = {
+    "protocol": "protocol", "headers": "headers", "timeout_s": "timeout", "gzip": "compression",
+    "certificate": "certificate", "client_certificate": "client_certificate", "client_key": "client_key",
+}  # fmt: skip
+"""Options that can be set for one signal, by a variable with the signal's name in it."""
+_PUSH_FIELDS = {"interval_s": "interval", "span_delay_s": "span_delay", "span_events": "span_events", "delta": "temporality"}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -278,6 +420,46 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
         and (unread & {"listen", "mode"} or any(map(_ADDRESS.search, complaints)))
     ):
         chosen["listen"] = (settings.EXPORTER_ADDRESS,)
-    push, push_problems = otlp.parse(given, environ)
+    push, push_problems = parse_push(given, environ)
     found = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
     return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(found))  # type: ignore[arg-type]  # each option's kind has its field's type
+
+
+def parse_push(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tuple[PushConfig | None, tuple[str, ...]]:
+    """Return the push configuration (``None``: nothing is pushed) and the problems found.
+
+    ``given``: the options' texts by field. A setting for one signal overrides that for all signals, and an option overrides
+    its environment variable.
+    """
+    problems: list[SettingsProblem] = []
+
+    def value(name: str, signal: str = "") -> Any:
+        """Return an option's value, the signal's own if it has one; ``None`` if no source has a valid value."""
+        option = _PUSH_BY_NAME[name]
+        own = [(variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) for variable, kind in option.also if signal]
+        return next(reversed(values_of(option, given.get(option.name, ()), environ, problems, *own)), None)
+
+    def chosen(fields: Mapping[str, str], signal: str = "") -> dict[str, Any]:
+        return {field: setting for field, name in fields.items() if (setting := value(name, signal)) is not None}
+
+    def target(signal: str) -> PushTarget | None:
+        url, base = value(f"{signal}_endpoint"), value("endpoint")
+        if value(signal) is False or not (url or base):
+            return None
+        push_to = PushTarget(url or base, **chosen(_TARGET_FIELDS, signal))
+        if push_to.protocol == "grpc" and find_spec("grpc") is None:
+            lacking = "needs another package: pip install 'torchobs[otlp-grpc]'"
+            problems.append(SettingsProblem("the protocol grpc", None, lacking))
+            return None
+        return push_to if url or push_to.protocol == "grpc" else replace(push_to, url=_join(base, f"v1/{signal}"))
+
+    targets: dict[str, Any] = {signal: target(signal) for signal in SIGNALS}
+    is_disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    push = PushConfig(**targets, **chosen(_PUSH_FIELDS)) if any(targets.values()) and not is_disabled else None
+    return push, tuple(dict.fromkeys(map(str, problems)))  # settings for all signals are resolved once per signal
+
+
+def _join(base: str, path: str) -> str:
+    """Return a base URL with the signal's path appended."""
+    parts = urlsplit(base)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{path}"))

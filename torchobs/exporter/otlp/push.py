@@ -29,9 +29,8 @@ from torchobs.support.rate_limit import RateLimiter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.config import ExporterConfig, PushConfig
     from torchobs.exporter.exporter_metrics import ScrapeInput
-    from torchobs.exporter.otlp.options import PushConfig
     from torchobs.exporter.otlp.send import Outcome, Transport
     from torchobs.exporter.otlp.source import Batch, Item
     from torchobs.ranks.snapshot import Rank

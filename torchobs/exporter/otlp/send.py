@@ -30,7 +30,7 @@ from torchobs.diagnosis.text_format import clean
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-    from torchobs.exporter.otlp.options import PushTarget
+    from torchobs.exporter.config import PushTarget
 
 HTTP_RETRYABLE = frozenset({408, 429, 502, 503, 504})
 """The specification's, and that of a server which ends an idle connection; another error is the request's or its URL's."""
