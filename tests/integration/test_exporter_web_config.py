@@ -200,7 +200,6 @@ def test_a_password_is_compared_once() -> None:
         right, wrong = (f"Basic {base64.b64encode(f'a:{word}'.encode()).decode()}" for word in (PASSWORD, "no"))
         answers = [await passwords.allowed(header, {"a": HASH}) for header in (right, wrong, right, wrong, right)]
         answers.append(await passwords.allowed(right, {"a": HASH.replace("$2b$", "$2y$")}))
-        passwords.close()
         return answers, passwords.compared
 
     assert asyncio.run(ask()) == ([True, False, True, False, True, True], 3)
@@ -221,7 +220,6 @@ def test_guesses_neither_queue_up_nor_push_the_scraper_out() -> None:
             await one(f"{i} later")
         before = passwords.compared
         assert await one(PASSWORD)
-        passwords.close()
         return (
             sum(isinstance(answer, BusyError) for answer in tried),
             sum(answer is True for answer in tried),

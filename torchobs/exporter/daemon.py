@@ -217,7 +217,6 @@ class _Service:
         self._api.close()
         self._snapshots.close()
         self._pages.close()
-        self._web_config.close()
 
 
 def _optional(config: ExporterConfig) -> tuple[Push | None, HostMetrics | None]:

@@ -21,9 +21,8 @@ import logging
 import os
 import re
 import ssl
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import yaml
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 HEALTH = ("/-/healthy", "/-/ready")
 """Paths without authentication: kubelet's probes have no password, and the responses reveal nothing."""
 
-_MOST_BYTES = 1 << 20
 _BCRYPT = re.compile(r"\$2[abxy]\$(0[4-9]|[12]\d|3[01])\$[./A-Za-z0-9]{53}", re.ASCII)
 _HEADERS: dict[str, tuple[str, ...]] = {
     "Content-Security-Policy": (),
@@ -142,8 +140,6 @@ class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse(text: str) -> WebConfig:
     """Return the parsed file. Raises :class:`WebConfigError`; an empty file configures nothing, as in the toolkit."""
-    if len(text) > _MOST_BYTES:
-        raise WebConfigError("the file is larger than 1 MiB")
     try:
         _refuse_duplicate_keys(yaml.compose(text, yaml.SafeLoader))
         content = yaml.safe_load(text)
@@ -154,10 +150,8 @@ def parse(text: str) -> WebConfig:
         raise WebConfigError(f"{at}{getattr(problem, 'problem', None) or 'no YAML'}") from None
     except msgspec.ValidationError as problem:
         raise WebConfigError(str(problem)) from None
-    except ValueError:  # of Python's types for a date in month 13, or for a number of 5,000 digits
-        raise WebConfigError("it has a date or a number that there is not") from None
-    except RecursionError:
-        raise WebConfigError("it is nested too deeply") from None
+    except (ValueError, RecursionError):  # a date in month 13, a number of 5,000 digits, a thousand levels
+        raise WebConfigError("it has a date or a number that there is not, or too many levels") from None
     if wrong := next(iter(_problems(config)), None):
         raise WebConfigError(wrong)
     return config
@@ -194,9 +188,8 @@ def _problems(config: WebConfig) -> Iterable[str]:
 
 
 def _problems_of_tls(tls: Tls) -> Iterable[str]:
-    for field, path in (("cert_file", tls.cert_file), ("key_file", tls.key_file)):
-        if not path:
-            yield f"tls_server_config: {field} is missing"
+    if not tls.cert_file or not tls.key_file:
+        yield f"tls_server_config: {'key_file' if tls.cert_file else 'cert_file'} is missing"
     if tls.client_ca_file and tls.client_auth_type in {"", "NoClientCert"}:
         yield "tls_server_config: client_ca_file without a client_auth_type that verifies"
     if tls.client_auth_type in {"RequireClientCert", "RequireAnyClientCert"}:
@@ -264,7 +257,7 @@ class Passwords:
         self._key = os.urandom(32)
         self._accepted: dict[bytes, None] = {}
         self._refused: dict[bytes, None] = {}
-        self._thread = ThreadPoolExecutor(1, "bcrypt")
+        self._comparing = asyncio.Lock()
         self._waiting = 0
         self.compared = 0
         """number of bcrypt comparisons"""
@@ -285,10 +278,6 @@ class Passwords:
                 del cache[next(iter(cache))]
         return key in self._accepted
 
-    def close(self) -> None:
-        """Stop the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     async def _compare(self, password: bytes, hashed: str) -> bool:
         import bcrypt
 
@@ -297,8 +286,8 @@ class Passwords:
         self._waiting += 1
         self.compared += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, bcrypt.checkpw, password[:_BCRYPT_BYTES], hashed.encode())
+            async with self._comparing:
+                return await asyncio.to_thread(bcrypt.checkpw, password[:_BCRYPT_BYTES], hashed.encode())
         finally:
             self._waiting -= 1
 
@@ -315,13 +304,6 @@ def _credentials(header: str | None) -> tuple[str, bytes] | None:
         return None
 
 
-class _Active(NamedTuple):
-    """The configuration in force. ``context``: of TLS."""
-
-    config: WebConfig
-    context: ssl.SSLContext | None
-
-
 class WebConfigMiddleware:
     """Enforces a web configuration file, if there is one. To be used in one event loop."""
 
@@ -329,38 +311,31 @@ class WebConfigMiddleware:
         self.problem = ""
         """the file's error; empty if there is none"""
         self._path = Path(path) if path is not None else None
-        self._active: _Active | None = None if path is not None else _Active(WebConfig(), None)
+        self._config: WebConfig | None = None if path is not None else WebConfig()
+        """the configuration in force"""
+        self.context: ssl.SSLContext | None = None
+        """for TLS of new connections (``None``: no TLS): another object after every change"""
         self._versions: dict[Path, tuple[int, ...]] = {}
-        self._passwords: Passwords | None = None
-
-    @property
-    def context(self) -> ssl.SSLContext | None:
-        """The TLS context for new connections (``None``: no TLS): another object after every change."""
-        return self._active.context if self._active is not None else None
+        self._passwords = Passwords()
 
     async def reload(self) -> None:
         """Reload the file if it, or a certificate file that it names, has changed."""
-        if self._path is not None:
-            await asyncio.to_thread(self._load, self._path)
+        if self._path is not None and (loaded := await asyncio.to_thread(self._load, self._path)) is not None:
+            self._config, self.context = loaded  # both in one turn of the event loop, so that no request meets one of each
 
     def guard(self, app: ASGIApp) -> ASGIApp:
         """Return the application with authentication and the configured headers."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            active, answer = self._active, None
-            if active is not None:
-                send = _with_headers(active.config, send)
+            config, answer = self._config, None
+            if config is not None and config.headers:
+                send = _with_headers(config.headers, send)
             if scope["path"] not in HEALTH:
-                answer = await self._refusal(active.config if active is not None else None, scope)
-            scope[LET_IN] = answer is None and active is not None and active.config.authenticates
+                answer = await self._refusal(config, scope)
+            scope[LET_IN] = answer is None and config is not None and config.authenticates
             await (answer or app)(scope, receive, send)
 
         return guarded
-
-    def close(self) -> None:
-        """Stop the threads. Idempotent."""
-        if self._passwords is not None:
-            self._passwords.close()
 
     async def _refusal(self, config: WebConfig | None, scope: Scope) -> PlainTextResponse | None:
         if config is None:
@@ -369,7 +344,6 @@ class WebConfigMiddleware:
             )
         if not config.users:
             return None
-        self._passwords = self._passwords or Passwords()
         try:
             if await self._passwords.allowed(Headers(scope=scope).get("authorization"), config.users):
                 return None
@@ -377,9 +351,9 @@ class WebConfigMiddleware:
             return PlainTextResponse("Too many passwords to look at.\n", 503, {"Retry-After": "1"})
         return PlainTextResponse("Unauthorized\n", 401, {"WWW-Authenticate": 'Basic realm="torchobs", charset="UTF-8"'})
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path) -> tuple[WebConfig, ssl.SSLContext | None] | None:
         if self._versions and self._versions == {watched: _version(watched) for watched in self._versions}:
-            return
+            return None
         self._versions = {path: _version(path)}  # before it is read, so that a change meanwhile is noticed
         try:
             config = parse(path.read_text("utf-8"))
@@ -387,16 +361,17 @@ class WebConfigMiddleware:
             if tls is not None:
                 files = [directory / name for name in (tls.cert_file, tls.key_file, tls.client_ca_file) if name]
                 self._versions |= {file: _version(file) for file in files}
-            self._active = _Active(config, server_context(tls, directory) if tls is not None else None)
+            context = server_context(tls, directory) if tls is not None else None
         except (OSError, ValueError) as problem:
             of_system = getattr(problem, "strerror", None) or "it is no UTF-8"
             words = str(problem) if isinstance(problem, WebConfigError) else of_system
-            kept = "the one before stays in force" if self._active is not None else "nothing is served"
+            kept = "the one before stays in force" if self._config is not None else "nothing is served"
             self.problem = f"--web.config.file {path}: {words}; {kept}"
             _log.error("%s", self.problem)
-            return
+            return None
         self.problem = ""
         _log.info("web configuration in force: %s", path, extra={"good_news": True})
+        return config, context
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -408,14 +383,11 @@ def _version(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _with_headers(config: WebConfig, send: Send) -> Send:
-    if not config.headers:
-        return send
-
+def _with_headers(configured: Mapping[str, str], send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            for name, value in config.headers.items():
+            for name, value in configured.items():
                 headers.setdefault(name, value)  # a policy that our own pages set is stricter
         await send(message)
 
