@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchobs.exporter.http import unix_socket
+from torchobs.exporter import unix_socket
 
 
 class Reply(NamedTuple):

@@ -22,8 +22,8 @@ from tests.support import wait_until
 from tests.web_configs import TLS, certify, outdate
 from torchobs.cli import doctor
 from torchobs.exporter import daemon
+from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.http import listeners, server
 
 OK = b"HTTP/1.1 200 OK"
 METRICS = b"torchobs_build_info"
@@ -135,7 +135,7 @@ def test_a_renewal_that_fails_is_tried_again(home: Path, monkeypatch: pytest.Mon
                 return super().dup()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(listeners, "bind", lambda address: Scarce(fileno=bind(address).detach()))
+    monkeypatch.setattr(server, "bind", lambda address: Scarce(fileno=bind(address).detach()))
     before = context(home, None)
     with Service(ExporterConfig(flight_dir=str(home), web_config_file=str(home / "web.yml"))) as exporter:
         certify(shutil.which("openssl") or "", home, "server")

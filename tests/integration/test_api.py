@@ -26,7 +26,7 @@ from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import catalog, debug
 from torchobs.config.settings import PROBES
-from torchobs.exporter import daemon
+from torchobs.exporter import daemon, unix_socket
 from torchobs.exporter.api import artifacts as answers
 from torchobs.exporter.api import commands, openapi
 from torchobs.exporter.api import unix_socket_path as place
@@ -34,7 +34,6 @@ from torchobs.exporter.api.app import Api
 from torchobs.exporter.api.authorization import AccessChannel, Token, access_channel, refusal
 from torchobs.exporter.api.history import Dated, Position
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.http import unix_socket
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight.files import artifacts, control
 from torchobs.flight.files.artifacts import PROFILE, STACKS, named

@@ -26,12 +26,12 @@ from tests.ui import Parsed
 from tests.web_configs import USERS
 from torchobs.config.option_types import Address
 from torchobs.exporter import daemon
+from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import listeners, server
-from torchobs.exporter.http.server import chunked_writes
-from torchobs.exporter.http.unix_socket import UnixAddress, bind_unix
+from torchobs.exporter.http import chunked_writes
 from torchobs.exporter.prometheus.handler import _deadline_s
 from torchobs.exporter.snapshot_cache import DEADLINE_S
+from torchobs.exporter.unix_socket import UnixAddress, bind_unix
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.node.lifetime import ServiceStatus
@@ -46,7 +46,7 @@ SCRAPE = {"X_Prometheus_Scrape_Timeout_Seconds": "10", "User_Agent": "Prometheus
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an exporter ends sooner when its test has, and tries sooner again."""
     monkeypatch.setattr(daemon, "TICK_S", 0.05)
-    monkeypatch.setattr(listeners, "RETRY_S", 0.1)
+    monkeypatch.setattr(server, "RETRY_S", 0.1)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_node_s_exporter_without_any_port_gives_up(
 
 def test_a_sidecar_waits_for_its_port(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves on the other one meanwhile, says what is wrong, and takes it as soon as it is free."""
-    monkeypatch.setattr(listeners, "RETRY_S", 0.1)
+    monkeypatch.setattr(server, "RETRY_S", 0.1)
     blocker = server.bind(address_of("127.0.0.1:0"))
     port = blocker.getsockname()[1]
     addresses = (address_of(f"127.0.0.1:{port}"), address_of("127.0.0.1:0"))

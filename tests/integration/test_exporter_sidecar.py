@@ -19,7 +19,7 @@ from tests.support import clean_environment, wait_until
 from torchobs.config.option_types import Address
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.daemon import serve
-from torchobs.exporter.http.server import bind
+from torchobs.exporter.http import bind
 from torchobs.flight.files import location
 from torchobs.node.lifetime import ServiceStatus
 

@@ -19,9 +19,8 @@ from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until, why_missing
 from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, USERS, certify
-from torchobs.exporter import daemon, web_config
+from torchobs.exporter import access, daemon, web_config
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.http import client_scope
 from torchobs.exporter.web_config import BusyError, Passwords
 
 METRICS = "torchobs_build_info"
@@ -188,7 +187,7 @@ def test_the_page_is_for_this_machine_and_for_who_is_known(
 ) -> None:
     """From elsewhere a password opens it; without any configured it stays shut."""
     served = serve(text)
-    monkeypatch.setattr(client_scope, "is_local", lambda scope: not scope)
+    monkeypatch.setattr(access, "is_local", lambda scope: not scope)
     assert served.get("/", password=PASSWORD).status == status
 
 

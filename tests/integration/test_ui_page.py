@@ -23,8 +23,8 @@ from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.ui import Parsed, Stream, shorten_seconds
 from torchobs import catalog
+from torchobs.exporter import access
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.http import client_scope
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.ui import sse
 from torchobs.exporter.ui import view_model as models
@@ -153,13 +153,13 @@ def test_nonsense_in_a_query_is_the_usual_page(writer: FlightWriter, exporter: S
 )
 def test_whom_the_page_is_shown_to(server: tuple[str, int | None] | None, local: bool) -> None:  # noqa: FBT001  # the table's column
     """To this machine, by the connection's own address."""
-    assert client_scope.is_local({"type": "http", "server": server}) is local
+    assert access.is_local({"type": "http", "server": server}) is local
 
 
 @pytest.mark.parametrize("path", ["/", "/live/stream", "/live/live.js", "/live/live.css"])
 def test_elsewhere_the_page_is_refused(exporter: Service, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In words that say what to do; metrics and health are served."""
-    monkeypatch.setattr(client_scope, "is_local", lambda _: False)
+    monkeypatch.setattr(access, "is_local", lambda _: False)
     answer = exporter.get(path)
     assert answer.status == 403
     assert b"kubectl port-forward" in answer.body

@@ -13,7 +13,7 @@ from torchobs.config import option_types
 from torchobs.config.option_types import Address
 from torchobs.exporter import config
 from torchobs.exporter.config import EVERY_OPTION, ExporterConfig
-from torchobs.exporter.http.unix_socket import UnixAddress
+from torchobs.exporter.unix_socket import UnixAddress
 
 
 @pytest.mark.parametrize(

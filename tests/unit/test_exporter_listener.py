@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from tests.web_configs import certify
-from torchobs.exporter.http.server import retire, serve_on
+from torchobs.exporter.http import retire, serve_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from torchobs.exporter.http.server import HttpProtocol
+    from torchobs.exporter.http import HttpProtocol
 
 APP = PlainTextResponse("page")
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -108,7 +108,7 @@ def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Pa
 
     With TLS one that does not begin its handshake is such a connection.
     """
-    monkeypatch.setattr("torchobs.exporter.http.server.MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("torchobs.exporter.http.MOST_CONNECTIONS", 4)
     context, trust = contexts(certificate) if scheme == "https" else (None, None)
 
     async def outcome() -> tuple[list[bool], bytes]:
@@ -132,7 +132,7 @@ def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Pa
 @pytest.mark.parametrize("requests", [0, 1])
 def test_a_head_that_does_not_come_ends_the_connection(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: of a first request and of a later one; a scraper between two requests is left alone."""
-    monkeypatch.setattr("torchobs.exporter.http.server.HEAD_S", 0.2)
+    monkeypatch.setattr("torchobs.exporter.http.HEAD_S", 0.2)
 
     async def outcome() -> bool:
         server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
@@ -158,7 +158,7 @@ def test_a_head_that_does_not_come_ends_the_connection(requests: int, monkeypatc
 
 def test_a_handshake_that_does_not_come_ends_the_connection(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: nothing of it is left, as of one that a client breaks off, and of garbage."""
-    monkeypatch.setattr("torchobs.exporter.http.server.HEAD_S", 0.2)
+    monkeypatch.setattr("torchobs.exporter.http.HEAD_S", 0.2)
     context, trust = contexts(certificate)
 
     async def ends() -> None:
@@ -185,7 +185,7 @@ def test_a_handshake_that_does_not_come_ends_the_connection(certificate: Path, m
 
 def test_idle_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: where all connections are between two requests, the one that has been so longest is closed."""
-    monkeypatch.setattr("torchobs.exporter.http.server.MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("torchobs.exporter.http.MOST_CONNECTIONS", 4)
 
     async def outcome() -> tuple[list[bool], bytes]:
         server = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), APP)
@@ -212,7 +212,7 @@ def test_idle_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("requests", [0, 1])
 def test_a_response_that_is_not_read_ends_the_connection(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: of a first request and of a later one, also where all of it but its end was taken."""
-    monkeypatch.setattr("torchobs.exporter.http.server.RESPONSE_S", 0.3)
+    monkeypatch.setattr("torchobs.exporter.http.RESPONSE_S", 0.3)
     large = PlainTextResponse(b"x" * 20_000_000)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,8 +17,8 @@ from isal import isal_zlib
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import Kind
+from torchobs.exporter.content_negotiation import accept_items, accepts_gzip
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.http.content_negotiation import accept_items, accepts_gzip
 from torchobs.exporter.prometheus import page_cache
 from torchobs.exporter.prometheus.handler import MetricsPage
 from torchobs.exporter.prometheus.line_renderer import BlockRenderer

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.exporter.http import unix_socket
-from torchobs.exporter.http.unix_socket import UnixSocket, bind_unix, connect
+from torchobs.exporter import unix_socket
+from torchobs.exporter.unix_socket import UnixSocket, bind_unix, connect
 
 Bind = Callable[[Path], UnixSocket]
 

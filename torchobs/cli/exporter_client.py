@@ -15,8 +15,8 @@ from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
+from torchobs.exporter import unix_socket
 from torchobs.exporter.api import unix_socket_path
-from torchobs.exporter.http import unix_socket
 from torchobs.flight.files.location import find_existing
 
 _SOCKET = Option(

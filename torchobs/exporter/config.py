@@ -18,9 +18,8 @@ from torchobs.config import option_types as kinds
 from torchobs.config import options, settings
 from torchobs.config.option_types import Address, ValueKind
 from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, values_of, with_exporter_variable
-from torchobs.exporter import log_format
-from torchobs.exporter.http import unix_socket
-from torchobs.exporter.http.unix_socket import UnixAddress, unix_address_of
+from torchobs.exporter import log_format, unix_socket
+from torchobs.exporter.unix_socket import UnixAddress, unix_address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from torchobs.exporter import file_sd, gc_tuning, log_format
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.api.app import Api
-from torchobs.exporter.http.app import Site
-from torchobs.exporter.http.listeners import ApiSocket, Listeners
-from torchobs.exporter.http.server import allow_files
+from torchobs.exporter.app import Site
+from torchobs.exporter.http import ApiSocket, Listeners, allow_files
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache

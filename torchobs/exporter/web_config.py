@@ -29,7 +29,7 @@ import yaml
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 
-from torchobs.exporter.http.client_scope import LET_IN
+from torchobs.exporter.access import LET_IN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

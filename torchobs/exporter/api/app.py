@@ -19,12 +19,12 @@ from starlette.routing import Mount, Route
 
 from torchobs import catalog
 from torchobs._version import __version__
+from torchobs.exporter.access import LET_IN
 from torchobs.exporter.api import artifacts, authorization, history, openapi, params, problems, serializers
 from torchobs.exporter.api.artifacts import ArtifactStore
 from torchobs.exporter.api.commands import CommandService
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.summaries import Summaries
-from torchobs.exporter.http.client_scope import LET_IN
 from torchobs.flight.format.event_ring import plain
 from torchobs.ranks.rank_file import READ_ERRORS
 

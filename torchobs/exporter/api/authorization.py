@@ -14,8 +14,8 @@ import os
 import stat
 from typing import TYPE_CHECKING, Literal
 
+from torchobs.exporter import access
 from torchobs.exporter.api.problems import Problem
-from torchobs.exporter.http import client_scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ _NO_CONTROL = (
 
 def access_channel(scope: Scope) -> AccessChannel:
     """Return the access channel of a request to a TCP listener."""
-    return "loopback" if client_scope.is_local(scope) else "open"
+    return "loopback" if access.is_local(scope) else "open"
 
 
 class Token:
@@ -105,7 +105,7 @@ def _bearer(headers: Mapping[str, str]) -> str | None:
 
 
 def _not_here(token: Token) -> Problem:
-    return _no_token(token) if token.is_configured else Problem(403, "not-here", client_scope.REFUSAL.strip())
+    return _no_token(token) if token.is_configured else Problem(403, "not-here", access.REFUSAL.strip())
 
 
 def _no_token(token: Token) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchobs.exporter.http.unix_socket import UnixAddress
+from torchobs.exporter.unix_socket import UnixAddress
 from torchobs.flight.files.location import find_existing
 
 if TYPE_CHECKING:

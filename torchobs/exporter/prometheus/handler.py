@@ -12,8 +12,8 @@ from urllib.parse import parse_qs
 
 from starlette.responses import PlainTextResponse
 
+from torchobs.exporter.content_negotiation import accepts_gzip
 from torchobs.exporter.exporter_metrics import Scrapes
-from torchobs.exporter.http.content_negotiation import accepts_gzip
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 
 if TYPE_CHECKING:

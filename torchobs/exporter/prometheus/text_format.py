@@ -27,7 +27,7 @@ from prometheus_client.openmetrics.exposition import (
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import Kind
-from torchobs.exporter.http.content_negotiation import accept_items
+from torchobs.exporter.content_negotiation import accept_items
 from torchobs.ranks.labels import text as without_surrogates
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.registry import Collector
 
-    from torchobs.exporter.http.content_negotiation import AcceptItem
+    from torchobs.exporter.content_negotiation import AcceptItem
     from torchobs.exporter.prometheus.name_registry import Family
 
 PLAIN_FROM, PLAIN_BELOW = 1e-4, 1e6

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from torchobs.exporter import access
 from torchobs.exporter.api import authorization
-from torchobs.exporter.http import client_scope
 from torchobs.exporter.ui.page import HEADERS, SCRIPT_PATH, STYLE_PATH, page
 from torchobs.exporter.ui.sse import Feed
 from torchobs.exporter.ui.urls import STREAM_PATH, choice_of
@@ -59,8 +59,8 @@ class LivePage:
 
 def _refusal_of(request: Request) -> Problem | None:
     """Return the reason to refuse a request: the API's rules for reading apply, because the page shows the same data."""
-    channel = "socket" if client_scope.is_unix(request.scope) else authorization.access_channel(request.scope)
-    authenticated = bool(request.scope.get(client_scope.LET_IN))
+    channel = "socket" if access.is_unix(request.scope) else authorization.access_channel(request.scope)
+    authenticated = bool(request.scope.get(access.LET_IN))
     # tokens are for the API: a client that sends one with every request sees the same as without
     headers = {name: value for name, value in request.headers.items() if name not in authorization.TOKEN_HEADERS}
     return authorization.refusal("GET", headers, channel, authorization.Token(None), authenticated=authenticated)

@@ -1,4 +1,7 @@
-"""Listening sockets of the exporter, and a uvicorn server for each."""
+"""The exporter's listeners: on its addresses, and on the API's own Unix socket, with a uvicorn server for each.
+
+What cannot be opened is tried again, a Unix socket whose file is gone is opened anew, and new certificates get new servers.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,27 @@ import errno
 import logging
 import resource
 import socket
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchobs.config.option_types import Address
+from torchobs.exporter.unix_socket import UnixAddress, UnixSocket, bind_unix
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-    from torchobs.exporter.http.unix_socket import UnixSocket
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.web_config import WebConfigMiddleware
 
 HEAD_S = 10.0
 """Time limit of a TLS handshake, and of a request's head, which Prometheus sends in one packet."""
@@ -42,6 +50,9 @@ MOST_BODY = 128 * 1024
 KEEP_ALIVE_S = 75
 """Keep-alive timeout; longer than the usual scrape intervals, so that scrapers reuse their connections."""
 
+RETRY_S = 5.0
+"""Pause before listening is tried again."""
+
 NEXT_PORTS = 100
 _BACKLOG = 512
 _FILES = 65_536
@@ -49,6 +60,7 @@ _SHARE_OF_DESCRIPTORS = 4
 _WRITTEN_AT_ONCE = 64 * 1024
 _PIECE = 4 * 1024
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_GOOD_NEWS = {"good_news": True}
 _log = logging.getLogger(__name__)
 
 
@@ -354,3 +366,167 @@ async def retire(server: uvicorn.Server) -> None:
         listening.close()
     for connection in list(server.server_state.connections):
         cast("Connection", connection).finish()
+
+
+class ApiSocket(NamedTuple):
+    """The API's own Unix socket, over which commands are allowed."""
+
+    app: ASGIApp
+    address: Callable[[], UnixAddress | None]
+    """returns ``None`` while its directory does not exist; raises ``OSError``"""
+
+
+class _Listener(NamedTuple):
+    """A server on a socket. ``address``: as configured; ``None`` for the API's own socket."""
+
+    server: uvicorn.Server
+    bound: socket.socket
+    address: Address | UnixAddress | None
+    is_api: bool
+    context: ssl.SSLContext | None
+
+
+class Listeners:
+    """Listens as configured. To be used in one event loop.
+
+    ``announce`` is called with the first address, ``host:port``, and whether it has TLS; again when that changes.
+    """
+
+    def __init__(
+        self,
+        config: ExporterConfig,
+        web_config: WebConfigMiddleware,
+        app: ASGIApp,
+        api: ApiSocket | None,
+        announce: Callable[[str, bool], None] | None,
+    ) -> None:
+        """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
+        self.unannounced = 0
+        self._config, self._web_config = config, web_config
+        self._app, self._guarded, self._api, self._announce = app, web_config.guard(app), api, announce
+        self._listeners: list[_Listener] = []
+        self._unbound, self._wants_api = list(config.addresses), api is not None
+        self._bind_problems: list[str] = []
+        self._renewal_problems: list[str] = []
+        self._unix_sockets = UnixSocketWatch()
+        self._address, self._next_bind_s = "", 0.0
+        self._announced: tuple[str, bool] | None = None
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The listening sockets."""
+        return [listener.bound for listener in self._listeners]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it does not listen as configured."""
+        return (*self._bind_problems, *self._renewal_problems)
+
+    async def open(self) -> None:
+        """Listen as far as possible, by the web configuration that was loaded meanwhile."""
+        await self._bind()
+
+    async def tick(self) -> None:
+        """Do the periodic work, once a second."""
+        await self._renew()
+        await self._reopen_unnamed()
+        if (self._unbound or self._wants_api) and time.monotonic() >= self._next_bind_s:
+            await self._bind()
+        self._announce_address()
+        for listener in self._listeners:
+            await listener.server.on_tick(0)
+
+    async def close(self) -> None:
+        """Remove the sockets' files, and stop."""
+        for listener in self._listeners:
+            if isinstance(listener.bound, UnixSocket):
+                listener.bound.remove()  # while it still listens
+            await listener.server.shutdown(sockets=[listener.bound])
+
+    async def _renew(self) -> None:
+        """Start new servers if the TLS context has changed; their sockets stay open, so that no connection is refused.
+
+        What cannot be renewed serves as before, and is tried again.
+        """
+        self._renewal_problems = []
+        reached = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
+        for listener in [listener for listener in reached if listener.context is not self._web_config.context]:
+            bound = self._open("no other TLS settings yet", listener.bound.dup, self._renewal_problems)
+            if bound is None:
+                continue
+            await self._serve(bound, listener.address)
+            self._listeners.remove(listener)
+            await retire(listener.server)
+            listener.bound.close()
+
+    async def _reopen_unnamed(self) -> None:
+        """Listen again where a Unix socket's file was removed or replaced."""
+        lost = self._unix_sockets.lost(bound for bound in self.sockets if isinstance(bound, UnixSocket))
+        for listener in [listener for listener in self._listeners if listener.bound in lost]:
+            self._listeners.remove(listener)
+            self._wants_api = self._wants_api or listener.is_api
+            if listener.address is not None:
+                self._unbound.append(listener.address)
+            await listener.server.shutdown(sockets=[listener.bound])
+
+    async def _bind(self) -> None:
+        self._next_bind_s = time.monotonic() + RETRY_S
+        self._bind_problems = []
+        for address in list(self._unbound):
+            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address), self._bind_problems)
+            if bound is not None:
+                self._unbound.remove(address)
+                await self._serve(bound, address)
+                self._log_address(bound, address)
+        if self._wants_api and (self._listeners or self._config.mode == "sidecar"):  # a node's exporter without a port gives up
+            bound = self._open("no Unix socket for the API", self._api_bound, self._bind_problems)
+            if bound is not None:
+                self._wants_api = False
+                await self._serve(bound, is_api=True)
+
+    def _open(self, failure: str, bind: Callable[[], socket.socket | None], problems: list[str]) -> socket.socket | None:
+        """Return a listening socket, or ``None`` after reporting why there is none."""
+        try:
+            return bind()
+        except OSError as problem:
+            problems.append(f"{failure}: {problem.strerror or problem}")
+            _log.error("%s: %s", failure, problem.strerror or problem)
+            return None
+
+    def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
+        if isinstance(address, UnixAddress):
+            return bind_unix(Path(address.path))
+        return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
+
+    def _api_bound(self) -> socket.socket | None:
+        address = self._api.address() if self._api is not None else None
+        return bind_unix(Path(address.path)) if address is not None else None
+
+    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None = None, *, is_api: bool = False) -> None:
+        app, context = self._guarded, self._web_config.context
+        if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
+            app, context = self._api.app if is_api and self._api is not None else self._app, None
+        self._listeners.append(_Listener(await serve_on(bound, app, context), bound, address, is_api, context))
+
+    def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
+        if isinstance(address, UnixAddress):
+            _log.info("listening on %s", address, extra=_GOOD_NEWS)
+            return
+        actual = Address(address.host, bound.getsockname()[1])
+        if address.port not in {0, actual.port}:
+            _log.warning("%s is taken by another program: listening on %s", address, actual)
+        _log.info("listening on %s", actual, extra=_GOOD_NEWS)
+        self._address = self._address or str(actual)
+        self._announce_address()
+
+    def _announce_address(self) -> None:
+        """Announce the first address; retried until that succeeds."""
+        announced = self._address, any(listener.context is not None for listener in self._listeners)
+        if self._announce is None or not self._address or announced == self._announced:
+            return
+        try:
+            self._announce(*announced)
+            self._announced = announced
+        except OSError as problem:
+            self.unannounced += 1
+            _log.error("the address could not be announced: %s", problem.strerror or problem)
