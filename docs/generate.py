@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchobs import catalog
 from torchobs.catalog import Attribute, Event, Kind, Metric, Span
-from torchobs.exporter.api import openapi
+from torchobs.exporter import api_schema
 
 HEADINGS = {
     catalog.STEPS: "Progress",
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     stale = [
         (options.out / name, text)
-        for name, text in {"metrics.md": metrics_page(), "openapi.json": openapi.TEXT}.items()
+        for name, text in {"metrics.md": metrics_page(), "openapi.json": api_schema.TEXT}.items()
         if not (options.out / name).is_file() or (options.out / name).read_text(encoding="utf-8") != text
     ]
     for page, text in stale:

@@ -17,7 +17,7 @@ import pytest
 from tests.api import Caller
 from tests.exporters import start_program
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.exporter.api import unix_socket_path as place
+from torchobs.exporter.access import SOCKET_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ def local(
     )
     assert exporter.is_ready()
     assert len(ranks) == 2
-    caller = Caller(flight_dir / place.NAME)
+    caller = Caller(flight_dir / SOCKET_NAME)
     wait_until(lambda: [rank["steps"] or 0 for rank in caller.get("/ranks")["ranks"] if rank["steps"]][1:], timeout_s=120)
     return caller
 

@@ -26,13 +26,9 @@ from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import catalog, debug
 from torchobs.config.settings import PROBES
-from torchobs.exporter import daemon, unix_socket
-from torchobs.exporter.api import artifacts as answers
-from torchobs.exporter.api import commands, openapi
-from torchobs.exporter.api import unix_socket_path as place
-from torchobs.exporter.api.app import Api
-from torchobs.exporter.api.authorization import AccessChannel, Token, access_channel, refusal
-from torchobs.exporter.api.history import Dated, Position
+from torchobs.exporter import api_schema, commands, daemon, unix_socket
+from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, access_channel, refusal
+from torchobs.exporter.api import Api, Dated, Position
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight.files import artifacts, control
@@ -89,8 +85,8 @@ def web(exporter: Service) -> Caller:
 def local(exporter: Service, flight_dir: Path) -> Caller:
     """Over the socket."""
     assert exporter.announced
-    wait_until((flight_dir / place.NAME).exists)
-    return Caller(flight_dir / place.NAME)
+    wait_until((flight_dir / SOCKET_NAME).exists)
+    return Caller(flight_dir / SOCKET_NAME)
 
 
 def seen(web: Caller, ranks: int) -> None:
@@ -463,7 +459,7 @@ def test_a_rank_that_hangs_is_asked_for_its_stacks_once(flight_dir: Path) -> Non
 
 def test_the_socket_is_for_the_owner_and_the_group(exporter: Service, flight_dir: Path) -> None:
     """0660; it is gone afterwards, and what a killed exporter left there is no obstacle."""
-    path = flight_dir / place.NAME
+    path = flight_dir / SOCKET_NAME
     wait_until(path.exists)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert stat.S_ISSOCK(path.stat().st_mode)
@@ -484,10 +480,10 @@ def _answers(path: Path) -> bool:
 
 def test_a_file_in_the_socket_s_place_stays(flight_dir: Path) -> None:
     """It may be somebody's; the exporter says so and serves all the same."""
-    (flight_dir / place.NAME).write_text("mine")
+    (flight_dir / SOCKET_NAME).write_text("mine")
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
         assert "no Unix socket" in exporter.page("/")
-    assert (flight_dir / place.NAME).read_text() == "mine"
+    assert (flight_dir / SOCKET_NAME).read_text() == "mine"
 
 
 def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: Path, writer: FlightWriter) -> None:
@@ -497,7 +493,7 @@ def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: 
         assert Caller(exporter.address).get("/status")["mode"] == "sidecar"
         refused = Caller(exporter.address).post("/stacks", Authorization=f"Bearer {TOKEN}")
         assert (refused.status, refused.json["type"]) == (403, "urn:torchobs:problem:control-off")
-        assert not (flight_dir / place.NAME).exists()
+        assert not (flight_dir / SOCKET_NAME).exists()
     with Service(ExporterConfig(flight_dir=str(flight_dir), api_socket=str(tmp_path / "s"))):
         wait_until((tmp_path / "s").exists)
         assert Caller(tmp_path / "s").post("/debug/level/basic").status == 202
@@ -536,8 +532,8 @@ def test_a_control_directory_that_cannot_be_written_is_a_problem(flight_dir: Pat
 def test_the_description_is_served(web: Caller, checkout: Path) -> None:
     """The same as in the documentation."""
     reply = web.ask("GET", "/openapi.json")
-    assert reply.body.decode() == openapi.TEXT == (checkout / "docs" / "openapi.json").read_text()
-    assert json.loads(openapi.TEXT)["openapi"] == "3.1.0"
+    assert reply.body.decode() == api_schema.TEXT == (checkout / "docs" / "openapi.json").read_text()
+    assert json.loads(api_schema.TEXT)["openapi"] == "3.1.0"
 
 
 # As a program: as a plug-in it costs every run of pytest five seconds, whichever tests that is for (see `addopts`).
@@ -551,7 +547,7 @@ def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path) -> None:
     Asked is a node's exporter with two ranks, steps, events and evidence.
     """
     (tmp_path / "token").write_text(TOKEN)
-    (tmp_path / "openapi.json").write_text(openapi.TEXT)
+    (tmp_path / "openapi.json").write_text(api_schema.TEXT)
     writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
     for writer in writers:
         train(writer, [1, 2, 3])
@@ -566,7 +562,7 @@ def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path) -> None:
     for writer in writers:
         writer.close()
     assert done.returncode == 0, done.stdout + done.stderr
-    operations = sum(map(len, json.loads(openapi.TEXT)["paths"].values()))
+    operations = sum(map(len, json.loads(api_schema.TEXT)["paths"].values()))
     assert f"Tested: {operations}\n" in done.stdout
 
 
@@ -697,7 +693,7 @@ REASONS = {
 @pytest.mark.parametrize("reason", sorted(REASONS - {"error"}))
 def test_every_reason_has_its_remedy(reason: str) -> None:
     """Whoever asked is told what to do, and what the system said."""
-    problem = answers.failure_problem("3", {"reason": reason, "detail": "No space left on device"})
+    problem = commands.failure_problem("3", {"reason": reason, "detail": "No space left on device"})
     assert (problem.status, problem.kind) == (410, "evidence-failed")
     assert problem.detail.startswith("Rank 3 ")
     assert ": " in problem.detail
@@ -707,13 +703,13 @@ def test_every_reason_has_its_remedy(reason: str) -> None:
 @pytest.mark.parametrize("said", [{}, {"reason": ["x"], "detail": {}}, {"reason": "a\nb", "exception.type": 7}])
 def test_whatever_a_rank_says_is_an_answer(said: dict[str, Any]) -> None:
     """The event is from a file that anybody may have written."""
-    assert answers.failure_problem("0", said).detail == "Rank 0 failed at it."
+    assert commands.failure_problem("0", said).detail == "Rank 0 failed at it."
 
 
 def test_what_a_rank_says_is_one_short_line() -> None:
     """However long it is."""
-    assert len(answers.failure_problem("0", {"reason": "no_room", "detail": "\x1b[31m\n" + "x" * 9_000}).detail) < 400
-    assert "\n" not in answers.failure_problem("0", {"detail": "a\nb"}).detail
+    assert len(commands.failure_problem("0", {"reason": "no_room", "detail": "\x1b[31m\n" + "x" * 9_000}).detail) < 400
+    assert "\n" not in commands.failure_problem("0", {"detail": "a\nb"}).detail
 
 
 def test_only_the_evidence_in_question_is_found() -> None:
@@ -724,5 +720,5 @@ def test_only_the_evidence_in_question_is_found() -> None:
             [("mine", "1" * 16), ("torchobs.stacks", "1" * 16), ("torchobs.stacks_failed", "2" * 16)]
         )
     ]
-    assert answers.failure(events, "1" * 16) is None
-    assert answers.failure(events, "2" * 16) == {"evidence": "2" * 16, "at": 2}
+    assert commands.failure(events, "1" * 16) is None
+    assert commands.failure(events, "2" * 16) == {"evidence": "2" * 16, "at": 2}

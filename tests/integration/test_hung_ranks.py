@@ -14,8 +14,7 @@ from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.load import load_reports
 from torchobs.exporter import exporter_metrics
-from torchobs.exporter.api.artifacts import ArtifactStore
-from torchobs.exporter.api.commands import CommandService
+from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui.view_model import Modeller
 from torchobs.ranks import state

@@ -364,7 +364,7 @@ def test_the_sidecar_ends_before_the_pods_grace(
 
     A policy sees 30 where nobody has chosen; the helper sees what the template says.
     """
-    spec = {} if given is None else {"terminationGracePeriodSeconds": given}
+    spec: dict[str, Any] = {} if given is None else {"terminationGracePeriodSeconds": given}
     changed = admitted(default, pod(**spec))
     assert changed["spec"]["terminationGracePeriodSeconds"] == grace_s
     assert environment(sidecar(changed))["TORCHOBS_EXPORTER_DRAIN_TIMEOUT"] == drain

@@ -7,7 +7,7 @@ import pytest
 
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
-from torchobs.exporter.api import params
+from torchobs.exporter import api_schema
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import labels
@@ -245,7 +245,7 @@ def test_a_number_that_is_none_is_absent(value: object) -> None:
 )
 def test_the_api_takes_every_rank_that_is_served(rank: str) -> None:
     """Its number, its replica group, and the digits of a second process."""
-    assert re.fullmatch(params.RANK, rank)
+    assert re.fullmatch(api_schema.RANK, rank)
 
 
 ALIVE = Observation(

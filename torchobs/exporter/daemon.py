@@ -18,9 +18,8 @@ from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from torchobs.exporter import file_sd, gc_tuning, log_format
-from torchobs.exporter.api import unix_socket_path
-from torchobs.exporter.api.app import Api
+from torchobs.exporter import access, file_sd, gc_tuning, log_format
+from torchobs.exporter.api import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.http import ApiSocket, Listeners, allow_files
 from torchobs.exporter.prometheus.page_cache import PageCache
@@ -77,8 +76,8 @@ class _Service:
         self._web_config, self._api = WebConfigMiddleware(config.web_config_file), Api(config, self._snapshots)
         self._site = Site(config, self._snapshots, self._pages, self._scrapers, self._problems, self._api.evidence)
         app, api = self._site.app(self._api.mounts()), None
-        if unix_socket_path.is_wanted(config):
-            api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(unix_socket_path.address, config))
+        if access.is_socket_wanted(config):
+            api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(access.socket_address, config))
         self._listeners = Listeners(config, self._web_config, app, api, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
         self._push, self._site.host = _optional(config)

@@ -10,7 +10,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from torchobs.exporter import access
-from torchobs.exporter.api import authorization
 from torchobs.exporter.ui.page import HEADERS, SCRIPT_PATH, STYLE_PATH, page
 from torchobs.exporter.ui.sse import Feed
 from torchobs.exporter.ui.urls import STREAM_PATH, choice_of
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from torchobs.exporter.api.problems import Problem
+    from torchobs.exporter.access import Problem
     from torchobs.exporter.snapshot_cache import SnapshotCache
 
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Accel-Buffering": "no"}
@@ -59,11 +58,11 @@ class LivePage:
 
 def _refusal_of(request: Request) -> Problem | None:
     """Return the reason to refuse a request: the API's rules for reading apply, because the page shows the same data."""
-    channel = "socket" if access.is_unix(request.scope) else authorization.access_channel(request.scope)
+    channel = "socket" if access.is_unix(request.scope) else access.access_channel(request.scope)
     authenticated = bool(request.scope.get(access.LET_IN))
     # tokens are for the API: a client that sends one with every request sees the same as without
-    headers = {name: value for name, value in request.headers.items() if name not in authorization.TOKEN_HEADERS}
-    return authorization.refusal("GET", headers, channel, authorization.Token(None), authenticated=authenticated)
+    headers = {name: value for name, value in request.headers.items() if name not in access.TOKEN_HEADERS}
+    return access.refusal("GET", headers, channel, access.Token(None), authenticated=authenticated)
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
