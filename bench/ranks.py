@@ -24,8 +24,8 @@ from tests.support import clean_environment
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.text_format import Style
+from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.text_format import Style
 from torchobs.flight.files import location
 from torchobs.flight.format.layout import DEFAULT_SIZE, MAX_SIZE
 from torchobs.flight.writer.series_table import LAYERS, Cell

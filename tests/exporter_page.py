@@ -11,8 +11,8 @@ from tests.rank_files import Clock
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.text_format import END, Style, pieces
+from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.text_format import END, Style, pieces
 from torchobs.flight.format.series import Scope
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import EMPTY

@@ -34,7 +34,7 @@ from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import wait_until
 from torchobs.catalog import METRICS, Kind, prometheus_label
-from torchobs.exporter.prometheus.name_registry import family_of, sample_name
+from torchobs.exporter.text_format import family_of, sample_name
 
 pytestmark = IN_A_CLUSTER
 

@@ -23,13 +23,12 @@ from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File, live_rank, train
 from tests.scanners import scanner_of, states
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.exporter import daemon
+from torchobs.exporter import daemon, text_format
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.otlp.source import Metrics
-from torchobs.exporter.prometheus import text_format
-from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.text_format import Style
+from torchobs.exporter.text_format import Style
 from torchobs.flight.files import lock
 from torchobs.flight.reader import reader
 

@@ -29,7 +29,7 @@ from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.http import chunked_writes
-from torchobs.exporter.prometheus.handler import _deadline_s
+from torchobs.exporter.metrics_page import _deadline_s
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.exporter.unix_socket import UnixAddress, bind_unix
 from torchobs.flight.format.layout import Exit

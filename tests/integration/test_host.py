@@ -28,11 +28,11 @@ from torchobs.exporter import daemon
 from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig, PushConfig, parse
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
+from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.source import Item, Metrics
-from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.text_format import END, Style, pieces
+from torchobs.exporter.text_format import END, Style, pieces
 from torchobs.flight.format.series import Scope
 from torchobs.ranks.snapshot import EMPTY, Snapshot
 

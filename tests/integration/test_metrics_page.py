@@ -20,8 +20,8 @@ from tests.exporter_page import USER, Exporter, parse_openmetrics, user
 from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.exporter.prometheus.rank_series import SeriesLimits
-from torchobs.exporter.prometheus.text_format import Style
+from torchobs.exporter.exposition import SeriesLimits
+from torchobs.exporter.text_format import Style
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.format.series import Scope

@@ -17,16 +17,12 @@ from isal import isal_zlib
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import Kind
+from torchobs.exporter import metrics_page
 from torchobs.exporter.content_negotiation import accept_items, accepts_gzip
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.prometheus import page_cache
-from torchobs.exporter.prometheus.handler import MetricsPage
-from torchobs.exporter.prometheus.line_renderer import BlockRenderer
-from torchobs.exporter.prometheus.name_registry import family_of
-from torchobs.exporter.prometheus.page_cache import Page
-from torchobs.exporter.prometheus.rank_series import QuietSeries, label
-from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
-from torchobs.exporter.prometheus.text_format import PLAIN_FROM, Style, negotiate, number, numbers
+from torchobs.exporter.exposition import QuietSeries
+from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
+from torchobs.exporter.text_format import PLAIN_FROM, BlockRenderer, Style, family_of, label, negotiate, number, numbers
 from torchobs.flight.format.series import Series, ValueType
 from torchobs.flight.reader.decode import DecodedBlock, Distribution, Value
 from torchobs.ranks.exemplars import NONE
@@ -250,8 +246,8 @@ def test_it_is_one_member_with_a_right_checksum(
     page: list[bytes], compressor: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for readers that stop after the first member, and for pages that do not shrink."""
-    monkeypatch.setattr(page_cache, "compressor", compressor)
-    body, made = b"".join(page), page_cache.gzipped(page)
+    monkeypatch.setattr(metrics_page, "compressor", compressor)
+    body, made = b"".join(page), metrics_page.gzipped(page)
     assert gzip.decompress(made) == body
     reader = zlib.decompressobj(wbits=31)
     assert reader.decompress(made) + reader.flush() == body
@@ -262,7 +258,7 @@ def test_it_is_one_member_with_a_right_checksum(
 def test_it_is_no_larger_than_by_zlib() -> None:
     """Faster, and not at the network's cost."""
     page = page_lines(20_000)
-    assert len(page_cache.gzipped(page)) < 1.02 * len(zlib.compress(b"".join(page), 1))
+    assert len(metrics_page.gzipped(page)) < 1.02 * len(zlib.compress(b"".join(page), 1))
 
 
 TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
@@ -276,7 +272,7 @@ class Pages:
         self.acknowledged = list[int]()
 
     async def get(self, _: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int) -> Page:
-        """See :class:`torchobs.exporter.prometheus.page_cache.PageCache`."""
+        """See :class:`torchobs.exporter.metrics_page.PageCache`."""
         self.asked.append((accept, compressed))
         self.acknowledged.append(acknowledged)
         return Page(b"page\n", "text/plain", 7)

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, PushCounts, ScrapeInput, Scrapes
-from torchobs.exporter.prometheus.handler import MetricsPage
+from torchobs.exporter.metrics_page import MetricsPage
 from torchobs.exporter.ui.routes import LivePage
 from torchobs.ranks.snapshot import EMPTY
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
-    from torchobs.exporter.prometheus.page_cache import PageCache
-    from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
+    from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
     from torchobs.exporter.snapshot_cache import SnapshotCache
     from torchobs.ranks.snapshot import Snapshot
 

@@ -22,8 +22,7 @@ from torchobs.exporter import access, file_sd, gc_tuning, log_format
 from torchobs.exporter.api import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.http import ApiSocket, Listeners, allow_files
-from torchobs.exporter.prometheus.page_cache import PageCache
-from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
+from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.node.lifetime import ServiceStatus

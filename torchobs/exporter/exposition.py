@@ -1,0 +1,396 @@
+"""The metrics page as text: which series of each rank are on it, in which order, and under which names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog import BY_NAME, Kind, cumulative
+from torchobs.exporter import exporter_metrics
+from torchobs.exporter.text_format import BlockRenderer, Family, LabelledSeries, SampleRenderer, family_of, label, sample_name
+from torchobs.ranks import labels
+from torchobs.ranks.exemplars import NONE
+from torchobs.ranks.memory_budget import MOST
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torchobs.catalog import Metric
+    from torchobs.exporter.exporter_metrics import ScrapeInput
+    from torchobs.exporter.text_format import FamilyLines, Heading, Style
+    from torchobs.flight.format.series import Series
+    from torchobs.ranks.snapshot import Rank
+
+
+_OF_RANKS = (
+    catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
+    catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
+    catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND, catalog.RANK_STALL_POSITION, catalog.RANK_EXCEPTION,
+)  # fmt: skip
+_OWN = ("torchobs.run.", "torchobs.build.", "torchobs.exporter.", "torchobs.host.", "system.")
+
+COMMON_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("system."))
+"""Metrics of the machine with OpenTelemetry's names, which an application's own instruments may have as well."""
+
+EXPORTER_S = frozenset((*_OF_RANKS, *(metric for metric in catalog.METRICS if metric.name.startswith(_OWN))))
+"""Metrics that only the exporter produces: of ranks, runs, itself and the machine. A flight file that has one is forged."""
+
+_FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
+            "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
+"""Series that Prometheus creates itself."""
+
+# by name: searching a tuple would compare all fields of the metrics, for every series
+_COMMON_NAMES, _EXPORTER_S_NAMES = (frozenset(metric.name for metric in metrics) for metrics in (COMMON_METRICS, EXPORTER_S))
+
+_SUFFIXES = {
+    Kind.COUNTER: ("", "_total", "_created"),
+    Kind.HISTOGRAM: ("", "_bucket", "_sum", "_count", "_created"),
+    Kind.GAUGE: ("",),
+    Kind.UPDOWN: ("",),
+}
+
+
+class NameRegistry:
+    """The names in use. The first to claim a name owns it; the catalog's names are claimed from the start."""
+
+    def __init__(self, others: Iterable[str] = (), *, host: bool = False) -> None:
+        """``others``: sample names that others add to the page; ``host``: it has :data:`COMMON_METRICS`."""
+        self._fixed = frozenset((*_FOREIGN, *others, *_samples_of(set(catalog.METRICS) - set(COMMON_METRICS))))
+        self._common = _samples_of(COMMON_METRICS) if host else {}
+        self._claimed: dict[str, Family] = {}
+
+    def claim(self, series: Series, family: Family) -> bool:
+        """Claim the names of a series from a flight file, of that family; return False if another family owns one."""
+        known = BY_NAME.get(series.name)
+        if known is not None and (series.scope is None or series.name not in _COMMON_NAMES):
+            ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
+            return ours and series.name not in _EXPORTER_S_NAMES
+        samples = _samples(family)
+        if any(self._is_taken(sample, family) for sample in samples):
+            return False
+        self._claimed |= dict.fromkeys(samples, family)
+        return True
+
+    def _is_taken(self, sample: str, family: Family) -> bool:
+        common = self._common.get(sample)
+        if sample in self._fixed or (common is not None and not _are_alike(common, family)):
+            return True
+        return self._claimed.get(sample, family) != family
+
+    def keep(self, used: Collection[Family]) -> None:
+        """Free the names of all families that are not among ``used``."""
+        self._claimed = {sample: family for sample, family in self._claimed.items() if family in used}
+
+
+def _samples(family: Family) -> tuple[str, ...]:
+    return tuple(family.name + suffix for suffix in _SUFFIXES[family.kind])
+
+
+def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
+    """Return the families by the names of their samples."""
+    families = [family_of(metric.name, metric.kind, metric.unit) for metric in metrics]
+    return {sample: family for family in families for sample in _samples(family)}
+
+
+def _are_alike(one: Family, other: Family) -> bool:
+    """Return True if both can be one family on a page."""
+    gauges = {Kind.GAUGE, Kind.UPDOWN}
+    return one.name == other.name and (one.kind is other.kind or {one.kind, other.kind} <= gauges)
+
+
+REASONS = catalog.EXPORTER_SERIES_DROPPED.attributes[0].values
+_SHOWN = -1
+"""In place of a snapshot's number: the series may be shown to every scraper"""
+
+
+class SeriesLimits:
+    """Limits of one page: series of a rank (a histogram is one), and lines of all ranks."""
+
+    def __init__(self, per_rank: int = 20_000, total: int = MOST, drop: Sequence[str] = ()) -> None:
+        """``total``: lines of all ranks; the last quarter is reserved for torchobs' own series.
+
+        ``drop``: names of samples on the page, or prefixes of them followed by ``*``.
+        """
+        self.dropped = Counter(dict.fromkeys(REASONS, 0))
+        """series not served, by reason"""
+        self.taken = 0
+        """lines on the page"""
+        self._per_rank, self._total = per_rank, total
+        self._drop_names = frozenset(text for text in drop if not text.endswith("*"))
+        self._drop_prefixes = tuple(text.removesuffix("*") for text in drop if text.endswith("*"))
+        self._was_full = False
+
+    def refusal(self, family: Family, in_rank: int) -> str | None:
+        """Return the reason not to admit another series of a rank that has ``in_rank``; ``None`` to admit it."""
+        name = sample_name(family)
+        if name in self._drop_names or name.startswith(self._drop_prefixes):
+            return "drop_list"
+        if in_rank >= self._per_rank:
+            return "limit"
+        if self.taken >= self._total:
+            self._was_full = True
+            return "total_limit"
+        return None
+
+    def take(self, entry: LabelledSeries) -> bool:
+        """Reserve room for a series' lines; return False if there is none."""
+        if self.taken + entry.lines > (self._total if entry.series.scope is None else 0.75 * self._total):
+            self._was_full = True
+            return False
+        self.taken += entry.lines
+        return True
+
+    def give_back(self, lines: int) -> bool:
+        """Free the room of ranks that are gone; return True if series were dropped for lack of room."""
+        self.taken -= lines
+        waiting, self._was_full = self._was_full and lines > 0, False
+        return waiting
+
+
+class RankSeries:
+    """Selects and labels the series of one rank. Whether a series is admitted is decided once."""
+
+    def __init__(self, rank: Rank, names: NameRegistry, limits: SeriesLimits) -> None:
+        self.identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
+        self._names, self._limits = names, limits
+        self._entries: dict[int, LabelledSeries | None] = {}
+        """the admitted series, by the series' id"""
+        self._refused: dict[int, Series] = {}
+        """series that were counted as dropped; alive, so that no other object gets its id"""
+        self._taken: set[tuple[str, ...]] = set()
+        """name and labels of each admitted series, to detect duplicates"""
+
+    def select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
+        """Return the series of a block that are shown in the rank's state, with their index in the block.
+
+        ``shared``: include metrics that ranks share.
+        """
+        for one in series:
+            if id(one) not in self._entries:
+                self._entries[id(one)] = self._admit(one)
+        entries = ((index, self._entries[id(one)]) for index, one in enumerate(series))
+        return [
+            (index, entry)
+            for index, entry in entries
+            if entry is not None and (up or entry.survives) and (shared or not entry.shared)
+        ]
+
+    def entries(self) -> Iterator[LabelledSeries]:
+        """Yield the admitted series."""
+        return (entry for entry in self._entries.values() if entry is not None)
+
+    @property
+    def lines(self) -> int:
+        """Number of lines reserved for them."""
+        return sum(entry.lines for entry in self.entries())
+
+    def clear(self) -> None:
+        """Decide anew about all series; the count of dropped series stays."""
+        self._entries.clear()
+        self._taken.clear()
+
+    def _admit(self, series: Series) -> LabelledSeries | None:
+        admitted = self._place(series)
+        if isinstance(admitted, LabelledSeries):
+            return admitted
+        if id(series) not in self._refused:
+            self._refused[id(series)] = series
+            self._limits.dropped[admitted] += 1
+        return None
+
+    def _place(self, series: Series) -> LabelledSeries | str:
+        """Return the series with its labels, or the reason why it is not on the page."""
+        family = family_of(series.name, series.kind, series.unit)
+        if (reason := self._limits.refusal(family, len(self._taken))) is not None:
+            return reason
+        if not self._names.claim(series, family):
+            return "conflict"
+        entry = label(series, family, self.identity)
+        key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # one flat tuple: pairs take 240 bytes more
+        if key in self._taken:
+            return "conflict"
+        if not self._limits.take(entry):
+            return "total_limit"
+        self._taken.add(key)
+        return entry
+
+
+class QuietSeries:
+    """Keeps series of one rank off the page while they have their default value, and has new counters scraped at zero first.
+
+    Most counters of a closed set never count anything in a run: no loss scaler, no compilation, no failed probe. They are in
+    the flight file from the start, but on the page only from their first event on. A counter whose first sample is 1 has an
+    ``increase()`` of 0; so the page shows it at 0 until every expected scraper has received such a page, and its value then.
+    A series that has counted before the exporter first sees its rank is shown as it is, because an earlier exporter may have
+    served it.
+    """
+
+    def __init__(self, first: int) -> None:
+        """``first``: number of the first snapshot with the rank."""
+        self._first = self._number = first
+        self._acknowledged = 0
+        self._since: dict[int, int] = {}
+        """snapshot in which each series on the page first had another value, by the series' id"""
+
+    def begin(self, number: int, acknowledged: int) -> None:
+        """Begin the page of a snapshot; every expected scraper has received that of ``acknowledged`` or a newer one."""
+        self._number, self._acknowledged = number, acknowledged
+
+    @property
+    def revealed(self) -> int:
+        """Number of series that are on the page."""
+        return len(self._since)
+
+    def shown(self, entry: LabelledSeries, values: Sequence[float]) -> Sequence[float]:
+        """Return the numbers to show for a series with ``values``: none, zeros, or ``values`` itself."""
+        key = id(entry.series)
+        since = self._since.get(key)
+        if since is None:
+            if all(value == entry.quiet for value in values):
+                return ()
+            begins = cumulative(entry.series.kind) and self._number != self._first
+            since = self._since[key] = self._number if begins else _SHOWN
+        if since > self._acknowledged:
+            return (0.0,) * len(values)
+        self._since[key] = _SHOWN  # for good: a scraper that is seen for the first time must not reset it
+        return values
+
+
+_Key = tuple[int, str]
+"""A rank: the number of its file's opening, and its label"""
+
+
+class Exposition:
+    """Renders the page. To be used by one thread at a time."""
+
+    def __init__(
+        self, others: Iterable[str] = (), *, limits: SeriesLimits | None = None, created: bool = False, host: bool = False
+    ) -> None:
+        """``others``: sample names that others add to the page; ``created``: add ``_created`` samples.
+
+        ``host``: include the machine's metrics.
+        """
+        self._names = NameRegistry(others, host=host)
+        self._limits, self._created = limits or SeriesLimits(), created
+        self._ranks: dict[_Key, _RankLines] = {}
+        self._own: dict[Style, SampleRenderer] = {}
+        self.is_holding = False
+        """whether the last page shows a counter at 0 that has counted already (``QuietSeries``)"""
+
+    def families(self, scrape: ScrapeInput, style: Style, acknowledged: int = 0) -> Iterator[str]:
+        """Yield the text of every family, each family once.
+
+        ``acknowledged``: number of a snapshot; every expected scraper has received its page or a newer one.
+        """
+        return _by_family(chain.from_iterable(self._lines(scrape, style, acknowledged)))
+
+    def _lines(self, scrape: ScrapeInput, style: Style, acknowledged: int) -> Iterator[Iterable[FamilyLines]]:
+        """Yield the lines of each rank, then those of the exporter's and the machine's metrics."""
+        number, ranks = scrape.snapshot.number, {(rank.opened, rank.rank): rank for rank in scrape.snapshot.ranks}
+        self._forget_all_but(ranks)
+        sharing, self.is_holding = _first_ranks(ranks), False
+        for key, rank in ranks.items():
+            if key not in self._ranks:
+                series = RankSeries(rank, self._names, self._limits)
+                self._ranks[key] = _RankLines(rank, series, QuietSeries(number), created=self._created)
+            known = self._ranks[key]
+            known.quiet.begin(number, acknowledged)
+            yield known.of_exporter(rank, style)
+            yield from known.of_blocks(rank, style, shared=key in sharing)
+            self.is_holding |= known.is_holding
+        if style not in self._own:
+            self._own[style] = SampleRenderer(style, labels.of_catalog)
+        machine = scrape.host.said if scrape.host else ()
+        yield self._own[style].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
+
+    def _forget_all_but(self, served: Mapping[_Key, Rank]) -> None:
+        gone = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
+        if not gone:
+            return
+        if self._limits.give_back(sum(one.series.lines for one in gone)):  # the latest ranks had found no room: place all again
+            self._limits.give_back(sum(one.series.lines for one in self._ranks.values()))
+            for one in self._ranks.values():
+                one.clear()
+        self._names.keep({entry.family for one in self._ranks.values() for entry in one.series.entries()})
+
+
+def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
+    """Return for each run the rank that shows the metrics all ranks share: the first living one, else the first."""
+    first: dict[tuple[str, str], _Key] = {}
+    for key, rank in sorted(ranks.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
+        first.setdefault((rank.job_name, rank.run_id), key)
+    return set(first.values())
+
+
+class _RankLines:
+    """The lines of one rank, by its renderers for each style."""
+
+    def __init__(self, rank: Rank, series: RankSeries, quiet: QuietSeries, *, created: bool) -> None:
+        self.series, self.quiet = series, quiet
+        self._born_s = rank.view.header.wall_ns / 1e9 if created else None
+        self._own: dict[Style, SampleRenderer] = {}
+        self._blocks: dict[tuple[Style, int], _Block] = {}
+        self.is_holding = False
+        """whether the last page shows a counter of the rank at 0 that has counted"""
+
+    def clear(self) -> None:
+        """Decide anew about all series."""
+        self.series.clear()
+        self._blocks.clear()
+
+    def of_exporter(self, rank: Rank, style: Style) -> list[FamilyLines]:
+        """Return the lines of the exporter's own metrics of the rank."""
+        if style not in self._own:
+            self._own[style] = SampleRenderer(style, lambda own: {**own, **self.series.identity})
+        return self._own[style].lines([*exporter_metrics.of_rank(rank)])
+
+    def of_blocks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[FamilyLines]]:
+        """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
+        self.is_holding = False
+        for index, block in enumerate(rank.view.blocks):
+            known = self._blocks.get((style, index))
+            if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
+                shown = self.series.select(block.series, up=rank.up, shared=shared)
+                renderer = BlockRenderer(shown, style, self.quiet, born_s=self._born_s)
+                known = self._blocks[style, index] = _Block(block.series, rank.up, shared, renderer)
+            yield known.renderer.lines(block, NONE if index else rank.exemplars)
+            self.is_holding |= known.renderer.is_holding
+
+
+class _Block(NamedTuple):
+    """A renderer, and the series and the state of the rank that it is for."""
+
+    series: tuple[Series, ...]
+    up: bool
+    shared: bool
+    renderer: BlockRenderer
+
+
+class _FamilyText(NamedTuple):
+    heading: Heading
+    lines: list[str]
+    created: list[str]
+
+
+def _by_family(found: Iterable[FamilyLines]) -> Iterator[str]:
+    """Yield the text of each family, in the order of their first lines.
+
+    In the classic format ``_created`` samples are separate families behind their own.
+    """
+    families: dict[str, _FamilyText] = {}
+    for heading, lines, created in found:
+        text = families.get(heading.family)
+        if text is None:
+            text = families[heading.family] = _FamilyText(heading, [], [])
+        text.lines.append(lines)
+        if created:
+            text.created.append(created)
+    for heading, all_lines, all_created in families.values():
+        yield heading.text
+        yield from all_lines
+        if all_created:
+            yield f"\n{heading.created}"
+            yield from all_created
+        yield "\n"
