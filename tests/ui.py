@@ -14,7 +14,7 @@ from torchobs.detect.zero_rates import ZeroRate
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon
 from torchobs.exporter.ui import data as page_data
-from torchobs.exporter.ui import sse
+from torchobs.exporter.ui import page
 from torchobs.exporter.ui.view_model import Row, Run, run_of
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks.metric_values import Readings
@@ -141,6 +141,6 @@ class Stream:
 def shorten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a test need not wait for whole ones; and files have all the time that they take on a machine that is busy."""
     monkeypatch.setattr(daemon, "TICK_S", 0.1)
-    monkeypatch.setattr(sse, "TICK_S", 0.1)
-    monkeypatch.setattr(sse, "DEADLINE_S", 20.0)
+    monkeypatch.setattr(page, "TICK_S", 0.1)
+    monkeypatch.setattr(page, "DEADLINE_S", 20.0)
     monkeypatch.setattr(page_data, "EVENTS_S", 20.0)

@@ -15,7 +15,7 @@ from tests.rank_files import RESOURCE, live_rank, train
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui import data, sse
+from torchobs.exporter.ui import data, page
 from torchobs.flight.files import location
 from torchobs.flight.format.layout import MIN_SIZE, Exit
 from torchobs.flight.writer.series_table import CORE
@@ -71,7 +71,7 @@ def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
     Nobody beats their hearts, and they respond all the same.
     """
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
-    monkeypatch.setattr(sse, "DEADLINE_S", 20.0)
+    monkeypatch.setattr(page, "DEADLINE_S", 20.0)
     monkeypatch.setattr(data, "EVENTS_S", 20.0)
     made = [live_rank(flight_dir, rank=rank, job_name=HOSTILE) for rank in range(2)]
     for writer in made:

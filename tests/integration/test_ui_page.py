@@ -26,13 +26,12 @@ from torchobs import catalog
 from torchobs.exporter import access
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
-from torchobs.exporter.ui import sse
+from torchobs.exporter.ui import page
 from torchobs.exporter.ui import view_model as models
 from torchobs.exporter.ui.data import KEPT
-from torchobs.exporter.ui.page import PARTS, heading, rendered
-from torchobs.exporter.ui.sse import Feed
-from torchobs.exporter.ui.urls import choice_of
-from torchobs.exporter.ui.view_model import Choice, Model, Modeller, focused, model
+from torchobs.exporter.ui.page import Feed
+from torchobs.exporter.ui.sections import PARTS, heading, rendered
+from torchobs.exporter.ui.view_model import Choice, Model, Modeller, choice_of, focused, model
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import Exit
@@ -225,7 +224,7 @@ def test_a_stream_shows_what_its_viewer_chose(writer: FlightWriter, exporter: Se
 
 def test_one_too_many_is_told_so(exporter: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a place is free as soon as somebody leaves."""
-    monkeypatch.setattr(sse, "MOST_VIEWERS", 2)
+    monkeypatch.setattr(page, "MOST_VIEWERS", 2)
     with Stream(exporter) as first, Stream(exporter) as second:
         assert (first.next()[0], second.next()[0]) == ("parts", "parts")
         with Stream(exporter) as third:
@@ -240,7 +239,7 @@ def test_one_too_many_is_told_so(exporter: Service, monkeypatch: pytest.MonkeyPa
 
 def test_a_stream_ends_before_it_is_taken_for_stuck(exporter: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its viewer asks anew."""
-    monkeypatch.setattr(sse, "LIFE_S", 0.5)
+    monkeypatch.setattr(page, "LIFE_S", 0.5)
     with Stream(exporter) as stream:
         assert stream.until("end") == {"gone": False}
         assert stream.answer.read() == b""
@@ -339,7 +338,7 @@ def test_files_that_do_not_answer_do_not_hold_the_page_up(
     writer: FlightWriter, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shows what the last snapshot says."""
-    monkeypatch.setattr(sse, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(page, "DEADLINE_S", 0.2)
     scanner = Counting(flight_dir)
 
     async def look() -> str:

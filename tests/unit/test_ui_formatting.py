@@ -10,12 +10,9 @@ from tests.ui import row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
-from torchobs.exporter.ui.data import KEPT, RecentValues
-from torchobs.exporter.ui.events import KEPT as KEPT_EVENTS
-from torchobs.exporter.ui.events import EventRow, RankEvents, log_of, merged_ranks, of_ring
-from torchobs.exporter.ui.page import rendered
-from torchobs.exporter.ui.urls import choice_of, query_of
-from torchobs.exporter.ui.view_model import Choice, _memory, model
+from torchobs.exporter.ui.data import KEPT, KEPT_EVENTS, EventRow, RankEvents, RecentValues, log_of, merged_ranks, of_ring
+from torchobs.exporter.ui.sections import rendered
+from torchobs.exporter.ui.view_model import Choice, _memory, choice_of, model, query_of
 from torchobs.flight.format.layout import Header
 from torchobs.ranks.metric_values import Readings
 from torchobs.report.charts import BUCKETS, alternative, curve, heights, sparkline, stacked

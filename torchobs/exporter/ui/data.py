@@ -1,4 +1,8 @@
-"""Page data that is not in a snapshot: records, events, scalars. Read in the scan thread, only while there are viewers."""
+"""Page data that is not in a snapshot: records, events, scalars. Read in the scan thread, only while there are viewers.
+
+Events and long spans become lines of text, many of a kind one line with their number: otherwise the newest hundred would hide
+the cause.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,22 @@ import time
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from math import isfinite
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.diagnosis import scalars
+from torchobs import catalog
+from torchobs.catalog import Severity
+from torchobs.diagnosis import scalars, text_format
+from torchobs.diagnosis.event_units import with_unit
 from torchobs.diagnosis.rank_report import events_of
 from torchobs.diagnosis.status import (
     LAST_LOSSES,
     NO_REPLICAS,
     NOTHING_NEW,
+    WORKER_DIED,
     EventSummary,
     Newest,
     Replicas,
@@ -22,11 +33,10 @@ from torchobs.diagnosis.status import (
     replicas_of,
     summary_of,
 )
-from torchobs.exporter.ui import events
-from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
+from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.report.charts import Curve, curve
 
@@ -35,9 +45,204 @@ if TYPE_CHECKING:
 
     from torchobs.diagnosis.scalars import Point
     from torchobs.exporter.snapshot_cache import Scan
+    from torchobs.flight.format.layout import Header
     from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.reader.reader import FlightFile
     from torchobs.ranks.snapshot import Rank, Snapshot
+
+
+KEPT_EVENTS = 200
+"""Newest events of a rank that are kept individually."""
+MOST_KINDS = 64
+"""Most kinds that are grouped, because applications may name events freely; further kinds are listed individually."""
+MOST_ALIKE = 3
+"""Up to this number, events of a kind are listed individually."""
+MOST_LINES = 100
+MOST_TEXT = 400
+ALIKE_S = 60.0
+
+_SPANS = {
+    catalog.SPAN_EPOCH.name: "Epoch",
+    catalog.SPAN_EVALUATION.name: "Evaluation",
+    catalog.SPAN_CHECKPOINT.name: "Checkpoint",
+    catalog.SPAN_RESTORE.name: "Restore",
+}
+"""Spans shown as events because they are long; those of steps are for tracing tools."""
+
+_FAR_S = 1e11
+
+Kind = tuple[str, str]
+"""The title, and an anomaly's kind"""
+
+
+class EventRow(NamedTuple):
+    """An event for people. ``at_s`` is Unix time."""
+
+    at_s: float
+    ranks: tuple[str, ...]
+    step: int | None
+    severity: Severity
+    title: str
+    text: str
+    anomaly: str = ""
+    """the kind of anomaly; empty for other events"""
+    number: int = 1
+    """number of events that it stands for, including those the rank left out before it"""
+
+    @property
+    def kind(self) -> Kind:
+        """By which it is grouped."""
+        return self.title, self.anomaly
+
+
+class EventGroup(NamedTuple):
+    """One line of the list: number, first and last of the events of a kind, or a single event."""
+
+    number: int
+    first: EventRow
+    last: EventRow
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvents:
+    """A rank's events since the page has viewers, including those that were overwritten in the ring meanwhile."""
+
+    newest: tuple[EventRow, ...] = ()
+    """oldest first"""
+    groups: Mapping[Kind, EventGroup] = field(default_factory=dict)
+
+    def add(self, events: Iterable[EventRow]) -> RankEvents:
+        """Return a copy with later events added."""
+        later, groups = list(events), dict(self.groups)
+        for event in later:
+            if (known := groups.get(event.kind)) is not None:
+                groups[event.kind] = EventGroup(known.number + event.number, known.first, event)
+            elif len(groups) < MOST_KINDS:
+                groups[event.kind] = EventGroup(event.number, event, event)
+        return RankEvents((*self.newest, *later)[-KEPT_EVENTS:], groups)
+
+
+class EventLog(NamedTuple):
+    """The list of a run's events."""
+
+    lines: tuple[EventGroup, ...] = ()
+    """newest first"""
+    cause: EventRow | None = None
+    """the first warning or error, which may have caused the later ones"""
+
+
+NO_EVENTS = RankEvents()
+
+
+def log_of(ranks: Iterable[RankEvents]) -> EventLog:
+    """Merge the events of several ranks: equal events of several ranks become one line, and so do many of a kind."""
+    ranks = list(ranks)
+    groups: dict[Kind, EventGroup] = {}
+    for kind, group in chain.from_iterable(rank.groups.items() for rank in ranks):
+        groups[kind] = _merged(groups[kind], group) if kind in groups else group
+    many = {kind: group for kind, group in groups.items() if group.number > MOST_ALIKE}
+    single = (event for rank in ranks for event in rank.newest if event.kind not in many)
+    lines = [EventGroup(1, event, event) for event in merged_ranks(sorted(single, key=_time, reverse=True))]
+    lines = sorted([*lines, *many.values()], key=lambda line: line.last.at_s, reverse=True)
+    serious = (group.first for group in groups.values() if group.first.severity is not Severity.INFO)
+    cause = min(serious, key=_time, default=None)
+    return EventLog(tuple(lines[:MOST_LINES]), cause if cause is None else _with_ranks(cause, lines))
+
+
+def _with_ranks(event: EventRow, lines: Iterable[EventGroup]) -> EventRow:
+    """Return a rank's event with all ranks in which the same happened, if it is a line of the list by itself."""
+    alike = (line.last.ranks for line in lines if line.number == 1 and line.last[2:] == event[2:])
+    return event._replace(ranks=next((ranks for ranks in alike if event.ranks[0] in ranks), event.ranks))
+
+
+def merged_ranks(events: Iterable[EventRow]) -> list[EventRow]:
+    """Merge equal events of several ranks within a minute; input and result are newest first."""
+    merged: dict[tuple[object, ...], list[EventRow]] = {}
+    for event in events:
+        alike = merged.setdefault(event[2:], [])
+        if alike and alike[-1].at_s - event.at_s < ALIKE_S and event.ranks[0] not in alike[-1].ranks:
+            alike[-1] = alike[-1]._replace(ranks=(*event.ranks, *alike[-1].ranks))
+        else:
+            alike.append(event)
+    return sorted(chain.from_iterable(merged.values()), key=_time, reverse=True)
+
+
+def _merged(one: EventGroup, other: EventGroup) -> EventGroup:
+    """Merge the groups of two ranks. The number is the larger, not the sum: ranks usually report the same events."""
+    ranks = tuple(dict.fromkeys((*one.last.ranks, *other.last.ranks)))
+    last = max(one.last, other.last, key=_time)._replace(ranks=ranks)
+    return EventGroup(max(one.number, other.number), min(one.first, other.first, key=_time), last)
+
+
+def recent_kinds(events: Iterable[EventRow]) -> Iterator[tuple[float, str, int]]:
+    """Yield Unix time, kind and number of each, as :func:`torchobs.diagnosis.status.anomalies_of` does."""
+    for event in events:
+        yield event.at_s, WORKER_DIED if event.title == _title(WORKER_DIED) else event.anomaly, event.number
+
+
+def _time(event: EventRow) -> float:
+    return event.at_s
+
+
+def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[EventRow]:
+    """Return the events of a rank's ring, oldest first."""
+    rows = (_event(header, rank, fields) or _span(rank, fields) for _, fields in frames)
+    return [row for row in rows if row is not None]
+
+
+def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | None:
+    name = fields.get("name", "")
+    if fields.get("k") != "event" or name == catalog.EVENT_SCALARS.name:  # shown as curves
+        return None
+    known, attributes = catalog.EVENT_BY_NAME.get(name), fields["attrs"]
+    row = EventRow(
+        at_s=header.wall_s(fields["t"]),
+        ranks=(rank,),
+        step=fields.get("step"),
+        severity=catalog.event_severity(name, attributes),
+        title=_title(name) if known else labels.text(name)[:MOST_TEXT],
+        text=_text(name, attributes),
+    )
+    kind = attributes.get("kind")
+    if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
+        return row
+    return row._replace(anomaly=kind, number=1 + attributes.get("left_out", 0))
+
+
+def _title(name: str) -> str:
+    words = name.removeprefix("torchobs.").replace("_", " ").replace(".", " ")
+    return words[:1].upper() + words[1:]
+
+
+def _span(rank: str, fields: Mapping[str, Any]) -> EventRow | None:
+    title, begun_ns, ended_ns = _SPANS.get(str(fields.get("name"))), fields.get("t0"), fields.get("t1")
+    ours = isinstance(fields.get("scope"), list) and fields["scope"][:1] == ["torchobs"]
+    if not title or not ours or not isinstance(begun_ns, int) or not isinstance(ended_ns, int):
+        return None
+    if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
+        return None
+    duration = text_format.duration(max((ended_ns - begun_ns) / 1e9, 0.0))
+    text = _text(str(fields.get("name")), fields.get("attrs"))
+    return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {duration}" + (f" · {text}" if text else ""))
+
+
+def _text(name: str, attributes: object) -> str:
+    """Return the attributes of an event or span as one line: names in words, sizes and durations with their unit."""
+    if not isinstance(attributes, dict):
+        return ""
+    parts = ((label, with_unit(name, label, value) or _value(value)) for label, value in attributes.items())
+    return " · ".join(f"{_label(label)} {text}" for label, text in parts if text)[:MOST_TEXT]
+
+
+def _label(name: object) -> str:
+    return labels.text(name).removeprefix("exception.").removesuffix("_s").replace("_", " ")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float) and isfinite(value):
+        return text_format.number(value)
+    return ", ".join(map(_value, value[:8])) if isinstance(value, list) else labels.text(value)
+
 
 RECORDS = 16_384
 """Records read per update over all ranks, at least 64 of each; one takes 2 µs to decode. Beyond 64 ranks, the throughput of
@@ -167,7 +372,7 @@ class _RankReader:
             return
         with suppress(*READ_ERRORS), scan.flight_file(rank.incarnation) as file:
             new = [(position, frame) for position, frame in file.events() if position > self._newest_event]
-            rows = self.details.events.add(events.of_ring(rank.view.header, rank.rank, new))
+            rows = self.details.events.add(of_ring(rank.view.header, rank.rank, new))
             logged = scalars.curves((frame for _, frame in new), self.details.scalars)
             facts, known = events_of(new, rank.view.header), self.details
             replicas = replicas_of(facts, known.newest.losses, known.replicas)

@@ -1,253 +1,239 @@
-"""The HTML document and its sections: complete without JavaScript, with one script and one style sheet.
-
-Sections are rendered separately, so that only changed ones are sent to viewers.
-"""
+"""The live page: its routes, and the stream of server-sent events that keeps it up to date."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from importlib import resources
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchobs._version import __version__
-from torchobs.catalog import GRAD_NORM, GRAD_NORM_RANKS, LOSS, SCALAR_VALUE, Severity
-from torchobs.diagnosis import text_format
-from torchobs.diagnosis.health import BADGES
-from torchobs.exporter.ui import panels, rank_table
-from torchobs.exporter.ui.events import EventGroup
-from torchobs.exporter.ui.urls import link, stream_of
-from torchobs.exporter.ui.view_model import LAYERS, Choice
-from torchobs.report import charts
-from torchobs.report.html import EMPTY, Html, exact, heading_cell, joined, named, number_cell, table, tag, text
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from torchobs.exporter import access
+from torchobs.exporter import access as client_scope
+from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
+from torchobs.exporter.ui import sections
+from torchobs.exporter.ui.data import PageData
+from torchobs.exporter.ui.sections import HEADERS, SCRIPT_PATH, STYLE_PATH, page
+from torchobs.exporter.ui.view_model import STREAM_PATH, Modeller, choice_of, focused, model, stream_of
+from torchobs.report.style import style_sheet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 
-    from torchobs.exporter.ui.view_model import Model, Run
+    from starlette.requests import Request
 
-STYLE_PATH, SCRIPT_PATH = "/live/live.css", "/live/live.js"
-
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
-        " form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-"""Response headers: forbid inline script and style, and framing."""
-
-LEVELS = {Severity.INFO: ("good", "✓"), Severity.WARNING: ("notice", "▲"), Severity.ERROR: ("bad", "✕")}
-"""CSS class and symbol"""
-
-_MOST_NAMED = 4
-_LONGEST_NAME = 40
+    from torchobs.exporter.access import Problem
+    from torchobs.exporter.snapshot_cache import SnapshotCache
+    from torchobs.exporter.ui.data import Details
+    from torchobs.exporter.ui.view_model import Choice, Model
+    from torchobs.ranks.snapshot import Snapshot
 
 
-def page(model: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]) -> Html:
-    """Return the document. ``links``: the exporter's other pages, as (path, name)."""
-    alerts = [tag("p", tag("strong", problem), role="alert", class_="problem") for problem in problems]
-    sections = [
-        tag("section", content, id=name, aria_label=PARTS[name][0], tabindex="-1" if name == "ranks" else None)
-        for name, content in rendered(model).items()
-    ]
-    body = tag(
-        "body",
-        tag("a", "Skip to the ranks", href="#ranks", class_="skip"),
-        _header(model, links),
-        tag("main", *alerts, *sections),
-        tag("footer", tag("p", f"torchobs {__version__}")),
-        data_stream=stream_of(model.choice),
-    )
-    return Html(f"<!doctype html>\n{tag('html', _head(model), body, lang='en')}\n")
+TICK_S = 1.0
+RELAXATION = 4.0
+"""An update is followed by a pause of at least this many times its duration: at most a fifth of a core is used."""
+
+MOST_VIEWERS = 16
+LIFE_S = 50.0
+"""Length of a stream, after which its viewer reconnects: the server closes responses that take 60 s."""
+
+REST_S = 60.0
+"""How long data is kept after the last viewer has gone."""
+
+T = TypeVar("T")
 
 
-def _head(model: Model) -> Html:
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title(model)),
-        tag("link", rel="icon", href="data:,"),
-        tag("link", rel="stylesheet", href=f".{STYLE_PATH}"),
-        tag("script", src=f".{SCRIPT_PATH}", defer=True),
-    )
+Parts = dict[str, str]
+"""Content by element id; also ``title``, and ``stream``, the URL to reconnect to"""
 
 
-def _header(model: Model, links: Sequence[tuple[str, str]]) -> Html:
-    status = tag("p", "As of when it was loaded", id="link", class_="link", data_state="still")
-    pause = tag("button", "Pause", type="button", id="pause", hidden=True)
-    others = tag("nav", *(tag("a", words, href=f".{path}") for path, words in links), aria_label="Elsewhere")
-    return tag("header", tag("h1", heading(model), id="heading"), tag("div", status, pause, class_="controls"), others)
+class Feed:
+    """Renders updates for all viewers. One per exporter; to be used in one event loop."""
+
+    def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
+        """``evidence`` returns the ranks' artifacts."""
+        self._watch, self._evidence = watch, evidence
+        self._data, self._modeller = PageData(), Modeller()
+        self._thread = ThreadPoolExecutor(1, "page")
+        self._reading = asyncio.Lock()
+        self._parts: Mapping[Choice, Parts] = {}
+        """the last update, rendered for every choice that has viewers"""
+        self._changed = asyncio.Event()
+        self._viewers: dict[object, Choice] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._rest: asyncio.TimerHandle | None = None
+        self._closed = self._done = False
+
+    async def model(self, choice: Choice) -> Model:
+        """Return the current view model; without the files' details if reading them takes too long."""
+        models = await self._models([choice], FRESH_S)
+        self._expire()
+        return models[choice]
+
+    async def messages(self, choice: Choice) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events: first everything, then the changes once a second, up to the stream's time limit.
+
+        Nothing is queued: a slow viewer gets fewer events, not late ones.
+        """
+        if len(self._viewers) >= MOST_VIEWERS:
+            yield _event("end", {"full": True})
+            return
+        viewer, sent = object(), dict[str, str]()
+        self._viewers[viewer] = choice
+        until = asyncio.get_running_loop().time() + LIFE_S
+        try:
+            if self._ticker is None or self._ticker.done():
+                self._ticker = asyncio.get_running_loop().create_task(self._tick())
+            while not self._closed and asyncio.get_running_loop().time() < until:
+                update, changed = self._parts, self._changed
+                parts = update.get(choice, {})
+                if new := {name: part for name, part in parts.items() if sent.get(name) != part}:
+                    sent |= new
+                    yield _event("parts", new)
+                elif parts:
+                    yield _event("same", {})
+                if self._parts is update:
+                    await changed.wait()
+            yield _event("end", {"gone": self._closed} | ({"done": True} if self._done else {}))
+        finally:
+            del self._viewers[viewer]
+
+    @property
+    def viewers(self) -> int:
+        """Number of viewers."""
+        return len(self._viewers)
+
+    def close(self, *, done: bool = False) -> None:
+        """End all streams, so that the server need not wait. ``done``: as all ranks have ended, which viewers are told."""
+        self._closed, self._done = True, done
+        self._wake()
+        if self._ticker is not None:
+            self._ticker.cancel()  # it would want the thread that ends here
+        self._thread.shutdown(wait=False)
+
+    async def _tick(self) -> None:
+        while self._viewers and not self._closed:
+            began = time.perf_counter()
+            models = await self._models(set(self._viewers.values()), TICK_S / 2)
+            self._parts = await self._in_thread(partial(_parts, models))
+            self._wake()
+            await asyncio.sleep(max(TICK_S, RELAXATION * (time.perf_counter() - began)))
+        self._expire()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _models(self, choices: Collection[Choice], max_age_s: float) -> dict[Choice, Model]:
+        snapshot = await self._watch.fresh(max_age_s)
+        details = await _in_time(self._read(snapshot, choices), {})
+        evidence = await _in_time(self._evidence(), ())
+
+        def models() -> dict[Choice, Model]:
+            runs = self._modeller.runs(snapshot, details, {choice.run for choice in choices})
+            return {choice: model(runs, choice, details, evidence, time.time()) for choice in choices}
+
+        return await self._in_thread(models)
+
+    async def _read(self, snapshot: Snapshot, choices: Collection[Choice]) -> Details:
+        focus = [incarnation for choice in choices if (incarnation := focused(snapshot.ranks, choice))]
+        async with self._reading:
+            return await self._watch.ask(lambda scan: self._data.gather(scan, snapshot, focus))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _expire(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+        self._rest = asyncio.get_running_loop().call_later(REST_S, self._forget)
+
+    def _forget(self) -> None:
+        if not self._viewers:
+            self._data, self._modeller, self._parts = PageData(), Modeller(), {}
 
 
-def rendered(model: Model) -> dict[str, Html]:
-    """Return every section's content by its element's ``id``."""
-    return {name: render(model) for name, (_, render) in PARTS.items()}
+async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
+    """Return the awaited result, or ``otherwise`` if it takes too long, as on a hanging file system."""
+    try:
+        return await asyncio.wait_for(answer, DEADLINE_S)
+    except asyncio.TimeoutError:
+        return otherwise
 
 
-def title(model: Model) -> str:
-    """Return the document's title, which a background tab shows."""
-    _, symbol = LEVELS[model.health.level]
-    return f"{symbol} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
+def _parts(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
+    parts: dict[Choice, Parts] = {}
+    for choice, one in models.items():
+        parts[choice] = {**sections.rendered(one), "heading": sections.heading(one), "title": sections.title(one)}
+        if one.run and not choice.run:  # a page opened before any run: from now on it shows this one
+            parts[choice]["stream"] = stream_of(choice._replace(run=one.run.key))
+    return parts
 
 
-def heading(model: Model) -> Html:
-    """Return the page's heading: the run shown, or the one waited for."""
-    if model.run is None:
-        return named(model.choice.run) if model.choice.run else text("torchobs exporter")
-    return joined([named(model.run.job_name), " ", tag("span", named(model.run.run_id), class_="run")])
+def _event(kind: str, fields: Mapping[str, object]) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(fields, separators=(',', ':'))}\n\n".encode()
 
 
-def _health(model: Model) -> Html:
-    health = model.health
-    class_, symbol = LEVELS[health.level] if model.run else ("quiet", "…")
-    badge = tag("span", f"{symbol} {BADGES[health.level] if model.run else 'Waiting'}", class_="badge")
-    sentence = tag("p", badge, " ", health.text, class_=f"sentence {class_}")
-    return joined([sentence, tag("p", health.gist, class_="unseen", role="status", aria_live="polite")])
+_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Accel-Buffering": "no"}
 
 
-def _runs(model: Model) -> Html:
-    """Return the list of runs to choose from, if there is another than the one shown."""
-    if all(run is model.run for run in model.runs):
-        return EMPTY
-    return joined([tag("h2", "Runs"), tag("ul", *(_run(run, chosen=run is model.run) for run in model.runs))])
+class LivePage:
+    """The handlers. ``problems`` returns the exporter's problems, ``links`` are its other pages as (path, name)."""
+
+    def __init__(
+        self, watch: SnapshotCache, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]],
+        evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+    ) -> None:  # fmt: skip
+        """``evidence`` returns the ranks' artifacts, as in the API."""
+        self._watch, self._problems, self._links = watch, problems, links
+        self.feed = Feed(watch, evidence)
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/", _guarded(self._page)),
+            Route(STREAM_PATH, _guarded(self._stream)),
+            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, __package__, "static", "live.css"), "text/css"))),
+            Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
+        ]
+
+    async def _page(self, request: Request) -> Response:
+        model = await self.feed.model(choice_of(request.url.query))
+        problems = (*self._watch.latest.problems, *self._problems())
+        return HTMLResponse(page(model, problems, self._links), headers=HEADERS)
+
+    async def _stream(self, request: Request) -> Response:
+        messages = self.feed.messages(choice_of(request.url.query))
+        return StreamingResponse(messages, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
 
-def _run(run: Run, *, chosen: bool) -> Html:
-    """Return a line of the list of runs, which begins with how the run is."""
-    class_, symbol = LEVELS[run.health.level]
-    sign = tag("span", symbol, class_="sign", role="img", aria_label=f"{BADGES[run.health.level]}:")
-    name = link(Choice(run=run.key), run.job_name, "health", current=chosen)
-    return tag("li", sign, " ", name, " ", named(run.run_id), " ", tag("span", run.health.text, class_="quiet"), class_=class_)
+def _refusal_of(request: Request) -> Problem | None:
+    """Return the reason to refuse a request: the API's rules for reading apply, because the page shows the same data."""
+    channel = "socket" if client_scope.is_unix(request.scope) else access.access_channel(request.scope)
+    authenticated = bool(request.scope.get(client_scope.LET_IN))
+    # tokens are for the API: a client that sends one with every request sees the same as without
+    headers = {name: value for name, value in request.headers.items() if name not in access.TOKEN_HEADERS}
+    return access.refusal("GET", headers, channel, access.Token(None), authenticated=authenticated)
 
 
-def _curves(model: Model) -> Html:
-    focus = model.focus
-    if focus is None:
-        return EMPTY
-    number, curves = text_format.number, model.curves
-    had_loss, had_norm = (curves.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
-    last_time = curves.time.last if curves.time else None
-    is_shard = (focus.readings.get(GRAD_NORM_RANKS) or 1.0) > 1.0
-    norm_name = "Gradient norm of its shard" if is_shard else "Gradient norm"
-    cards = [
-        _card("Loss", focus.status.loss, charts.sparkline(curves.loss, "Loss", number, stale=had_loss)),
-        _card(norm_name, focus.grad_norm, charts.sparkline(curves.norm, norm_name, number, stale=had_norm)),
-        _card("Step time", last_time, charts.sparkline(curves.time, "Step time", text_format.duration), text_format.duration),
-    ]
-    for name, curve in model.scalars.items():  # the script's own, since the run began
-        chart = charts.sparkline(curve, name[:_LONGEST_NAME], number, stale=True)
-        cards.append(_card(named(name[:_LONGEST_NAME]), focus.readings.get(SCALAR_VALUE, name), chart))
-    return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
+def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def guarded(request: Request) -> Response:
+        problem = _refusal_of(request)
+        return await handler(request) if problem is None else PlainTextResponse(f"{problem.detail}\n", problem.status)
+
+    return guarded
 
 
-def _card(name: str, last: float | None, chart: Html, rounded: Callable[[float | None], str] = text_format.number) -> Html:
-    """Return a card with a quantity's name, last value and curve."""
-    return tag("div", tag("h3", name), tag("p", exact(rounded(last), last), class_="value"), chart, class_="card")
+async def _asset(content: Callable[[], str], media_type: str, _: Request) -> Response:
+    return Response(content(), media_type=media_type, headers=HEADERS)
 
 
-def _ranks(model: Model) -> Html:
-    return joined([tag("h2", "Ranks"), rank_table.ranks(model)])
-
-
-def _events(model: Model) -> Html:
-    log = model.events
-    if not log.lines:
-        return joined([tag("h2", "Events"), tag("p", "None yet.", class_="none")])
-    head = [heading_cell("when"), heading_cell("rank", "n"), heading_cell("step", "n"), heading_cell("what")]
-    rows = [_event(model, line) for line in log.lines]
-    if log.cause is not None and len(log.lines) > 1:
-        rows.insert(0, _event(model, EventGroup(1, log.cause, log.cause), "First: "))
-    caption = f"{len(log.lines):,}, the newest first, many of a kind as one, with this machine’s time"
-    return joined([tag("h2", "Events"), table("Events", caption, head, rows)])
-
-
-def _event(model: Model, line: EventGroup, before: str = "") -> Html:
-    event, first = line.last, line.first
-    class_, symbol = LEVELS[event.severity]
-    sign = EMPTY
-    if event.severity is not Severity.INFO:
-        sign = tag("span", f"{symbol} ", role="img", aria_label=f"{BADGES[event.severity]}: ")
-    what: list[str] = [before, sign, tag("b", named(event.title))]
-    if line.number > 1:
-        in_step = "" if first.step is None else f" in step {text_format.count(first.step)}"
-        what += [tag("span", f" ×{line.number:,}", class_="times"), " since ", _when(model.now_s, first.at_s)]
-        what += [f"{in_step}, last:"]
-    cells = [
-        tag("td", _when(model.now_s, event.at_s)),
-        number_cell(named(_who(event.ranks))),
-        number_cell(text_format.count(event.step)),
-        tag("td", *what, " ", tag("span", event.text), class_=f"what {class_}"),
-    ]
-    return tag("tr", *cells, class_="first" if before else None)
-
-
-def _who(ranks: Sequence[str]) -> str:
-    """Return ranks as a short list: ``0–7``, or the first few."""
-    numbers = sorted({int(rank) for rank in ranks if rank.isdecimal()})
-    if len(numbers) == len(ranks) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:  # noqa: PLR2004  # two are no range
-        return f"{numbers[0]}–{numbers[-1]}"
-    more = len(ranks) - _MOST_NAMED
-    return ", ".join(ranks[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _evidence(model: Model) -> Html:
-    """Return the list of the ranks' artifacts, if there are any."""
-    if not model.evidence:
-        return EMPTY
-    head = [heading_cell("when"), heading_cell("rank", "n"), heading_cell("what"), heading_cell("size", "n")]
-    rows = [
-        tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
-            number_cell(named(one.rank)),
-            tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
-            number_cell(exact(text_format.size(one.size_bytes), one.size_bytes)))
-        for one in model.evidence
-    ]  # fmt: skip
-    return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
-
-
-def _when(now_s: float, at_s: float) -> Html:
-    moment = time.localtime(at_s)
-    iso = time.strftime("%Y-%m-%dT%H:%M:%S%z", moment)
-    ago_s = now_s - at_s
-    local = time.strftime("%H:%M:%S" if ago_s < 43_200 else "%Y-%m-%d %H:%M", moment)  # noqa: PLR2004  # half a day
-    return tag("time", local, datetime=iso)
-
-
-def _layers(model: Model) -> Html:
-    if not model.layers or model.focus is None:
-        return EMPTY
-    sort = model.choice.layers
-    columns = [name for name in LAYERS if any(name in layer.values for layer in model.layers)]
-
-    def heading(name: str, words: str, class_: str, order: str) -> Html:
-        sorting = link(model.choice._replace(layers=name), words, "layers")
-        return heading_cell(sorting, class_, order if name == sort else None)
-
-    head = [
-        heading("name", "layer", "", "ascending"),
-        *(heading(name, LAYERS[name][1], "n", "descending") for name in columns),
-    ]
-    rows = []
-    for layer in model.layers:
-        values = [layer.values.get(name) for name in columns]
-        cells = [number_cell(exact(text_format.number(value), value)) for value in values]
-        rows.append(tag("tr", tag("th", named(layer.name), scope="row"), *cells))
-    order = {"model": "largest layers as the model has them", "name": "by name"}.get(sort, "the highest first")
-    return joined([tag("h2", "Layers"), table("Layers", f"Of rank {model.focus.rank}, {order}", head, rows)])
-
-
-PARTS: dict[str, tuple[str, Callable[[Model], Html]]] = {
-    "health": ("Health", _health),
-    "runs": ("Runs", _runs),
-    "figures": ("Key figures", panels.key_figures),
-    "curves": ("Curves", _curves),
-    "ranks": ("Ranks", _ranks),
-    "details": ("Details", panels.details),
-    "events": ("Events", _events),
-    "evidence": ("Evidence", _evidence),
-    "layers": ("Layers", _layers),
-}
-"""By ``id``: the section's name for screen readers, and the function that renders it"""
+@cache
+def _script() -> str:
+    return resources.files(__package__).joinpath("static").joinpath("live.js").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""View model of the page: a pure function of a snapshot and of the details read with it."""
+"""What the page shows for one choice of a viewer, and the URLs of such choices."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import parse_qs, urlencode
 
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import Health, health
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, left_s, recent_anomalies, status_of
-from torchobs.exporter.ui.data import NO_DETAILS
-from torchobs.exporter.ui.events import log_of, recent_kinds
+from torchobs.exporter.ui.data import NO_DETAILS, log_of, recent_kinds
 from torchobs.ranks import collectives, labels
 from torchobs.ranks.incarnations import DIGITS
 from torchobs.ranks.metric_values import Reader
 from torchobs.ranks.snapshot import grouped
 from torchobs.report.charts import curve
+from torchobs.report.html import Html, tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.exporter.ui.data import Curves, Details, RankDetails
-    from torchobs.exporter.ui.events import EventLog
+    from torchobs.exporter.ui.data import Curves, Details, EventLog, RankDetails
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.snapshot import Rank, Snapshot
     from torchobs.report.charts import Curve
+
 
 T = TypeVar("T")
 
@@ -358,3 +359,39 @@ def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
     elif sort != "model":
         rows.sort(key=lambda row: _descending(row.values.get(sort)))
     return tuple(rows)
+
+
+STREAM_PATH = "/live/stream"
+
+_MOST_QUERY = 16_000
+"""Enough for the longest name of a run: it is from a header of 4 KiB, and each byte may take three in a query"""
+
+_MOST_PAGE = 1000
+
+
+def choice_of(query: str) -> Choice:
+    """Return the choice in a query string. Invalid parts are ignored, never an error."""
+    try:
+        fields = parse_qs(query[:_MOST_QUERY], max_num_fields=16)
+    except ValueError:
+        return Choice()
+    given = {name: fields[name][0] for name in ("run", "rank", "sort", "layers") if name in fields}
+    page = fields.get("page", ["1"])[0]
+    return Choice(**given, page=min(int(page), _MOST_PAGE) if page.isdecimal() and page.isascii() else 1)
+
+
+def query_of(choice: Choice) -> str:
+    """Return the query string for a choice; empty for the default one."""
+    chosen = {name: str(value) for name, value in choice._asdict().items() if value != Choice._field_defaults[name]}
+    return f"?{urlencode(chosen, errors='replace')}" if chosen else ""
+
+
+def stream_of(choice: Choice) -> str:
+    """Return the URL of the event stream for a choice."""
+    return f".{STREAM_PATH}{query_of(choice)}"
+
+
+def link(choice: Choice, words: str, section: str, *, label: str | None = None, current: bool = False) -> Html:
+    """Return a link to the page with another choice."""
+    target = f"./{query_of(choice)}#{section}"
+    return tag("a", words, href=target, aria_label=label, aria_current="true" if current else None)
