@@ -17,7 +17,7 @@ from torchobs.exporter.ui import data as page_data
 from torchobs.exporter.ui import page
 from torchobs.exporter.ui.view_model import Row, Run, run_of
 from torchobs.flight.metrics.throughput import Throughput
-from torchobs.ranks.metric_values import Readings
+from torchobs.ranks.snapshot import Readings
 from torchobs.ranks.state import trains
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.series import Scope
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
-from torchobs.ranks import memory_budget
 from torchobs.ranks import scanner as rank_scanner
-from torchobs.ranks.memory_budget import MOST, PUSH, PUSHED_SERIES, RESERVED, derived
+from torchobs.ranks import snapshot
+from torchobs.ranks.snapshot import MOST_SERIES, PUSH_BYTES, PUSHED_SERIES_BYTES, RESERVED_BYTES, series_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,19 +138,19 @@ def test_new_files_are_opened_some_at_a_time(flight_dir: Path, files: list[File]
 def test_the_limit_follows_from_the_memory() -> None:
     """By the formula of the documentation. Less than what is kept back is still the ranks' own series, and not none at all."""
     large, push = ExporterConfig(memory_limit=1 << 30), PushConfig()
-    assert derived(large) == ((1 << 30) - RESERVED) // memory_budget.SERIES
-    assert derived(replace(large, push=push)) == ((1 << 30) - RESERVED - PUSH) // PUSHED_SERIES
-    assert derived(ExporterConfig(memory_limit=48 << 20)) == (8 << 20) // memory_budget.SERIES
-    assert derived(ExporterConfig(memory_limit=1 << 50)) == MOST
+    assert series_limit(large) == ((1 << 30) - RESERVED_BYTES) // snapshot.SERIES_BYTES
+    assert series_limit(replace(large, push=push)) == ((1 << 30) - RESERVED_BYTES - PUSH_BYTES) // PUSHED_SERIES_BYTES
+    assert series_limit(ExporterConfig(memory_limit=48 << 20)) == (8 << 20) // snapshot.SERIES_BYTES
+    assert series_limit(ExporterConfig(memory_limit=1 << 50)) == MOST_SERIES
 
 
 def test_a_container_s_own_limit_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless another one is given; where there is none there is the limit of any page."""
-    monkeypatch.setattr(memory_budget, "cgroup_limit", lambda: 128 << 20)
-    assert derived(ExporterConfig()) == (80 << 20) // memory_budget.SERIES
-    assert derived(ExporterConfig(memory_limit=1 << 30)) == ((1 << 30) - RESERVED) // memory_budget.SERIES
-    monkeypatch.setattr(memory_budget, "cgroup_limit", lambda: None)
-    assert derived(ExporterConfig()) == MOST
+    monkeypatch.setattr(snapshot, "cgroup_limit", lambda: 128 << 20)
+    assert series_limit(ExporterConfig()) == (80 << 20) // snapshot.SERIES_BYTES
+    assert series_limit(ExporterConfig(memory_limit=1 << 30)) == ((1 << 30) - RESERVED_BYTES) // snapshot.SERIES_BYTES
+    monkeypatch.setattr(snapshot, "cgroup_limit", lambda: None)
+    assert series_limit(ExporterConfig()) == MOST_SERIES
 
 
 class Stopped:
@@ -165,7 +165,7 @@ def test_a_number_that_is_given_overrides_it(
     given: int | None, page: int, files: int, monkeypatch: pytest.MonkeyPatch, flight_dir: Path
 ) -> None:
     """A smaller one keeps no file from being read: it is the page's; a larger one holds for the files as well."""
-    monkeypatch.setattr(memory_budget, "derived", lambda _: 36_000)
+    monkeypatch.setattr(snapshot, "series_limit", lambda _: 36_000)
     config = ExporterConfig(flight_dir=str(flight_dir), series_limit_total=given)
     limits: list[int] = []
     monkeypatch.setattr(daemon, "PageCache", lambda _, most: limits.append(most))

@@ -14,8 +14,7 @@ from torchobs.exporter import api, api_schema
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES, Exit
-from torchobs.ranks.directory import Directory, ForeignDirectoryError, accepted_owner
-from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.scanner import Directory, ForeignDirectoryError, Scanner, accepted_owner
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
 from torchobs.exporter.text_format import PLAIN_FROM, BlockRenderer, Style, family_of, label, negotiate, number, numbers
 from torchobs.flight.format.series import Series, ValueType
 from torchobs.flight.reader.decode import DecodedBlock, Distribution, Value
-from torchobs.ranks.exemplars import NONE
+from torchobs.ranks.labels import NO_EXEMPLARS
 from torchobs.ranks.snapshot import EMPTY
 
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
@@ -173,7 +173,7 @@ def text_of(style: Style = OPENMETRICS, *, born_s: float | None = None) -> Block
 def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str]]:
     """What is written of those values, by family."""
     block = DecodedBlock(ALL, values, whole=None not in values)
-    return {chunk.heading.family: chunk.lines.split("\n")[1:] for chunk in text.lines(block, NONE)}
+    return {chunk.heading.family: chunk.lines.split("\n")[1:] for chunk in text.lines(block, NO_EXEMPLARS)}
 
 
 def test_families_come_in_the_order_of_their_first_series() -> None:
@@ -215,11 +215,12 @@ def test_what_counts_says_since_when_behind_its_lines() -> None:
         **LINES, "c": [*LINES["c"], "c_created 1.5"], "h": [*LINES["h"], "h_created 1.5"],
     }  # fmt: skip
     text = text_of(TEXT, born_s=1.5)
-    assert {chunk.heading.family: chunk.created for chunk in text.lines(DecodedBlock(ALL, FULL), NONE) if chunk.created} == {
+    chunks = text.lines(DecodedBlock(ALL, FULL), NO_EXEMPLARS)
+    assert {chunk.heading.family: chunk.created for chunk in chunks if chunk.created} == {
         "c": "\nc_created 1.5", "h": "\nh_created 1.5",
     }  # fmt: skip
     without: list[Value | None] = [FULL[0], None, *FULL[2:]]
-    assert [chunk.heading.family for chunk in text.lines(DecodedBlock(ALL, without), NONE) if chunk.created] == ["h"]
+    assert [chunk.heading.family for chunk in text.lines(DecodedBlock(ALL, without), NO_EXEMPLARS) if chunk.created] == ["h"]
 
 
 def _flat(found: dict[str, list[str]]) -> list[str]:

@@ -12,7 +12,7 @@ from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
-from torchobs.ranks.incarnations import OVERLAP_NS, RankCandidate, resolve
+from torchobs.ranks.rank_file import OVERLAP_NS, RankCandidate, resolve
 from torchobs.ranks.state import MemoryUse, Observation
 
 S = 1_000_000_000

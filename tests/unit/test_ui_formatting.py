@@ -14,7 +14,7 @@ from torchobs.exporter.ui.data import KEPT, KEPT_EVENTS, EventRow, RankEvents, R
 from torchobs.exporter.ui.sections import rendered
 from torchobs.exporter.ui.view_model import Choice, _memory, choice_of, model, query_of
 from torchobs.flight.format.layout import Header
-from torchobs.ranks.metric_values import Readings
+from torchobs.ranks.snapshot import Readings
 from torchobs.report.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
 from torchobs.report.html import Html, exact, joined, named, tag, text
 

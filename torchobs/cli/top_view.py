@@ -33,8 +33,7 @@ from torchobs.diagnosis.status import (
 )
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks import labels
-from torchobs.ranks.metric_values import Readings, readings_of
-from torchobs.ranks.snapshot import Rank
+from torchobs.ranks.snapshot import Rank, Readings, readings_of
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4

@@ -35,8 +35,7 @@ from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Value
 from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.ranks import state as rank_state
-from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, look_at, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.state import last_memory
 

@@ -21,7 +21,7 @@ from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.flight.reader.decode import Distribution, Value
 from torchobs.flight.reader.reader import View
-from torchobs.ranks import exceptions, labels
+from torchobs.ranks import labels, state
 from torchobs.ranks.state import MemoryUse, trains
 
 _FAR = 1 << 62
@@ -266,7 +266,7 @@ class RankReport:
     def exception(self) -> str:
         """The exception that ended the rank, in words; empty if none did, or it is not in the file."""
         raised = self.main_exceptions if self.reason == "exception" else []
-        return text_format.clean(exceptions.in_words(exceptions.described(raised[-1].attributes))) if raised else ""
+        return text_format.clean(state.exception_in_words(state.exception_attributes(raised[-1].attributes))) if raised else ""
 
     def events_named(self, event: catalog.Event) -> list[Fact]:
         """Return the events of that name, oldest first."""

@@ -24,10 +24,9 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
-from torchobs.ranks import exceptions, labels
-from torchobs.ranks.collectives import called, group_progress
-from torchobs.ranks.metric_values import Readings
-from torchobs.ranks.snapshot import Rank
+from torchobs.ranks import labels, state
+from torchobs.ranks.comparison import collectives_called, group_progress
+from torchobs.ranks.snapshot import Rank, Readings
 
 LAST_LOSSES = 64
 MOST_STUCK = 3
@@ -291,7 +290,7 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         alike_norms=alike_norms(status.alike_norms, of(catalog.DISTRIBUTED_INFO), get(catalog.GRAD_NORM_RANKS)),
         zero_rate=_of_all_groups(status.zero_rate, get),
         collectives=group_progress(of),
-        called=called(of) if _has_settled(status) else {},
+        called=collectives_called(of) if _has_settled(status) else {},
     )
 
 
@@ -321,7 +320,7 @@ def status_of(
         steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, known.loss),
         per_s=pace.per_s if rank.trains and pace else None,
-        exception=text_format.clean(exceptions.in_words(rank.exception)) if rank.reason == "exception" else "",
+        exception=text_format.clean(state.exception_in_words(rank.exception)) if rank.reason == "exception" else "",
         ran_s=max(0.0, ((live.heartbeat_ns or 0) - rank.view.header.monotonic_ns) / 1e9),
         standstill=rank.standstill,
         lately=lately,

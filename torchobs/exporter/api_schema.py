@@ -20,7 +20,7 @@ from torchobs.flight.files.artifacts import KINDS
 from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES
 from torchobs.flight.reader.decode import Distribution
-from torchobs.ranks.metric_values import Readings, readings_of
+from torchobs.ranks.snapshot import Readings, readings_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -23,8 +23,8 @@ from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.files.location import opened
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
-from torchobs.ranks.directory import Directory
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.scanner import Directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

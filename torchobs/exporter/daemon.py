@@ -26,7 +26,7 @@ from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.node.lifetime import ServiceStatus
-from torchobs.ranks import memory_budget
+from torchobs.ranks import snapshot
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
@@ -68,9 +68,9 @@ class _Service:
         finished: Callable[[ServiceStatus], bool] | None,
     ) -> None:
         self._config, self._finished = config, finished
-        for_memory = memory_budget.derived(config)
+        for_memory = snapshot.series_limit(config)
         most = config.series_limit_total or for_memory
-        self._snapshots = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
+        self._snapshots = SnapshotCache(Scanner(config, series_limit=int(snapshot.SERIES_IN_FILES * max(most, for_memory))))
         self._pages, self._scrapers = PageCache(config, most), ScrapeTracker()
         self._web_config, self._api = WebConfigMiddleware(config.web_config_file), Api(config, self._snapshots)
         self._site = Site(config, self._snapshots, self._pages, self._scrapers, self._problems, self._api.evidence)

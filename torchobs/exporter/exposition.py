@@ -11,8 +11,8 @@ from torchobs.catalog import BY_NAME, Kind, cumulative
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.text_format import BlockRenderer, Family, LabelledSeries, SampleRenderer, family_of, label, sample_name
 from torchobs.ranks import labels
-from torchobs.ranks.exemplars import NONE
-from torchobs.ranks.memory_budget import MOST
+from torchobs.ranks.labels import NO_EXEMPLARS
+from torchobs.ranks.snapshot import MOST_SERIES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ _SHOWN = -1
 class SeriesLimits:
     """Limits of one page: series of a rank (a histogram is one), and lines of all ranks."""
 
-    def __init__(self, per_rank: int = 20_000, total: int = MOST, drop: Sequence[str] = ()) -> None:
+    def __init__(self, per_rank: int = 20_000, total: int = MOST_SERIES, drop: Sequence[str] = ()) -> None:
         """``total``: lines of all ranks; the last quarter is reserved for torchobs' own series.
 
         ``drop``: names of samples on the page, or prefixes of them followed by ``*``.
@@ -355,7 +355,7 @@ class _RankLines:
                 shown = self.series.select(block.series, up=rank.up, shared=shared)
                 renderer = BlockRenderer(shown, style, self.quiet, born_s=self._born_s)
                 known = self._blocks[style, index] = _Block(block.series, rank.up, shared, renderer)
-            yield known.renderer.lines(block, NONE if index else rank.exemplars)
+            yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
             self.is_holding |= known.renderer.is_holding
 
 

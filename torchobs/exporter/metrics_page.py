@@ -22,8 +22,7 @@ from torchobs.exporter.content_negotiation import accepts_gzip
 from torchobs.exporter.exporter_metrics import ScrapeInput, Scrapes
 from torchobs.exporter.exposition import Exposition, SeriesLimits
 from torchobs.exporter.snapshot_cache import DEADLINE_S
-from torchobs.ranks.memory_budget import MOST
-from torchobs.ranks.snapshot import EMPTY
+from torchobs.ranks.snapshot import EMPTY, MOST_SERIES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -118,7 +117,7 @@ class Page(NamedTuple):
 class PageCache:
     """Renders pages and keeps those of the newest snapshot. To be used in one event loop."""
 
-    def __init__(self, config: ExporterConfig, series_limit: int = MOST) -> None:
+    def __init__(self, config: ExporterConfig, series_limit: int = MOST_SERIES) -> None:
         """``series_limit``: most lines of all ranks together."""
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):

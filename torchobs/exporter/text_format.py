@@ -33,7 +33,6 @@ from torchobs.catalog import BY_NAME, Kind, cumulative, prometheus_name
 from torchobs.exporter.content_negotiation import accept_items
 from torchobs.flight.format.series import ValueType
 from torchobs.flight.reader.decode import Distribution
-from torchobs.ranks import exemplars as exemplars_of
 from torchobs.ranks import labels as rank_labels
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.exposition import QuietSeries
     from torchobs.flight.format.series import Series
     from torchobs.flight.reader.decode import DecodedBlock, Value
-    from torchobs.ranks.exemplars import Shown
+    from torchobs.ranks.labels import Shown
 
 
 PLAIN_FROM, PLAIN_BELOW = 1e-4, 1e6
@@ -403,7 +402,7 @@ class SeriesLines:
 
     def exemplars(self, found: Shown) -> list[tuple[int, str]]:
         """Return the exemplars to append to bucket lines, with their line's index."""
-        own = exemplars_of.of(self._entry.series, found) if self._entry.buckets else {}
+        own = rank_labels.exemplars_of(self._entry.series, found) if self._entry.buckets else {}
         return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in own.items()]
 
 
@@ -444,7 +443,7 @@ class BlockRenderer:
         self._quiet, self._openmetrics, self._born_s = quiet, style.openmetrics, born_s
         self._rendered: tuple[DecodedBlock, Shown, list[FamilyLines]] | None = None
         self._shape: tuple[Collection[int], Sequence[int]] | None = None
-        self._exemplars: tuple[Shown, list[tuple[int, int, str]]] = (exemplars_of.NONE, [])
+        self._exemplars: tuple[Shown, list[tuple[int, int, str]]] = (rank_labels.NO_EXEMPLARS, [])
         self._positions: dict[str, int] = {}
         """of the families on the page"""
         headings: dict[str, Heading] = {}
@@ -503,7 +502,7 @@ class BlockRenderer:
         self._shown = [row for row in self._rows if row.in_block not in hidden]
         self._pick_hidden = _picking(indices)
         self._hidden_values, self._revealed = self._pick_hidden(values), self._quiet.revealed
-        self._shape, self._exemplars = None, (exemplars_of.NONE, [])
+        self._shape, self._exemplars = None, (rank_labels.NO_EXEMPLARS, [])
 
     def _numbers(self, row: _Row, value: Value | None) -> Sequence[float]:
         found = row.lines.numbers(value)

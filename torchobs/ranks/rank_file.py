@@ -1,9 +1,17 @@
-"""A flight file that the scanner follows, from its discovery to the rank's end."""
+"""A flight file that the scanner follows, from its discovery to the rank's end, and which incarnation of a rank is served.
+
+Incarnations are never summed or merged. Of two processes that live at the same time and claim one rank (two scripts started
+with one run id) the older keeps the rank, and the younger gets the first digits of its incarnation behind it for all its life:
+``rank="0-3f9a12bc"``. After its restart it has other digits, so that no series goes back. A process that starts while its
+predecessor still dies is served once that is over, at once where the launcher counted a restart. The decision depends on the
+files, so that a restarted exporter decides the same.
+"""
 
 from __future__ import annotations
 
 import errno
 import struct
+from collections import defaultdict
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import inf
@@ -21,14 +29,97 @@ from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
-from torchobs.ranks import exceptions, exemplars, labels, state
-from torchobs.ranks.incarnations import NOW_NS, RankCandidate
+from torchobs.ranks import labels, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchobs.flight.format.layout import Header, LiveWords
     from torchobs.flight.format.series import Series
+
+
+OVERLAP_NS = 3_000_000_000
+"""Two incarnations coexist if both have heartbeats for this long; a shorter overlap is a restart."""
+
+DIGITS = 8
+"""Digits of the incarnation that are appended to the rank."""
+
+
+NOW_NS = (1 << 63) - 1
+"""A time after the birth of every file, also of one that is made during the scan."""
+
+
+class RankCandidate(NamedTuple):
+    """A flight file as a candidate for serving a rank."""
+
+    rank: tuple[str, str, str]
+    """job_name, run_id, rank"""
+    incarnation: str
+    """in hexadecimal"""
+    same_boot: bool
+    """True if its CLOCK_MONOTONIC times are comparable with ours"""
+    born_ns: int
+    """creation time: CLOCK_MONOTONIC, unaffected by clock jumps; wall clock for a file of another boot"""
+    restart: int
+    heartbeat_ns: int
+    launch: str = ""
+    """what the processes that one launcher started have in common (``identity.launch``); empty: unknown"""
+    launched_by: str = ""
+    """incarnation of the process that started this one by ``multiprocessing``; it is no rank then"""
+    alive_ns: int = 0
+    """until when its process lived: :data:`NOW_NS` while it holds its lock and beats; 0 if it is dead, stopped or unknown"""
+    displaced: bool = False
+    """it was served with a suffix, or until a younger one took its place: it does not take the plain rank (back)"""
+
+
+def resolve(candidates: Iterable[RankCandidate]) -> Mapping[str, str]:
+    """Return the incarnations to serve, each with the suffix of its rank: "" for one of each rank."""
+    rivals: dict[tuple[str, str, str], list[RankCandidate]] = defaultdict(list)
+    for candidate in candidates:
+        rivals[candidate.rank].append(candidate)
+    served: dict[str, str] = {}
+    for group in rivals.values():
+        holders = _holders(sorted(group, key=_seniority))
+        served |= {candidate.incarnation: f"-{candidate.incarnation[:DIGITS]}" for candidate in holders}
+        served |= {candidate.incarnation: "" for candidate in [one for one in holders if not one.displaced][:1]}
+    return served
+
+
+def _holders(group: Iterable[RankCandidate]) -> list[RankCandidate]:
+    """Return the latest of each line of successors, the oldest line first; ``group``: the oldest candidate first."""
+    holders: list[RankCandidate] = []
+    for candidate in group:
+        for place, holder in enumerate(holders):
+            if _coexist(holder, candidate):
+                continue
+            if not _may_coexist(holder, candidate):
+                holders[place] = candidate
+            break
+        else:
+            holders.append(candidate)
+    return holders
+
+
+def _seniority(candidate: RankCandidate) -> tuple[bool, int, str]:
+    return candidate.same_boot, candidate.born_ns, candidate.incarnation
+
+
+def _coexist(older: RankCandidate, younger: RankCandidate) -> bool:
+    return not _is_successor(older, younger) and older.heartbeat_ns - younger.born_ns > OVERLAP_NS
+
+
+def _may_coexist(older: RankCandidate, younger: RankCandidate) -> bool:
+    """Return True while the older one still lives, and may be about to end."""
+    return not _is_successor(older, younger) and older.alive_ns > younger.born_ns
+
+
+def _is_successor(older: RankCandidate, younger: RankCandidate) -> bool:
+    """Return True if the younger one is in the older one's place by the account of whoever started them."""
+    if not (older.same_boot and younger.same_boot) or younger.launched_by == older.incarnation:
+        return True
+    is_same_launch = not (older.launch and younger.launch) or older.launch == younger.launch
+    return younger.restart > older.restart and is_same_launch
+
 
 READ_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
@@ -89,7 +180,7 @@ class RankFile:
         self.same_boot = header.boot_id == now.boot_id
         self.view: View = file.read()
         self._new_events = Tail(header.regions[Region.EVENTS].length, header.seed)
-        self._exemplars = exemplars.Exemplars(header)
+        self._exemplars = labels.Exemplars(header)
         self.exception: Mapping[str, str] = {}
         """attributes of ``catalog.RANK_EXCEPTION``; empty: no exception of its main thread is in its event ring"""
         self.lock_held = False
@@ -122,7 +213,7 @@ class RankFile:
         return made._replace(alive_ns=alive_ns * beats, displaced=self.displaced)
 
     @property
-    def exemplars(self) -> exemplars.Shown:
+    def exemplars(self) -> labels.Shown:
         """Exemplars of its histograms."""
         return self._exemplars.shown
 
@@ -245,7 +336,7 @@ class RankFile:
         self.view = self._with_mark(view, self.beat_age_s(now))
         payloads = self.file.fresh_events(self._new_events, view.live.event_head)
         self._exemplars.add(payloads)
-        self.exception = exceptions.newest(payloads) or self.exception
+        self.exception = state.newest_exception(payloads) or self.exception
 
     def _with_mark(self, view: View, beat_age_s: float) -> View:
         """Return the view, with the signal that ended the rank as its exit, unless it said something else itself."""

@@ -1,17 +1,66 @@
-"""Result of one scan of the flight files: the served ranks, and their comparison."""
+"""Result of one scan of the flight files: the served ranks, and their values by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog import BY_NAME, Metric, cumulative
 from torchobs.detect.stall import Standstill
 from torchobs.detect.stragglers import Slowness
+from torchobs.flight.files.create import cgroup_limit
+from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import View
-from torchobs.ranks.exemplars import Shown
+from torchobs.ranks.labels import Shown
 from torchobs.ranks.state import ending, last_memory, trains
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.flight.format.series import Series
+
+
+RESERVED_BYTES = 48 << 20
+"""Bytes for everything else: 37 MiB idle, API, live page, many connections."""
+
+PUSH_BYTES = 16 << 20
+"""Additional bytes for OTLP push: its queue and libraries."""
+
+SERIES_BYTES = 2_750
+"""Bytes per series: 1,850 for its line, and 900 for one and a half in the files, see :data:`SERIES_IN_FILES`.
+
+Measured: 2,060 for a rank's own series, 2,440 for 9,600 of an application with lines of 91 characters, 2,820 with 131.
+"""
+
+PUSHED_SERIES_BYTES = 3_650
+"""Bytes per series with OTLP push, which needs as much again as the files."""
+
+SERIES_IN_FILES = 1.5
+"""Series allowed in the files per series on the page: the page drops single series, the files only whole ranks, when they
+are opened: a rank whose series grow afterwards is served on."""
+
+MOST_SERIES = 1_000_000
+
+
+def series_limit(config: ExporterConfig) -> int:
+    """Return the number of series that fit into memory, so that the exporter is not killed for memory.
+
+    Computed once, at the start, from the memory limit of the container's cgroup, or ``--memory-limit``; at least a sixth of it
+    is for series. A series is a line of the metrics page, as Prometheus counts them: a histogram counts its buckets plus two.
+    The bytes above are resident memory after scrapes in two formats, minus that of an exporter without ranks (Python 3.11,
+    x86-64), for lines of some 100 characters. Labels of 1,000 characters take more: ``--series-limit-total`` sets another
+    limit.
+    """
+    limit = config.memory_limit or cgroup_limit()
+    if limit is None:
+        return MOST_SERIES
+    pushes = config.push is not None
+    room = max(limit - RESERVED_BYTES - PUSH_BYTES * pushes, limit / 6)
+    return min(MOST_SERIES, int(room / (PUSHED_SERIES_BYTES if pushes else SERIES_BYTES)))
+
 
 STATUSES = catalog.EXPORTER_FILES.attributes[0].values
 REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
@@ -152,3 +201,80 @@ def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
 def _order(ranks: Sequence[Rank]) -> tuple[bool, int, str]:
     up = any(rank.up for rank in ranks)
     return not up, -max(rank.view.header.wall_ns for rank in ranks), f"{ranks[0].job_name}/{ranks[0].run_id}"
+
+
+Key = tuple[str, ...]
+"""Attribute values of a series, in its own order."""
+
+
+class Readings:
+    """A rank's values by metric and attribute values. For a dead rank the same as stay on the metrics page."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: dict[str, dict[Key, float]]) -> None:
+        self._values = values
+
+    def get(self, metric: Metric, *key: str) -> float | None:
+        """Return one value; ``None`` if absent."""
+        return self._values.get(metric.name, {}).get(key)
+
+    def of(self, metric: Metric) -> dict[Key, float]:
+        """Return all values of a metric, by the values of its attributes."""
+        return self._values.get(metric.name, {})
+
+
+def readings_of(rank: Rank) -> Readings:
+    """Return a rank's values as in its file: of a dead rank all, and not only those that stay on the metrics page."""
+    values: dict[str, dict[Key, float]] = {}
+    for series, value in rank.view.points:
+        if series.scope is None and not isinstance(value, Distribution):
+            values.setdefault(series.name, {})[tuple(str(text) for _, text in series.attributes)] = value
+    return Readings(values)
+
+
+class Reader:
+    """Reads a fixed set of metrics repeatedly."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._names = frozenset(metric.name for metric in metrics)
+        self._places: dict[int, list[_Places]] = {}
+
+    def read(self, rank: Rank) -> Readings:
+        """Return the rank's values of these metrics."""
+        known = self._places.setdefault(rank.opened, [])
+        values: dict[str, dict[Key, float]] = {}
+        for index, block in enumerate(rank.view.blocks):
+            if index == len(known):
+                known.append(_Places((), []))
+            if known[index].series is not block.series:
+                known[index] = _Places(block.series, list(self._find(block)))
+            known[index].add_to(values, block, up=rank.up)
+        return Readings(values)
+
+    def keep(self, ranks: Iterable[Rank]) -> None:
+        """Drop cached state of all other ranks."""
+        kept = {rank.opened for rank in ranks}
+        for gone in self._places.keys() - kept:
+            del self._places[gone]
+
+    def _find(self, block: DecodedBlock) -> Iterator[tuple[int, str, Key, bool]]:
+        for index, series in enumerate(block.series):
+            if series.name in self._names and series.scope is None:
+                key = tuple(str(value) for _, value in series.attributes)
+                yield index, series.name, key, cumulative(series.kind) or BY_NAME[series.name].survives
+
+
+class _Places:
+    """Positions of the values in a block."""
+
+    __slots__ = ("found", "series")
+
+    def __init__(self, series: tuple[Series, ...], found: list[tuple[int, str, Key, bool]]) -> None:
+        self.series, self.found = series, found
+
+    def add_to(self, values: dict[str, dict[Key, float]], block: DecodedBlock, *, up: bool) -> None:
+        for index, name, key, survives in self.found:
+            value = block.values[index]
+            if value is not None and (up or survives) and not isinstance(value, Distribution):
+                values.setdefault(name, {})[key] = value

@@ -1,4 +1,4 @@
-"""State of a rank, by pure functions: no file, no clock.
+"""State of a rank and how it ended, by pure functions: no file, no clock.
 
 *alive*: recent heartbeat, by the exporter's clock; *unresponsive*: the lock is held and the heartbeat stopped (hung with the
 GIL held, stopped, still tearing down); *hung*: alive without a step, or a sign of one, for longer than the learned timeout,
@@ -8,19 +8,23 @@ without an exit record (SIGKILL, the OOM killer, os._exit).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect import stall
 from torchobs.detect.stall import PATIENT_PHASES, Standstill
+from torchobs.flight.format.event_ring import fields_of
 from torchobs.flight.format.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.decode import Distribution
+from torchobs.ranks import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torchobs.flight.reader.reader import View
+
 
 BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
@@ -166,3 +170,44 @@ def _gone(seen: Observation) -> bool:
     if not seen.same_boot:
         return True
     return not seen.lock_held and (seen.beat_age_s > FADED_AFTER_S or seen.exit_reason is not None)
+
+
+_MARK = f'"{catalog.EVENT_EXCEPTION.name}"'.encode()
+_BARE = re.compile(r"\A(?:builtins|__main__)\.")
+"""Modules that Python's own tracebacks leave out"""
+_LINE = re.compile(r"[^/]+:\d+(?=\Z| in )")
+"""The name of a file, and a line of it"""
+_MAX_MESSAGE = 100
+_MAX_TEXT = 256
+"""Characters of a class' name, and of a place"""
+
+
+def newest_exception(payloads: Sequence[bytes]) -> Mapping[str, str]:
+    """Return the newest exception of the main thread as attributes of ``catalog.RANK_EXCEPTION``; empty if there is none."""
+    for payload in reversed(payloads):
+        fields = fields_of(payload) if _MARK in payload else None
+        if fields is not None and fields.get("k") == "event" and fields.get("name") == catalog.EVENT_EXCEPTION.name:
+            attributes = fields.get("attrs")
+            if isinstance(attributes, dict) and not attributes.get("thread"):
+                return exception_attributes(attributes)
+    return {}
+
+
+def exception_in_words(exception: Mapping[str, str]) -> str:
+    """Return class and line, ``ValueError at train.py:12``; ``exception``: as of :func:`exception_attributes`."""
+    kind, place = exception.get("exception.type", ""), _LINE.search(exception.get("location", ""))
+    return f"{kind} at {place[0]}" if kind and place else kind
+
+
+def exception_attributes(attributes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the attributes of ``catalog.RANK_EXCEPTION`` from those of its event."""
+    return {
+        "exception.type": _BARE.sub("", _text(attributes.get("exception.type"), _MAX_TEXT)),
+        "message": _text(attributes.get("exception.message"), _MAX_MESSAGE),
+        "location": _text(attributes.get("caller") or attributes.get("location"), _MAX_TEXT),
+    }
+
+
+def _text(value: object, longest: int) -> str:
+    plain = labels.text(value) if isinstance(value, str) else ""
+    return "".join(char for char in plain[:longest] if char.isprintable())

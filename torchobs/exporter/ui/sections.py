@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.diagnosis.status import RankStatus
     from torchobs.exporter.ui.view_model import Model, Row, Run
-    from torchobs.ranks.metric_values import Readings
+    from torchobs.ranks.snapshot import Readings
 
 
 Line = tuple[str, Html]

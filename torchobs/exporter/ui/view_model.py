@@ -15,10 +15,9 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import Health, health
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, left_s, recent_anomalies, status_of
 from torchobs.exporter.ui.data import NO_DETAILS, log_of, recent_kinds
-from torchobs.ranks import collectives, labels
-from torchobs.ranks.incarnations import DIGITS
-from torchobs.ranks.metric_values import Reader
-from torchobs.ranks.snapshot import grouped
+from torchobs.ranks import comparison, labels
+from torchobs.ranks.rank_file import DIGITS
+from torchobs.ranks.snapshot import Reader, grouped
 from torchobs.report.charts import curve
 from torchobs.report.html import Html, tag
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.ui.data import Curves, Details, EventLog, RankDetails
     from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.ranks.metric_values import Readings
-    from torchobs.ranks.snapshot import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Readings, Snapshot
     from torchobs.report.charts import Curve
 
 
@@ -64,7 +62,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP,
     catalog.CHECKPOINT_SIZE, catalog.CHECKPOINT_FAILURE_STREAK,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *collectives.METRICS,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *comparison.COLLECTIVE_METRICS,
     catalog.DATA_WORKERS_DIED, catalog.HW_STATUS,
     *(metric for metric, _ in LAYERS.values()),
 )  # fmt: skip
