@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     stale = [
         (options.out / name, text)
-        for name, text in {"metrics.md": metrics_page(), "openapi.json": api_schema.TEXT}.items()
+        for name, text in {"metrics.md": metrics_page(), "openapi.json": api_schema.text()}.items()
         if not (options.out / name).is_file() or (options.out / name).read_text(encoding="utf-8") != text
     ]
     for page, text in stale:

@@ -532,8 +532,8 @@ def test_a_control_directory_that_cannot_be_written_is_a_problem(flight_dir: Pat
 def test_the_description_is_served(web: Caller, checkout: Path) -> None:
     """The same as in the documentation."""
     reply = web.ask("GET", "/openapi.json")
-    assert reply.body.decode() == api_schema.TEXT == (checkout / "docs" / "openapi.json").read_text()
-    assert json.loads(api_schema.TEXT)["openapi"] == "3.1.0"
+    assert reply.body.decode() == api_schema.text() == (checkout / "docs" / "openapi.json").read_text()
+    assert json.loads(api_schema.text())["openapi"] == "3.1.0"
 
 
 # As a program: as a plug-in it costs every run of pytest five seconds, whichever tests that is for (see `addopts`).
@@ -547,7 +547,7 @@ def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path) -> None:
     Asked is a node's exporter with two ranks, steps, events and evidence.
     """
     (tmp_path / "token").write_text(TOKEN)
-    (tmp_path / "openapi.json").write_text(api_schema.TEXT)
+    (tmp_path / "openapi.json").write_text(api_schema.text())
     writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
     for writer in writers:
         train(writer, [1, 2, 3])
@@ -562,7 +562,7 @@ def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path) -> None:
     for writer in writers:
         writer.close()
     assert done.returncode == 0, done.stdout + done.stderr
-    operations = sum(map(len, json.loads(api_schema.TEXT)["paths"].values()))
+    operations = sum(map(len, json.loads(api_schema.text())["paths"].values()))
     assert f"Tested: {operations}\n" in done.stdout
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S
 from tests.scanners import scanner_of, states, steps
 from torchobs.detect.stall import Standstill
-from torchobs.exporter import api, api_schema
+from torchobs.exporter import api
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES, Exit
@@ -217,7 +217,7 @@ def test_a_rank_that_stands_still_is_known_to_everybody(scanner: Scanner, rank: 
         file.save()
         (seen,) = scanner.scan().ranks
         with scanner.flight_file(seen.incarnation) as read:
-            found.append((seen.standstill, api_schema.rank_view(seen)["stall"], api.steps(read, seen, 1)["speed"] is None))
+            found.append((seen.standstill, api.rank_state(seen)["stall"], api.steps(read, seen, 1)["speed"] is None))
     told = {"seconds": 45.0, "usual_step": 0.1, "habitual": False}
     assert found == [(None, None, False), (Standstill(45.0, 0.1), told, True), (None, None, False)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,18 +19,23 @@ from starlette.routing import Mount, Route
 
 from torchobs import catalog
 from torchobs._version import __version__
+from torchobs.config.settings import PROBES
 from torchobs.diagnosis import scalars
 from torchobs.diagnosis.event_units import units
 from torchobs.diagnosis.rank_report import with_late
+from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.exporter import access, api_schema, commands
-from torchobs.exporter.access import LET_IN, Problem, bad
-from torchobs.exporter.api_schema import LONGEST_NAME, Summaries, instant, named, wall_ns
+from torchobs.exporter.access import LET_IN, Problem
+from torchobs.exporter.api_schema import instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
+from torchobs.flight.files.control import LEVELS
 from torchobs.flight.format.event_ring import plain
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.metrics.throughput import RECORDS, pace, speed
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.snapshot import Readings, readings_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -46,23 +50,27 @@ if TYPE_CHECKING:
     from torchobs.flight.reader.reader import FlightFile
     from torchobs.ranks.snapshot import Rank, Snapshot
 
+    Values = dict[str, dict[tuple[str, ...], float]]
 
+
+PREFIX = "/api/v1"
+MOST_RINGS = 256
+"""Most ranks with events read for one request: a ring takes some milliseconds."""
 LATE_FACTOR = 3
 """Records read per requested step: the step's own, and those with values that devices delivered later."""
 
-_CURSOR = re.compile(r"(-?[0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,19})")
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_LAYER = "layer"
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Position(NamedTuple):
-    """Position of an event in the order of all ranks' events."""
+    """Position of an event in the order of all ranks' events; its fields, joined by ``-``, are the cursor of a page."""
 
     wall_ns: int
     incarnation: str
     at: int
-
-    def cursor(self) -> str:
-        """Return the position as a cursor, with which a client requests older events."""
-        return f"{self.wall_ns}-{self.incarnation}-{self.at}"
 
 
 class Dated(NamedTuple):
@@ -72,12 +80,43 @@ class Dated(NamedTuple):
     event: dict[str, Any]
 
 
-def position_of(cursor: str) -> Position:
-    """Return the position that a cursor encodes. Raises ``Problem``."""
-    match = _CURSOR.fullmatch(cursor)
-    if match is None:
-        raise bad("cursor is none that this API gave: take it from `next` of the page before.")
-    return Position(int(match[1]), match[2], int(match[3]))
+def rank_state(rank: Rank) -> dict[str, Any]:
+    """Return a rank's identity, state and progress."""
+    readings, header, live = readings_of(rank), rank.view.header, rank.view.live
+    last_ns, rates = rank.view.last_step_ns, readings.of(catalog.LEARNING_RATE)
+    return {
+        **named(rank),
+        "state": rank.state,
+        "up": rank.up,
+        "level": level_name(live.level),
+        "phase": live.phase,
+        "started": instant(header.wall_ns),
+        "last_step": None if last_ns is None else instant(wall_ns(header, last_ns)),
+        "progress_age_s": rank.progress_age_s,
+        "stall": rank.standstill._asdict() if rank.standstill else None,
+        "learning_rate": rates.get(("0",), next(iter(rates.values()), None)),  # of the first group, as on the live page
+        "steps": readings.get(catalog.STEPS),
+        "tokens": readings.get(catalog.TOKENS),
+        "samples": readings.get(catalog.SAMPLES),
+        "total_steps": readings.get(catalog.STEPS_PLANNED),
+        "loss": last_loss(readings.get),
+        "gradient_norm": last_grad_norm(readings.get),
+    }
+
+
+def layers(rank: Rank) -> list[dict[str, Any]]:
+    """Return the last value of every per-layer series, by layer; the rank selects which layers have series."""
+    by_layer: dict[str, dict[str, Any]] = {}
+    for point in rank.view.points:
+        layer = dict(point.series.attributes).get(_LAYER)
+        if isinstance(layer, str) and not isinstance(point.value, Distribution):
+            by_layer.setdefault(layer, {})[point.series.name] = point.value
+    return [{"layer": layer, "values": values} for layer, values in by_layer.items()]
+
+
+def level_name(level: int) -> str:
+    """Return the name of a debug level."""
+    return LEVELS[level] if level < len(LEVELS) else "unknown"
 
 
 def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
@@ -85,18 +124,30 @@ def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
     dated = []
     for at, fields in file.events():
         if fields.get("k") == "event":
-            dated.append(_dated(at, fields, fields["name"][:LONGEST_NAME], wall_ns(rank.view.header, fields["t"]), rank))
+            name, attributes = fields["name"][: api_schema.LONGEST_NAME], fields["attrs"]
+            when_ns = wall_ns(rank.view.header, fields["t"])
+            event = {
+                **named(rank),
+                "time": instant(when_ns),
+                "name": name,
+                "severity": catalog.event_severity(name, attributes).name.lower(),
+                "step": fields.get("step"),
+                "attributes": attributes,
+                "units": units(name, attributes),
+            }
+            dated.append(Dated(Position(when_ns, rank.incarnation, at), event))
     return dated
 
 
-def page(events: Iterable[Dated], before: Position | None, limit: int) -> dict[str, Any]:
-    """Return the newest ``limit`` events that are older than ``before``, newest first."""
-    older = sorted(
-        (one for one in events if before is None or one.position < before), key=lambda one: one.position, reverse=True
-    )
+def page(events: Iterable[Dated], before: str | None, limit: int) -> dict[str, Any]:
+    """Return the newest ``limit`` events, newest first; ``before``: cursor of the page before, from which older ones follow."""
+    older = sorted(events, key=lambda one: one.position, reverse=True)
+    if before is not None:
+        when_ns, incarnation, at = before.rsplit("-", 2)
+        older = [one for one in older if one.position < (int(when_ns), incarnation, int(at))]
     taken = older[:limit]
     more = len(older) > len(taken)
-    return {"events": [one.event for one in taken], "next": taken[-1].position.cursor() if more else None}
+    return {"events": [one.event for one in taken], "next": "-".join(map(str, taken[-1].position)) if more else None}
 
 
 def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
@@ -110,22 +161,6 @@ def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
     curves = scalars.curves(fields for _, fields in file.events())
     return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in curves.items()]}
-
-
-def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:
-    attributes = fields["attrs"]
-    return Dated(
-        Position(when_ns, rank.incarnation, at),
-        {
-            **named(rank),
-            "time": instant(when_ns),
-            "name": name,
-            "severity": catalog.event_severity(name, attributes).name.lower(),
-            "step": fields.get("step"),
-            "attributes": attributes,
-            "units": units(name, attributes),
-        },
-    )
 
 
 def _step(parts: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
@@ -150,13 +185,147 @@ def _step(parts: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
     }
 
 
-PREFIX = "/api/v1"
-MOST_RINGS = 256
-"""Most ranks with events read for one request: a ring takes some milliseconds."""
+_LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
+_COUNTERS = (
+    catalog.STEPS, catalog.ANOMALIES, catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_ANOMALIES,
+    catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES, catalog.GRAD_NORM_DISTRIBUTION,
+    catalog.GRAD_NONFINITE_STEPS,
+)  # fmt: skip
+_GREATEST = (catalog.DEBUG_OPERATION_LONGEST, catalog.DEBUG_OPERATION_MEMORY)
+_SOURCES = ("recorded", "monitored", "mixed")
 
-_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-_log = logging.getLogger(__name__)
-T = TypeVar("T")
+
+class Summaries:
+    """The summaries of one exporter."""
+
+    def __init__(self) -> None:
+        self._zero: dict[str, Values] = {}
+
+    def clear(self, snapshot: Snapshot) -> None:
+        """Let the summaries of these ranks begin anew."""
+        self._zero = {rank.incarnation: _values(rank) for rank in snapshot.ranks}
+
+    def debug(self, snapshot: Snapshot, evidence: int) -> dict[str, Any]:
+        """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
+        ranks = [(rank, readings_of(rank)) for rank in snapshot.ranks]
+        operations = [row for rank in snapshot.ranks for row in _operations(rank, self._since_clear(rank))]
+        count = sum(row["count"] for row in operations)
+        times = [row["average_time"] * row["count"] for row in operations]
+        return {
+            "total_operations": count,
+            "average_time": sum(times) / count if count else None,
+            **{name: _greatest(row[name] for row in operations) for name in ("longest_time", "memory_peak", "gpu_memory_peak")},
+            "anomalies": sum(row["anomalies"] for row in operations),
+            "operations": operations,
+            "levels": dict(Counter(level_name(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
+            "anomalies_active": [
+                {**named(rank), "kind": kind}
+                for rank, readings in ranks
+                for kind in catalog.ANOMALY_KINDS
+                if rank.up and readings.get(catalog.ANOMALY_ACTIVE, kind)
+            ],
+            "probes_disabled": [
+                {**named(rank), "probe": probe}
+                for rank, readings in ranks
+                for probe in PROBES
+                if readings.get(catalog.PROBE_DISABLED, probe)
+            ],
+            "evidence": evidence,
+        }
+
+    def training(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return steps and anomalies, per rank and in total; rates are those of ``debug.training_summary``."""
+        counted = [_counts(self._since_clear(rank)) for rank in snapshot.ranks]
+        total: Counter[str] = sum(counted, Counter())
+        monitored = [bool(one["monitored"]) for one in counted]
+        source = _SOURCES[all(monitored)] if not monitored or all(monitored) == any(monitored) else "mixed"
+        parts = [_summary(one, _SOURCES[is_monitored]) for one, is_monitored in zip(counted, monitored, strict=True)]
+        ranks = [{**named(rank), **part} for rank, part in zip(snapshot.ranks, parts, strict=True)]
+        return {**_summary(total, source if monitored else _SOURCES[0]), "ranks": ranks}
+
+    def _since_clear(self, rank: Rank) -> Readings:
+        now, zero = _values(rank), self._zero.get(rank.incarnation, {})
+        for metric in _COUNTERS:
+            before = zero.get(metric.name, {})
+            now[metric.name] = {key: max(value - before.get(key, 0), 0) for key, value in now[metric.name].items()}
+        for metric in _GREATEST:
+            before = zero.get(metric.name, {})
+            now[metric.name] = {key: value for key, value in now[metric.name].items() if value != before.get(key)}
+        return Readings(now)
+
+
+def _values(rank: Rank) -> Values:
+    """Return a rank's counts and greatest values; of the distribution of gradient norms their number."""
+    readings = readings_of(rank)
+    values = {metric.name: dict(readings.of(metric)) for metric in (*_COUNTERS, *_GREATEST)}
+    norms = [value for series, value in rank.view.points if series.name == catalog.GRAD_NORM_DISTRIBUTION.name]
+    number = sum(sum(value.counts) for value in norms if isinstance(value, Distribution))
+    values[catalog.GRAD_NORM_DISTRIBUTION.name] = {(): float(number)}
+    return values
+
+
+def _greatest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _operations(rank: Rank, readings: Readings) -> list[dict[str, Any]]:
+    """Return one row for each operation that was done. Greatest values are null until one exceeds that before a clear."""
+    rows = []
+    for (name,), count in readings.of(catalog.DEBUG_OPERATIONS).items():
+        if count:
+            row = {
+                "operation": name,
+                "count": round(count),
+                "average_time": (readings.get(catalog.DEBUG_OPERATION_TIME, name) or 0.0) / count,
+                "longest_time": readings.get(catalog.DEBUG_OPERATION_LONGEST, name),
+                "memory_peak": readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "host"),
+                "gpu_memory_peak": readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "device"),
+                "anomalies": round(readings.get(catalog.DEBUG_OPERATION_ANOMALIES, name) or 0),
+            }
+            rows.append({**named(rank), **row})
+    return rows
+
+
+def _counts(readings: Readings) -> Counter[str]:
+    """Return a rank's steps and anomalies: of the steps checked by hand, or of all where none was."""
+    checked = round(readings.get(catalog.DEBUG_STEPS) or 0)
+    kinds = Counter({f"kind {kind}": round(readings.get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS})
+    if checked:
+        found = {kind: round(readings.get(catalog.DEBUG_STEP_ANOMALIES, kind) or 0) for kind in catalog.STEP_ANOMALIES}
+        anomalous = round(readings.get(catalog.DEBUG_ANOMALY_STEPS) or 0)
+        own = {"steps": checked, "measured": checked, "anomalous": anomalous, "most": anomalous, "monitored": 1}
+        return kinds + Counter({**found, **own})
+    steps, total = round(readings.get(catalog.STEPS) or 0), sum(kinds.values())
+    loss = sum(kinds[f"kind {kind}"] for kind in _LOSS_KINDS)
+    found = {"loss_anomaly": loss, **{kind: kinds[f"kind {kind}"] for kind in catalog.STEP_ANOMALIES[:2]}}
+    least = max(kinds.values(), default=0)
+    measured = round((readings.get(catalog.GRAD_NORM_DISTRIBUTION) or 0) + (readings.get(catalog.GRAD_NONFINITE_STEPS) or 0))
+    own = {"steps": steps, "measured": measured or steps, "anomalous": least, "most": min(total, steps)}
+    return kinds + Counter({**found, **own})
+
+
+def _summary(counts: Counter[str], source: str) -> dict[str, Any]:
+    steps = counts["steps"]
+    explosions, vanishing, loss = (counts[kind] for kind in catalog.STEP_ANOMALIES)
+
+    def rate(count: int, of: int = steps) -> float | None:
+        return count / of if steps else None
+
+    rates = rate(explosions, counts["measured"]), rate(vanishing, counts["measured"])
+    return {
+        "total_steps": steps,
+        "anomaly_steps": counts["anomalous"],
+        "anomaly_steps_most": counts["most"],
+        "gradient_explosions": explosions,
+        "gradient_vanishing": vanishing,
+        "loss_anomalies": loss,
+        "anomaly_rate": _greatest((rate(counts["anomalous"]), *rates)),
+        "gradient_explosion_rate": rates[0],
+        "gradient_vanishing_rate": rates[1],
+        "loss_anomaly_rate": rate(loss),
+        "anomalies": {kind: counts[f"kind {kind}"] for kind in catalog.ANOMALY_KINDS},
+        "source": source,
+    }
 
 
 class Api:
@@ -215,16 +384,16 @@ class Api:
         refusal = access.refusal(request.method, request.headers, channel, self._token, authenticated=known)
         if refusal is not None:
             raise refusal
-        api_schema.only(request, [name for name, _ in operation.query])
+        request.state.query = api_schema.query(request, operation.query)
         if operation.body:
-            request.state.body = await api_schema.body(request, api_schema.SCHEMAS[operation.body]["required"])
+            request.state.body = await api_schema.body(request, operation.body)
         content = await self._handlers[operation.name](request)
         return content if isinstance(content, Response) else _json(content, operation.status)
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     async def _openapi(self, _: Request) -> Response:
-        return Response(api_schema.TEXT, media_type="application/json", headers=_HEADERS)
+        return Response(api_schema.text(), media_type="application/json", headers=_HEADERS)
 
     async def _status(self, _: Request) -> object:
         snapshot = await self._watch.fresh()
@@ -238,7 +407,7 @@ class Api:
         }
 
     async def _ranks(self, _: Request) -> object:
-        return {"ranks": [api_schema.rank_view(rank) for rank in (await self._watch.fresh()).ranks]}
+        return {"ranks": [rank_state(rank) for rank in (await self._watch.fresh()).ranks]}
 
     async def _debug_summary(self, _: Request) -> object:
         return self._summaries.debug(await self._watch.fresh(), len(await self.evidence()))
@@ -247,18 +416,17 @@ class Api:
         return self._summaries.training(await self._watch.fresh())
 
     async def _events(self, request: Request) -> object:
-        limit, kind = api_schema.length(request, "limit", api_schema.MOST_EVENTS), api_schema.kind(request)
-        cursor = request.query_params.get("before")
-        before = None if cursor is None else position_of(cursor)
-        ranks = api_schema.ranks(await self._watch.fresh(), request.query_params.get("rank"))
+        query = request.state.query
+        ranks = api_schema.ranks(await self._watch.fresh(), query.get("rank"))
         if len(ranks) > MOST_RINGS:
             raise access.bad(f"There are {len(ranks)} ranks: say which one's events by the query parameter rank.")
         nothing: list[Dated] = []
         events = [one for rank in ranks for one in await self._read(rank, dated_events, nothing)]
-        return page((one for one in events if kind in {None, one.event["name"]}), before, limit)
+        chosen = (one for one in events if query.get("kind") in {None, one.event["name"]})
+        return page(chosen, query.get("before"), query.get("limit", api_schema.DEFAULT_LENGTH))
 
     async def _steps(self, request: Request) -> object:
-        last = api_schema.length(request, "last", api_schema.MOST_STEPS)
+        last = request.state.query.get("last", api_schema.DEFAULT_LENGTH)
         return await self._history(request, partial(steps, last=last), {"speed": None, "steps": []})
 
     async def _scalars(self, request: Request) -> object:
@@ -266,7 +434,7 @@ class Api:
 
     async def _layers(self, request: Request) -> object:
         rank = await self._rank(request)
-        return {**api_schema.named(rank), "layers": api_schema.layers(rank)}
+        return {**named(rank), "layers": layers(rank)}
 
     async def _evidence(self, _: Request) -> object:
         return {"evidence": await self.evidence()}
@@ -302,14 +470,13 @@ class Api:
         return await self._run(self.commands.level, await self._targets(request), level)
 
     async def _probes(self, request: Request) -> object:
-        mask, off = api_schema.probes(request.state.body)
-        return await self._run(self.commands.probes_off, await self._targets(request), mask, off)
+        off = [name for name in PROBES if name in request.state.body.off]
+        return await self._run(self.commands.probes_off, await self._targets(request), off)
 
     async def _profile(self, request: Request) -> object:
-        steps = api_schema.steps(request.state.body)
-        rank = api_schema.one_rank(await self._watch.fresh(), request.query_params.get("rank"))
+        rank = api_schema.one_rank(await self._watch.fresh(), request.state.query.get("rank"))
         api_schema.living([rank])
-        return await self._run(self.commands.profile, rank, steps)
+        return await self._run(self.commands.profile, rank, request.state.body.steps)
 
     async def _stacks(self, request: Request) -> object:
         return await self._run(self.commands.stacks, await self._targets(request))
@@ -322,7 +489,7 @@ class Api:
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
     async def _targets(self, request: Request) -> list[Rank]:
-        return api_schema.living(api_schema.ranks(await self._watch.fresh(), request.query_params.get("rank")))
+        return api_schema.living(api_schema.ranks(await self._watch.fresh(), request.state.query.get("rank")))
 
     async def _rank(self, request: Request) -> Rank:
         return api_schema.one_rank(await self._watch.fresh(), request.path_params["rank"])
@@ -331,7 +498,7 @@ class Api:
         self, request: Request, read: Callable[[FlightFile, Rank], dict[str, Any]], otherwise: dict[str, Any]
     ) -> object:
         rank = await self._rank(request)
-        return {**api_schema.named(rank), **await self._read(rank, read, otherwise)}
+        return {**named(rank), **await self._read(rank, read, otherwise)}
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that accesses the file system in the API's own thread, so that it does not block the event loop."""

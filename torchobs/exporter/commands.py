@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.config.settings import PROBES
 from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.access import Problem
 from torchobs.exporter.api_schema import instant, named
@@ -261,8 +262,9 @@ class CommandService:
         """Set the ranks' observability level. Raises ``Problem``."""
         return {"level": control.LEVELS[level], "ranks": self._send(ranks, Command(level=level))}
 
-    def probes_off(self, ranks: Iterable[Rank], mask: int, off: list[str]) -> dict[str, Any]:
+    def probes_off(self, ranks: Iterable[Rank], off: list[str]) -> dict[str, Any]:
         """Switch exactly these probes off, and all others on. Raises ``Problem``."""
+        mask = sum(1 << PROBES.index(name) for name in off)
         return {"off": off, "ranks": self._send(ranks, Command(probes_off=mask))}
 
     def profile(self, rank: Rank, steps: int) -> dict[str, Any]:
