@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import http.client
-import os
 import shutil
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,27 +119,6 @@ def test_garbage_in_a_certificate_s_place_changes_nothing(exporter: Service, hom
     (home / name).unlink()
     wait_until(lambda: b"torchobs_exporter_config_ok 0" in page(exporter, trust))
     assert over_tls(exporter.address, trust) == OK
-
-
-def test_a_renewal_that_fails_is_tried_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a descriptor for it the old certificate is presented on, and said to be; with one the new certificate is."""
-    (home / "web.yml").write_text(f"{TLS}}}")
-    refused, bind = threading.Event(), server.bind
-
-    class Scarce(socket.socket):
-        def dup(self) -> Scarce:
-            if refused.is_set():
-                return super().dup()
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(server, "bind", lambda address: Scarce(fileno=bind(address).detach()))
-    before = context(home, None)
-    with Service(ExporterConfig(flight_dir=str(home), web_config_file=str(home / "web.yml"))) as exporter:
-        certify(shutil.which("openssl") or "", home, "server")
-        wait_until(lambda: b"torchobs_exporter_config_ok 0" in page(exporter, before))
-        refused.set()
-        wait_until(lambda: over_tls(exporter.address, context(home, None)) == OK)
-        assert b"torchobs_exporter_config_ok 1" in page(exporter, context(home, None))
 
 
 def test_whoever_has_come_before_a_renewal_is_answered_after_it(exporter: Service, home: Path) -> None:

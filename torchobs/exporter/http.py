@@ -1,11 +1,12 @@
 """The exporter's listeners: on its addresses, and on the API's own Unix socket, with a uvicorn server for each.
 
-What cannot be opened is tried again, a Unix socket whose file is gone is opened anew, and new certificates get new servers.
+What cannot be opened is tried again, a Unix socket whose file is gone is opened anew, and new certificates are used at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import resource
@@ -13,7 +14,7 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import h11
 import uvicorn
@@ -24,7 +25,7 @@ from torchobs.exporter.unix_socket import UnixAddress, UnixSocket, bind_unix
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -58,7 +59,6 @@ _BACKLOG = 512
 _FILES = 65_536
 _SHARE_OF_DESCRIPTORS = 4
 _WRITTEN_AT_ONCE = 64 * 1024
-_PIECE = 4 * 1024
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _GOOD_NEWS = {"good_news": True}
 _log = logging.getLogger(__name__)
@@ -101,72 +101,92 @@ def bind_near(address: Address) -> socket.socket:
     return bind(Address(address.host, last))
 
 
-class UnixSocketWatch:
-    """Detects listening sockets whose file was removed or replaced. To be used in one event loop."""
+class Server(uvicorn.Server):
+    """A server on one socket, with a cap on its connections, and TLS by the context that is in force when they come."""
 
-    def __init__(self) -> None:
-        self._looking: asyncio.Future[list[UnixSocket]] | None = None
+    def __init__(self, config: uvicorn.Config, context: Callable[[], ssl.SSLContext | None]) -> None:
+        super().__init__(config)
+        self.context = context
+        self.waiting: dict[HttpProtocol, None] = {}
+        """connections without a request, the oldest first"""
 
-    def lost(self, bound: Iterable[UnixSocket]) -> list[UnixSocket]:
-        """Return the sockets without a path as of the last check, and start the next check. Returns at once.
-
-        Checks run in a thread, so that a hanging file system blocks nothing else.
-        """
-        if self._looking is not None and not self._looking.done():
-            return []
-        found = self._looking.result() if self._looking is not None else []
-        sockets = list(bound)
-        loop = asyncio.get_running_loop()
-        self._looking = loop.run_in_executor(None, lambda: [one for one in sockets if not one.is_named])
-        return found
+    def renew(self) -> None:
+        """Close idle connections, because TLS has changed; the others get one more response, so that no scrape fails."""
+        for connection in list(self.server_state.connections):
+            cast("HttpProtocol", connection).finish()
 
 
 class HttpProtocol(H11Protocol):
-    """One connection: uvicorn's, with deadlines for a request's head and its response, and a cap on connections.
+    """One connection: uvicorn's, with deadlines for handshake, head and response, and a cap on connections.
 
     uvicorn waits for ever for both, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper
     among a thousand silent connections. Here the connection makes room that has waited longest for its first request, or else
-    the one that has been idle longest after a response.
+    the one that has been idle longest after a response. The handshake is made here, because asyncio's own TLS servers show a
+    connection after it, so that silent ones could take all descriptors.
     """
 
-    def __init__(self, server: uvicorn.Server, waiting: dict[Connection, None], most: int) -> None:
-        """``waiting``: the server's connections without a request, the oldest first; ``most``: cap on its connections."""
+    def __init__(self, server: Server) -> None:
         super().__init__(server.config, server.server_state, {})
-        self.conn = h11.Connection(h11.SERVER, MOST_HEAD)
-        self.closes_next = False
+        self._waiting, self._context = server.waiting, server.context()
+        self._closes_next = False
         """whether the connection is closed after the next response"""
-        self._server, self._waiting, self._most = server, waiting, most
         self._deadline: asyncio.TimerHandle | None = None
-        self._body = 0
-        """bytes received of a request's body"""
+        self._received = 0
+        """bytes of the present request"""
+        self._early: bytearray | None = None
+        """what came right behind a handshake; ``None``: there is none, or it is done"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """See :class:`asyncio.Protocol`."""
+        self.transport = transport
+        self.connections.add(self)
+        self._waiting[self] = None
+        self._make_room()
+        if self._context is None:
+            self._begin(transport)
+        elif not transport.is_closing():
+            self._early = bytearray()
+            self._handshake = asyncio.ensure_future(self._shake_hands(self._context))
+
+    async def _shake_hands(self, context: ssl.SSLContext) -> None:
+        secured: asyncio.Transport | None = None
+        with contextlib.suppress(OSError):  # refused, out of time, or gone
+            secured = await self.loop.start_tls(self.transport, self, context, server_side=True, ssl_handshake_timeout=HEAD_S)
+        early, self._early = self._early, None
+        if secured is None or secured.is_closing():
+            self.connection_lost(None)
+            return
+        self._begin(secured)
+        if early:
+            self.data_received(bytes(early))
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        """Await the first request."""
         super().connection_made(transport)
-        # a handshake during a change of certificates gets one response, so that no scrape fails
-        self.closes_next = not all(one.is_serving() for one in self._server.servers)
-        self._await_head()
-        _make_room(self, self._waiting, self._most)
+        self._close_after(HEAD_S)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        for at in range(0, len(data), _PIECE):  # h11 takes 10 µs for each chunk of a body, however short
-            if self.transport.is_closing():
-                return
-            piece = data[at : at + _PIECE]
-            super().data_received(piece)
-            self._body = self._body + len(piece) if self.conn.their_state is h11.SEND_BODY else 0
-            if self._body > MOST_BODY:
-                self.transport.abort()
+        if self._early is not None:
+            self._early += data
+            return
+        self._received += len(data)
+        if (
+            self._received > MOST_HEAD + MOST_BODY
+        ):  # before it is parsed: h11 takes 10 µs for each chunk of a body, however short
+            self.transport.abort()
+            return
+        super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             if self._deadline is None:
-                self._await_head()
+                self._close_after(HEAD_S)
         elif self in self._waiting or self._deadline is None:
             self._waiting.pop(self, None)
             self._close_after(RESPONSE_S)
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
+        self._received = 0
         super().on_response_complete()
         if not self.cycle.response_complete:  # of a request that came right behind
             self._close_after(RESPONSE_S)
@@ -174,7 +194,7 @@ class HttpProtocol(H11Protocol):
             self._waiting[self] = None
             if not self.transport.get_write_buffer_size():
                 self._close_after(None)
-        if self.closes_next:
+        if self._closes_next:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -185,10 +205,10 @@ class HttpProtocol(H11Protocol):
 
     def finish(self) -> None:
         """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
-        if cast("object", self.cycle) is None:
-            self.closes_next = True
-        else:
+        if self.has_asked:
             self.shutdown()
+        else:
+            self._closes_next = True
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP; just close the connection if a response has begun, where uvicorn would raise."""
@@ -206,9 +226,13 @@ class HttpProtocol(H11Protocol):
         """Return whether it has sent a request."""
         return cast("object", self.cycle) is not None
 
-    def _await_head(self) -> None:
-        self._waiting[self] = None
-        self._close_after(HEAD_S)
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest, if there are too many of them, but rather not this one."""
+        if len(self.connections) > _most_connections():
+            others = [other for other in self._waiting if other is not self]
+            oldest = next((other for other in others if not other.has_asked), others[0] if others else self)
+            self._waiting.pop(oldest)
+            oldest.transport.abort()
 
     def _close_after(self, seconds: float | None) -> None:
         if self._deadline is not None:
@@ -222,71 +246,11 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
 
 
-class TlsHandshake(asyncio.Protocol):
-    """A connection before its TLS handshake is done, of which the cap and the time limit hold as of :class:`HttpProtocol`.
+async def serve_on(bound: socket.socket, app: ASGIApp, context: Callable[[], ssl.SSLContext | None] = lambda: None) -> Server:
+    """Start a server on a socket; ``context`` returns that of TLS, or ``None`` for a connection without.
 
-    asyncio's own TLS servers show a connection after its handshake, so that silent ones could take all descriptors.
+    The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end.
     """
-
-    has_asked = False
-
-    def __init__(self, http: HttpProtocol, context: ssl.SSLContext, waiting: dict[Connection, None], most: int) -> None:
-        """``http``: what follows the handshake; for the others see :class:`HttpProtocol`."""
-        self.connections = cast("set[Any]", http.connections)
-        self._http, self._context, self._waiting, self._most = http, context, waiting, most
-        self._early = bytearray()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as HttpProtocol has it
-        """See :class:`asyncio.Protocol`."""
-        self.transport = transport
-        self.connections.add(self)
-        self._waiting[self] = None
-        _make_room(self, self._waiting, self._most)
-        self._task = asyncio.ensure_future(self._shake_hands())
-
-    def data_received(self, data: bytes) -> None:
-        """Keep what came right behind the handshake."""
-        self._early += data
-
-    def shutdown(self) -> None:
-        """Close the connection at the server's end."""
-        self.transport.abort()
-
-    def finish(self) -> None:
-        """Let the handshake end, and a request be answered."""
-
-    async def _shake_hands(self) -> None:
-        secured: asyncio.Transport | None = None
-        try:
-            if not self.transport.is_closing():
-                secured = await asyncio.get_running_loop().start_tls(
-                    self.transport, self, self._context, server_side=True, ssl_handshake_timeout=HEAD_S
-                )
-        except OSError:
-            return  # refused, out of time, or gone
-        finally:
-            self.connections.discard(self)
-            self._waiting.pop(self, None)
-        if secured is not None and not secured.is_closing():
-            secured.set_protocol(self._http)
-            self._http.connection_made(secured)
-            self._http.data_received(bytes(self._early))
-
-
-Connection: TypeAlias = HttpProtocol | TlsHandshake
-
-
-def _make_room(newest: Connection, waiting: dict[Connection, None], most: int) -> None:
-    """Close the connection that has waited longest, if there are too many of them, but rather not the newest."""
-    if len(newest.connections) > most:
-        others = [other for other in waiting if other is not newest]
-        oldest = next((other for other in others if not other.has_asked), others[0] if others else newest)
-        waiting.pop(oldest)
-        oldest.transport.abort()
-
-
-async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext | None = None) -> uvicorn.Server:
-    """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
     config = uvicorn.Config(
         chunked_writes(app),
         ws="none",
@@ -297,23 +261,17 @@ async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext |
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=MOST_HEAD,
     )
     config.load()
-    server = uvicorn.Server(config)
+    server = Server(config, context)
     server.lifespan = config.lifespan_class(config)
     await server.on_tick(0)  # sets the Date header
-    waiting: dict[Connection, None] = {}
-
-    def accepted() -> Connection:
-        most = _most_connections()
-        http = HttpProtocol(server, waiting, most)
-        return http if context is None else TlsHandshake(http, context, waiting, most)
-
     if bound.family != socket.AF_UNIX:  # accepted sockets inherit it; without it the end of a page can wait 40 ms for an ACK
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_handle)
-    server.servers = [await loop.create_server(accepted, sock=bound, backlog=_BACKLOG)]
+    server.servers = [await loop.create_server(partial(HttpProtocol, server), sock=bound, backlog=_BACKLOG)]
     server.started = True
     return server
 
@@ -355,19 +313,6 @@ def chunked_writes(app: ASGIApp) -> ASGIApp:
     return pacing
 
 
-async def retire(server: uvicorn.Server) -> None:
-    """Stop accepting, and close idle connections. Requests that have begun, and first requests, are still answered."""
-    loop = asyncio.get_running_loop()
-    for bound in (bound for listening in server.servers for bound in listening.sockets):
-        loop.remove_reader(bound)
-    # asyncio makes the transport of an accepted connection a turn of the loop later, and fails if its server is closed by then
-    await asyncio.sleep(0)
-    for listening in server.servers:
-        listening.close()
-    for connection in list(server.server_state.connections):
-        cast("Connection", connection).finish()
-
-
 class ApiSocket(NamedTuple):
     """The API's own Unix socket, over which commands are allowed."""
 
@@ -379,11 +324,9 @@ class ApiSocket(NamedTuple):
 class _Listener(NamedTuple):
     """A server on a socket. ``address``: as configured; ``None`` for the API's own socket."""
 
-    server: uvicorn.Server
+    server: Server
     bound: socket.socket
     address: Address | UnixAddress | None
-    is_api: bool
-    context: ssl.SSLContext | None
 
 
 class Listeners:
@@ -406,9 +349,10 @@ class Listeners:
         self._app, self._guarded, self._api, self._announce = app, web_config.guard(app), api, announce
         self._listeners: list[_Listener] = []
         self._unbound, self._wants_api = list(config.addresses), api is not None
-        self._bind_problems: list[str] = []
-        self._renewal_problems: list[str] = []
-        self._unix_sockets = UnixSocketWatch()
+        self.problems: tuple[str, ...] = ()
+        """why it does not listen as configured"""
+        self._context: ssl.SSLContext | None = None
+        self._looking: asyncio.Future[list[UnixSocket]] | None = None
         self._address, self._next_bind_s = "", 0.0
         self._announced: tuple[str, bool] | None = None
 
@@ -417,18 +361,14 @@ class Listeners:
         """The listening sockets."""
         return [listener.bound for listener in self._listeners]
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it does not listen as configured."""
-        return (*self._bind_problems, *self._renewal_problems)
-
     async def open(self) -> None:
         """Listen as far as possible, by the web configuration that was loaded meanwhile."""
+        self._context = self._web_config.context
         await self._bind()
 
     async def tick(self) -> None:
         """Do the periodic work, once a second."""
-        await self._renew()
+        self._renew()
         await self._reopen_unnamed()
         if (self._unbound or self._wants_api) and time.monotonic() >= self._next_bind_s:
             await self._bind()
@@ -443,54 +383,61 @@ class Listeners:
                 listener.bound.remove()  # while it still listens
             await listener.server.shutdown(sockets=[listener.bound])
 
-    async def _renew(self) -> None:
-        """Start new servers if the TLS context has changed; their sockets stay open, so that no connection is refused.
-
-        What cannot be renewed serves as before, and is tried again.
-        """
-        self._renewal_problems = []
-        reached = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
-        for listener in [listener for listener in reached if listener.context is not self._web_config.context]:
-            bound = self._open("no other TLS settings yet", listener.bound.dup, self._renewal_problems)
-            if bound is None:
-                continue
-            await self._serve(bound, listener.address)
-            self._listeners.remove(listener)
-            await retire(listener.server)
-            listener.bound.close()
+    def _renew(self) -> None:
+        """Let go of the connections that were made before a change of TLS; new ones are by the new context."""
+        if self._web_config.context is not self._context:
+            self._context = self._web_config.context
+            for listener in self._listeners:
+                if not isinstance(listener.bound, UnixSocket):
+                    listener.server.renew()
 
     async def _reopen_unnamed(self) -> None:
         """Listen again where a Unix socket's file was removed or replaced."""
-        lost = self._unix_sockets.lost(bound for bound in self.sockets if isinstance(bound, UnixSocket))
+        lost = self._unnamed()
         for listener in [listener for listener in self._listeners if listener.bound in lost]:
             self._listeners.remove(listener)
-            self._wants_api = self._wants_api or listener.is_api
-            if listener.address is not None:
+            if listener.address is None:
+                self._wants_api = True
+            else:
                 self._unbound.append(listener.address)
             await listener.server.shutdown(sockets=[listener.bound])
 
+    def _unnamed(self) -> list[UnixSocket]:
+        """Return the sockets without a path as of the last check, and start the next one.
+
+        Checks run in a thread, so that a hanging file system blocks nothing else.
+        """
+        if self._looking is not None and not self._looking.done():
+            return []
+        lost = self._looking.result() if self._looking is not None else []
+        bound = [listening for listening in self.sockets if isinstance(listening, UnixSocket)]
+        look = asyncio.to_thread(lambda: [listening for listening in bound if not listening.is_named])
+        self._looking = asyncio.ensure_future(look)
+        return lost
+
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
-        self._bind_problems = []
+        self.problems = ()
         for address in list(self._unbound):
-            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address), self._bind_problems)
+            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address))
             if bound is not None:
                 self._unbound.remove(address)
                 await self._serve(bound, address)
                 self._log_address(bound, address)
         if self._wants_api and (self._listeners or self._config.mode == "sidecar"):  # a node's exporter without a port gives up
-            bound = self._open("no Unix socket for the API", self._api_bound, self._bind_problems)
+            bound = self._open("no Unix socket for the API", self._api_bound)
             if bound is not None:
                 self._wants_api = False
-                await self._serve(bound, is_api=True)
+                await self._serve(bound, None)
 
-    def _open(self, failure: str, bind: Callable[[], socket.socket | None], problems: list[str]) -> socket.socket | None:
+    def _open(self, failure: str, bind: Callable[[], socket.socket | None]) -> socket.socket | None:
         """Return a listening socket, or ``None`` after reporting why there is none."""
         try:
             return bind()
         except OSError as problem:
-            problems.append(f"{failure}: {problem.strerror or problem}")
-            _log.error("%s: %s", failure, problem.strerror or problem)
+            words = f"{failure}: {problem.strerror or problem}"
+            self.problems = (*self.problems, words)
+            _log.error("%s", words)
             return None
 
     def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
@@ -502,11 +449,12 @@ class Listeners:
         address = self._api.address() if self._api is not None else None
         return bind_unix(Path(address.path)) if address is not None else None
 
-    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None = None, *, is_api: bool = False) -> None:
-        app, context = self._guarded, self._web_config.context
+    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None) -> None:
         if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
-            app, context = self._api.app if is_api and self._api is not None else self._app, None
-        self._listeners.append(_Listener(await serve_on(bound, app, context), bound, address, is_api, context))
+            server = await serve_on(bound, self._api.app if address is None and self._api is not None else self._app)
+        else:
+            server = await serve_on(bound, self._guarded, lambda: self._web_config.context)
+        self._listeners.append(_Listener(server, bound, address))
 
     def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
         if isinstance(address, UnixAddress):
@@ -521,7 +469,7 @@ class Listeners:
 
     def _announce_address(self) -> None:
         """Announce the first address; retried until that succeeds."""
-        announced = self._address, any(listener.context is not None for listener in self._listeners)
+        announced = self._address, self._web_config.context is not None
         if self._announce is None or not self._address or announced == self._announced:
             return
         try:
