@@ -20,7 +20,7 @@ from torchobs import catalog
 from torchobs.cli import inspect, top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
-from torchobs.diagnosis.scalars import curves
+from torchobs.diagnosis.rank_report import curves
 from torchobs.exporter.config import ExporterConfig
 from torchobs.probes.core.user_scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks.scanner import Scanner

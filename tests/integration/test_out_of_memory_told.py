@@ -10,7 +10,7 @@ import torch
 
 from tests.training import Recording, loss_of, mlp
 from torchobs import catalog
-from torchobs.diagnosis.exit_cause import _device_memory
+from torchobs.diagnosis.endings import _device_memory
 from torchobs.diagnosis.rank_report import Fact
 from torchobs.probes.memory.components import components
 from torchobs.probes.memory.oom import host_shortage

@@ -26,7 +26,7 @@ from tests.support import ROOT, clean_environment
 from tests.ui import Parsed
 from torchobs import catalog
 from torchobs.cli import dispatch
-from torchobs.diagnosis import choose
+from torchobs.diagnosis import load
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.documents import encode_history
 from torchobs.report.markdown import markdown
@@ -218,7 +218,7 @@ def test_names_that_attack(flight_dir: Path, tmp_path: Path) -> None:
     names = [f"{catalog.GRAD_LAYER_NORM.name}{{{HOSTILE}}}"]
     file.writer.history.replace(encode_history(names, [(0.5, 1, (1.0,)), (1.0, 2, (2.0,))]))
     file.save()
-    made = run_document(choose.find(str(file.path)))
+    made = run_document(load.find(str(file.path)))
     written = page(made)
     assert "<img" not in written
     assert "<script" not in written
@@ -264,7 +264,7 @@ def test_runs_by_name(
     assert (status, "no run 'nosuch'" in wrong, "run-pair" in wrong) == (2, True, True)
     status, _, wrong = ran(capsys, "report", "run-pair", "--dir", trainings.every, "-o", "r.txt")
     assert (status, "end it in .html, .md or .json" in wrong) == (2, True)
-    monkeypatch.setattr(choose, "find_existing", lambda *_: None)
+    monkeypatch.setattr(load, "find_existing", lambda *_: None)
     status, _, wrong = ran(capsys, "report", "./missing.flight")  # on a machine where nothing was ever trained, too
     assert (status, "no such file or directory" in wrong) == (2, True)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
-from torchobs.diagnosis.compare import compare, first_failed
 from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.endings import compare, first_failed
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.metrics.throughput import Throughput
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.diagnosis_files import fact, facts, step
 from torchobs import catalog
-from torchobs.diagnosis.learning_rate import learning_rate
+from torchobs.diagnosis.numerics import learning_rate
 from torchobs.diagnosis.rank_report import Step
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from tests.diagnosis_files import START_S, fact, facts, steps
 from torchobs import catalog, diagnosis
 from torchobs.catalog import Severity
-from torchobs.diagnosis.choose import Chosen
-from torchobs.diagnosis.health_words import ANOMALIES, MISTAKES
+from torchobs.diagnosis.health import ANOMALIES, MISTAKES
 from torchobs.diagnosis.json_report import Options, document
+from torchobs.diagnosis.load import Chosen
 from torchobs.flight.reader.decode import Distribution
 from torchobs.report import events, training
 from torchobs.report.content import Items, StripChart, Table

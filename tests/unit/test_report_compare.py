@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.diagnosis_files import facts, step
-from torchobs.diagnosis.choose import Chosen
+from torchobs.diagnosis.load import Chosen
 from torchobs.report.compare import Compared, compare, comparison_document, parsed, sentence
 from torchobs.report.markdown import markdown
 

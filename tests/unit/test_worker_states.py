@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support import wait_until
-from torchobs.diagnosis.stack_text import main_frames, worker_frames
+from torchobs.diagnosis.stall import main_frames, worker_frames
 from torchobs.probes.data.worker_states import in_words, parse_call, parse_channel, parse_state, state_of
 
 

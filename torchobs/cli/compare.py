@@ -12,7 +12,7 @@ from torchobs.cli import arguments
 from torchobs.cli.document_view import document_lines
 from torchobs.cli.report import checked, written
 from torchobs.cli.terminal_style import style_for, tolerant
-from torchobs.diagnosis import choose, text_format
+from torchobs.diagnosis import load, text_format
 
 _DESCRIPTION = """\
 Compare two runs: settings, arguments, versions and commit that differ, median and range of step times, memory, goodput, and
@@ -47,7 +47,7 @@ def main(given: Sequence[str]) -> int:
 
     if options.output is not None:
         checked(options.output)
-    first, second = (arguments.found(partial(choose.find, run, options.flight_dir)) for run in (options.first, options.second))
+    first, second = (arguments.found(partial(load.find, run, options.flight_dir)) for run in (options.first, options.second))
     found = compare.compare(first, second)
     out = tolerant(sys.stdout)
     if options.output is not None:

@@ -14,8 +14,8 @@ from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types
 from torchobs.config.options import Option
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.choose import choose, default_directory
 from torchobs.diagnosis.json_report import Options, document
+from torchobs.diagnosis.load import choose, default_directory
 
 _DESCRIPTION = """\
 Report what happened to a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events.

@@ -11,15 +11,13 @@ from operator import itemgetter
 from torchobs import catalog
 from torchobs.cli.table import Column, bullets, flow, shares, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
-from torchobs.diagnosis import stack_text, text_format
-from torchobs.diagnosis.compare import typical_phases
+from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
-from torchobs.diagnosis.event_units import attribute_text
+from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, device_memory, memory
-from torchobs.diagnosis.rank_report import Fact, RankReport, last_known
-from torchobs.diagnosis.scalars import Point
-from torchobs.diagnosis.stall import stall
+from torchobs.diagnosis.rank_report import Fact, Point, RankReport, attribute_text, last_known
+from torchobs.diagnosis.stall import shown, stall, without_launcher
 from torchobs.report.details import command_line, facts
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
@@ -156,9 +154,9 @@ def _steps(report: RankReport, options: Options, width: int) -> list[str]:
 def _stack(report: RankReport, width: int) -> list[str]:
     """Return where the main thread was when it was last looked at, if that was in a stall at the end."""
     found = stall(report)
-    frames = stack_text.without_launcher(found.frames) if found is not None else ()
+    frames = without_launcher(found.frames) if found is not None else ()
     more = [f"… and {len(frames) - _MOST_FRAMES} more"] if len(frames) > _MOST_FRAMES else []
-    return [text_format.cut(line, width) for line in (*map(stack_text.shown, frames[:_MOST_FRAMES]), *more)]
+    return [text_format.cut(line, width) for line in (*map(shown, frames[:_MOST_FRAMES]), *more)]
 
 
 def _speed(report: RankReport, width: int) -> list[str]:

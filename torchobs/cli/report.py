@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
-from torchobs.diagnosis import choose, text_format
-from torchobs.diagnosis.choose import Chosen
+from torchobs.diagnosis import load, text_format
+from torchobs.diagnosis.load import Chosen
 
 _DESCRIPTION = """\
 Write a report on a run as one file: how it ended and why, loss, gradients and learning rate, anomalies, where the time went,
@@ -59,7 +59,7 @@ def main(given: Sequence[str]) -> int:
     output = options.output if options.output is not None else None if options.plots else Path("report.html")
     if output is not None:
         checked(output)
-    chosen = arguments.found(lambda: choose.find(options.run, options.flight_dir))
+    chosen = arguments.found(lambda: load.find(options.run, options.flight_dir))
     told = [text_format.clean(note) for note in chosen.notes]
     if output is not None:
         written(output, write.report_text(chosen, output.suffix))

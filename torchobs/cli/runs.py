@@ -11,7 +11,7 @@ from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
 from torchobs.cli.table import Column, table
 from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle, style_for, tolerant
-from torchobs.diagnosis import choose, text_format
+from torchobs.diagnosis import load, text_format
 from torchobs.report.runs import VERSION, RunSummary, list_runs
 
 _DESCRIPTION = """\
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs runs`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    directory = arguments.found(lambda: options.flight_dir or choose.default_directory())
+    directory = arguments.found(lambda: options.flight_dir or load.default_directory())
     try:
         runs, bad, left_out, notes = arguments.found(lambda: list_runs(directory))
     except CommandError as problem:

@@ -67,7 +67,7 @@ class Summary:
         watched, self._watched = self._watched, None
         if watched is None or watched.pid != os.getpid():  # a forked child
             return
-        from torchobs.diagnosis.choose import choose
+        from torchobs.diagnosis.load import choose
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"

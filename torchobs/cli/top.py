@@ -16,7 +16,7 @@ from torchobs.cli.terminal_style import size_of, style_for, tolerant
 from torchobs.cli.top_view import RankView, Screen, drawn, frame
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
-from torchobs.diagnosis import scalars, text_format
+from torchobs.diagnosis import rank_report, text_format
 from torchobs.diagnosis.rank_report import events_of, steps_of
 from torchobs.diagnosis.status import anomalies_of, newest, recent_anomalies, replicas_of, summary_of
 from torchobs.exporter.config import ExporterConfig
@@ -96,7 +96,7 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, events: bool, logged: 
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
             frames = list(file.events()) if events else []
-            found = scalars.curves(frame for _, frame in frames) if logged else {}
+            found = rank_report.curves(frame for _, frame in frames) if logged else {}
             told = events_of(frames, file.header)
             lately = recent_anomalies(anomalies_of(told), time.time())
             known = newest(records)

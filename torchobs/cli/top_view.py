@@ -16,9 +16,8 @@ from torchobs.detect import stragglers
 from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis import health, text_format
-from torchobs.diagnosis.compare import typical_phases
-from torchobs.diagnosis.rank_report import Step, last_known
-from torchobs.diagnosis.scalars import Point
+from torchobs.diagnosis.endings import typical_phases
+from torchobs.diagnosis.rank_report import Point, Step, last_known
 from torchobs.diagnosis.status import (
     NO_EVENTS,
     NO_REPLICAS,

@@ -10,7 +10,7 @@ from torchobs.runtime.session import current
 if TYPE_CHECKING:
     import os
 
-    from torchobs.diagnosis.choose import Chosen
+    from torchobs.diagnosis.load import Chosen
     from torchobs.report.content import Document
 
 
@@ -83,7 +83,7 @@ def plots(path: str | os.PathLike[str], format: str = "png") -> list[Path]:  # n
 
 def _read() -> Chosen:
     from torchobs.diagnosis import load
-    from torchobs.diagnosis.choose import Chosen
+    from torchobs.diagnosis.load import Chosen
 
     session = current()
     if session is None:

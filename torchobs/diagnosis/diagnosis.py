@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from torchobs.diagnosis import collective_timeout, hang, nonfinite_origins
-from torchobs.diagnosis.compare import compare, first_failed, stalled_together
-from torchobs.diagnosis.exit_cause import ending, launcher_ending
+from torchobs.diagnosis import endings, from_events, hangs
+from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_ending, stalled_together
 from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
@@ -52,9 +51,9 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
     failed = [first for team in labels.teams(ranks) if (first := first_failed(team)[0]) is not None]
     first = min(failed, key=lambda report: report.last_s, default=None)
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
-    waited_for = collective_timeout.blamed(ranks) or hang.blamed(stalled_together(ranks))
+    waited_for = endings.awaited_at_timeout(ranks) or hangs.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)
-    principal = ranks.index(named or first or next(stuck, nonfinite_origins.source(ranks) or ranks[0]))
+    principal = ranks.index(named or first or next(stuck, from_events.source(ranks) or ranks[0]))
     return RunDiagnosis(health(status), together, [diagnose(report) for report in ranks], principal)
 
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.diagnosis.event_units import units
+from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.health import Finding
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step, units
 from torchobs.diagnosis.stall import stall
 from torchobs.flight.format.event_ring import plain
 from torchobs.flight.metrics.throughput import speed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
@@ -13,7 +14,6 @@ from torchobs.catalog import Metric
 from torchobs.detect.stall import Standstill
 from torchobs.detect.zero_rates import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.scalars import Point
 from torchobs.flight.files.artifacts import ArtifactName
 from torchobs.flight.format.documents import History
 from torchobs.flight.format.layout import PHASE_NAMES, Header
@@ -23,6 +23,41 @@ from torchobs.flight.reader.decode import Distribution, Value
 from torchobs.flight.reader.reader import View
 from torchobs.ranks import labels, state
 from torchobs.ranks.state import MemoryUse, trains
+
+MOST_NAMES = 64
+MOST_POINTS = 512
+"""Most points kept per curve, the newest ones. A rank thins them out over time (``probes.core.user_scalars``)."""
+
+
+class Point(NamedTuple):
+    """A logged value, with the step after which it was logged."""
+
+    step: int
+    value: float
+
+
+Curves = dict[str, tuple[Point, ...]]
+
+
+def curves(events: Iterable[Mapping[str, Any]], known: Mapping[str, tuple[Point, ...]] | None = None) -> Curves:
+    """Return the curves by name from the frames of an event ring, oldest first; ``known``: curves of earlier frames.
+
+    Other events are skipped.
+    """
+    found = dict(known or {})
+    for frame in events:
+        if frame.get("name") == catalog.EVENT_SCALARS.name and frame.get("k") == "event":
+            with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
+                for name, point in [*_points(frame["attrs"])]:
+                    if name in found or len(found) < MOST_NAMES:
+                        found[name] = (*found.get(name, ()), point)[-MOST_POINTS:]
+    return found
+
+
+def _points(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
+    for name, step, value in zip(attributes["names"], attributes["steps"], attributes["values"], strict=False):
+        yield name, Point(step, float(value))  # also of a text: "NaN", "Infinity"
+
 
 _FAR = 1 << 62
 _NAMES = ("NaN", "Infinity", "-Infinity")
@@ -380,3 +415,34 @@ def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:
 
 def _last(values: Sequence[float]) -> float | None:
     return values[-1] if values else None
+
+
+_OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
+_UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
+_MOST = 1e18
+"""A flight file may hold anything"""
+_FORMATS = {"By": text_format.size, "s": text_format.duration}
+
+
+def with_unit(event: str, attribute: str, value: object) -> str | None:
+    """Return the value of an attribute of that event or span with its unit; ``None`` if it has none, or is no likely number."""
+    unit = _UNITS.get((event, attribute))
+    if unit is None or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
+        return None
+    return _FORMATS[unit](value)
+
+
+def units(event: str, attributes: Iterable[str]) -> dict[str, str]:
+    """Return the units (UCUM: ``By``, ``s``) of those attributes of an event that have one, for programs."""
+    return {name: unit for name in attributes if (unit := _UNITS.get((event, name)))}
+
+
+def attribute_text(fact: Fact, name: str, longest: int = text_format.LONGEST) -> str:
+    """Return an attribute of an event for people; empty if absent."""
+    value = fact.attributes.get(name)
+    if (sized := with_unit(fact.name, name, value)) is not None:
+        return sized
+    number = fact.number(name) if isinstance(value, float) else None
+    if number is not None:
+        return text_format.number(number)
+    return text_format.clean(text_format.source_location(fact.text(name, longest)), longest)

@@ -20,9 +20,8 @@ from starlette.routing import Mount, Route
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config.settings import PROBES
-from torchobs.diagnosis import scalars
-from torchobs.diagnosis.event_units import units
-from torchobs.diagnosis.rank_report import with_late
+from torchobs.diagnosis import rank_report
+from torchobs.diagnosis.rank_report import units, with_late
 from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.exporter import access, api_schema, commands
 from torchobs.exporter.access import LET_IN, Problem
@@ -159,7 +158,7 @@ def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
-    curves = scalars.curves(fields for _, fields in file.events())
+    curves = rank_report.curves(fields for _, fields in file.events())
     return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in curves.items()]}
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.choose import Chosen
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.json_report import device_memory
+from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.flight.format.event_ring import plain
 from torchobs.report.content import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.event_units import attribute_text
-from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.diagnosis.rank_report import Fact, RankReport, attribute_text
 from torchobs.report.content import Section, Table, section
 
 _MOST = 200

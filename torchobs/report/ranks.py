@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.compare import typical_phases
+from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.report.content import LineChart, Section, Series, Table, section
 from torchobs.report.training import points_of

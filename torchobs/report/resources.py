@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.event_units import attribute_text
 from torchobs.diagnosis.json_report import device_memory
 from torchobs.diagnosis.json_report import memory as host_memory
-from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import RankReport, attribute_text
 from torchobs.report.content import LineChart, Section, Series, Table, section
 
 _HOST = {

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.choose import Chosen
-from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
-from torchobs.diagnosis.health import BADGES, LEVELS
-from torchobs.diagnosis.health_words import ANOMALIES, MISTAKES
+from torchobs.diagnosis.endings import typical_phases
+from torchobs.diagnosis.health import ANOMALIES, BADGES, LEVELS, MISTAKES
+from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.flight.format.layout import Region
 from torchobs.report import events, ranks, resources, timing, training

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchobs.diagnosis import choose, load
-from torchobs.diagnosis.choose import RunFiles
+from torchobs.diagnosis import load
+from torchobs.diagnosis.load import RunFiles
 from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.flight.format.event_ring import plain
 
@@ -53,7 +53,7 @@ def list_runs(directory: Path) -> RunList:
     listed = load.listing(directory)
     bad = list(listed.bad)
     found = []
-    for run in choose.runs_of(listed.found):
+    for run in load.runs_of(listed.found):
         newest, _ = load.newest(run.files)
         reports, worse = load.load_reports([item.path for item in newest], _RECORDS, evidence=False)
         bad += worse

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchobs.diagnosis.choose import Chosen
 from torchobs.diagnosis.json_report import Options, document
+from torchobs.diagnosis.load import Chosen
 from torchobs.report.content import Document
 from torchobs.report.markdown import markdown
 from torchobs.report.page import page

@@ -48,7 +48,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import BY_NAME, UNNAMED, Kind, Severity, cumulative, prometheus_name
-from torchobs.diagnosis.event_units import with_unit
+from torchobs.diagnosis.rank_report import with_unit
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.files.create import file_name
 from torchobs.flight.format.event_ring import SpanId, SpanIds, Tail
@@ -57,10 +57,10 @@ from torchobs.flight.format.series import Scope, Series, ValueType
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Distribution
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
-from torchobs.ranks import exemplars, labels
-from torchobs.ranks.directory import Directory
-from torchobs.ranks.exemplars import NONE
+from torchobs.ranks import labels
+from torchobs.ranks.labels import NO_EXEMPLARS, exemplars_of
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.scanner import Directory
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from torchobs.flight.format.layout import Header
     from torchobs.flight.reader.decode import Value
     from torchobs.flight.reader.reader import FlightFile
-    from torchobs.ranks.exemplars import Exemplar, Shown
+    from torchobs.ranks.labels import Exemplar, Shown
     from torchobs.ranks.snapshot import Rank
 
 SCOPE = "torchobs"
@@ -433,7 +433,7 @@ class _Source:
 
     def collect(
         self, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
-        recent: Shown = NONE, up: bool = True,
+        recent: Shown = NO_EXEMPLARS, up: bool = True,
     ) -> Iterator[Item]:  # fmt: skip
         """Yield the points of all series that have a value, and end the streams of those that have none any more.
 
@@ -453,7 +453,7 @@ class _Source:
                 continue
             if up or stream.survives:
                 valued.add(stream)
-                yield from stream.point(value, self._born_ns, at_ns, exemplars.of(series, recent))
+                yield from stream.point(value, self._born_ns, at_ns, exemplars_of(series, recent))
             elif has_just_ended:
                 yield from stream.point(value, self._born_ns, at_ns - _BEFORE_NS, {})
         yield from self.end(at_ns, valued)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.diagnosis import scalars, text_format
-from torchobs.diagnosis.event_units import with_unit
-from torchobs.diagnosis.rank_report import events_of
+from torchobs.diagnosis import rank_report, text_format
+from torchobs.diagnosis.rank_report import events_of, with_unit
 from torchobs.diagnosis.status import (
     LAST_LOSSES,
     NO_REPLICAS,
@@ -43,7 +42,7 @@ from torchobs.report.charts import Curve, curve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchobs.diagnosis.scalars import Point
+    from torchobs.diagnosis.rank_report import Point
     from torchobs.exporter.snapshot_cache import Scan
     from torchobs.flight.format.layout import Header
     from torchobs.flight.format.step_record import StepRecord
@@ -373,7 +372,7 @@ class _RankReader:
         with suppress(*READ_ERRORS), scan.flight_file(rank.incarnation) as file:
             new = [(position, frame) for position, frame in file.events() if position > self._newest_event]
             rows = self.details.events.add(of_ring(rank.view.header, rank.rank, new))
-            logged = scalars.curves((frame for _, frame in new), self.details.scalars)
+            logged = rank_report.curves((frame for _, frame in new), self.details.scalars)
             facts, known = events_of(new, rank.view.header), self.details
             replicas = replicas_of(facts, known.newest.losses, known.replicas)
             weights, batches = (dict([*steps.items()][-MOST_COMPARED:]) for steps in replicas[:2])

@@ -1,13 +1,66 @@
-"""Findings on where values that are not finite were born. Pure functions of a rank's report."""
+"""Findings that an event makes: mistakes of the loop, origins of NaN and infinity, outputs of layers. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchobs import catalog
-from torchobs.diagnosis.health import ERROR, INFO, Finding
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.health import ERROR, INFO, UNTIL_A_STEP, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport
-from torchobs.diagnosis.status import summary_of
+from torchobs.diagnosis.status import mistakes_of, summary_of
+
+_NAMED = 3
+_HOW = {
+    "gradients_kept": "Gradients were never set to zero (optimizer.zero_grad()): each step used the sum of all before it.",
+    "evaluation_mode": "From step {step} or earlier on it trained in evaluation mode, without dropout, and batch normalisation "
+    "as it was: model.train() was not called again.",
+    "never_stepped": "There were {passes} backward passes or more, and no step of the optimizer ({optimizer}): "
+    "optimizer.step() is missing.",
+    "clipped_late": "Gradients were clipped after the optimizer's step, which had used them as they were, and were then set to "
+    "zero: nothing was clipped. clip_grad_norm_ belongs between backward() and step().",
+    "losses_kept": "Losses were kept with their graphs (losses.append(loss), total += loss), or outputs were: memory grows "
+    "with each step. Keep loss.item() or loss.detach().",
+    "same_order": "After step {step} an epoch had the samples in the order of those before it, and each rank the same part of "
+    "them: the DistributedSampler is to shuffle, and its set_epoch(epoch) was not called before the epoch.",
+}
+
+
+def loop_mistakes(report: RankReport) -> Iterator[Finding]:
+    """Yield what is wrong with the loop."""
+    known = {*mistakes_of(report.events)} - (UNTIL_A_STEP if report.last_step else set())
+    for fact in report.events_named(catalog.EVENT_LOOP_MISTAKE):
+        text = _HOW.get(fact.text("kind"))
+        if text is not None and fact.text("kind") in known:
+            said = text.format(
+                step=f"{fact.step or 0:,}",
+                optimizer=fact.text("optimizer", 80),
+                passes=f"{fact.count('backward_passes'):,}",
+            )
+            yield Finding(WARNING, fact.text("kind"), said)
+    for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
+        if not fact.count("parameters_affected"):
+            break  # trained since then
+        are = "is" if fact.count("parameters_affected") == 1 else "are"
+        optimizer = fact.text("optimizer", 80)
+        where = (
+            f"of an optimizer ({optimizer}) that had not stepped by step {fact.step or 0:,}" if optimizer else "in no optimizer"
+        )
+        question = " Is its step() missing?" if optimizer else ""
+        text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
+        yield Finding(WARNING, "left_out", text)
+    for fact in report.events_named(catalog.EVENT_OTHER_THREAD)[:1]:
+        thread = fact.text("thread", 40)
+        text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."
+        yield Finding(WARNING, "other_thread", text)
+
+
+def _parameters(fact: Fact) -> str:
+    """Return the number of parameters that an event is about, and the names of the first."""
+    count, names = fact.count("parameters_affected"), fact.texts("parameters", _NAMED, 80)
+    more = f" and {count - len(names):,} more" if count > len(names) else ""
+    return text_format.plural(count, "parameter") + (f" ({', '.join(names)}{more})" if names else "")
+
 
 _RUN_TRACE = "Run `debug.trace_nan(model, batch)`."
 _INFINITE = {
@@ -105,3 +158,33 @@ def _overflow(name: str, note: str, step: str) -> str:
     cause = "the largest number there is 65,504, and no loss scaler was used"
     remedy = "Scale the loss (torch.amp.GradScaler, with weights in float32), or train in bfloat16."
     return f"The NaN or infinity{step} is most likely gradients that overflowed in float16, in {where}: {cause}. {remedy}"
+
+
+_WHY = {
+    "compiled": "in a module that torch.compile has compiled",
+    "silent": "not called as modules: in a compiled function, or of a model that is not trained any more",
+    "left_out": "more than have series",
+}
+
+
+def activations(report: RankReport) -> Iterator[Finding]:
+    """Yield which layers were not looked at, and where the history of an anomaly is."""
+    for fact in report.events_named(catalog.EVENT_ACTIVATIONS)[-1:]:
+        missing = {name: fact.count(name) for name in _WHY if fact.count(name)}
+        every = fact.count("layers") + sum(missing.values())
+        if missing:
+            why = text_format.joined([f"{count:,} {_WHY[name]}" for name, count in missing.items()])
+            text = f"What {sum(missing.values()):,} of {every:,} layers put out was not looked at: {why}."
+            yield Finding(INFO, "activations_unread", text)
+    dead = report.events_named(catalog.EVENT_DEAD_UNITS)
+    if dead:
+        layers = [f"{each.count('units_dead'):,} of {each.count('units'):,} units of {each.text('layer')}" for each in dead]
+        steps = text_format.plural(max(each.count("steps") for each in dead), "step")
+        text = f"Dead units: {text_format.joined(layers, 3)} gave zero for every sample of up to {steps}, and learn nothing."
+        yield Finding(WARNING, "dead_units", text)
+    for fact in report.events_named(catalog.EVENT_LAYER_HISTORY)[-1:]:
+        files = [left.name for left in report.left if left.id == fact.text("evidence")]
+        if files:
+            kind = text_format.clean(fact.text("kind").replace("_", " "), 40)
+            text = f"What the layers put out around the {kind} of step {fact.step:,} is in {files[0]}."
+            yield Finding(INFO, "layer_history", text)
