@@ -13,7 +13,7 @@ from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.numerics import numerics
 from torchobs.flight.files import artifacts
 from torchobs.report.content import HeatMap
-from torchobs.report.training import layers
+from torchobs.report.sections import layers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,10 +29,10 @@ from torchobs.cli import dispatch
 from torchobs.diagnosis import load
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.documents import encode_history
-from torchobs.report.markdown import markdown
 from torchobs.report.page import page
 from torchobs.report.plots import draw
 from torchobs.report.run import run_document
+from torchobs.report.write import markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

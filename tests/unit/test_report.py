@@ -14,12 +14,12 @@ from torchobs.diagnosis.health import ANOMALIES, MISTAKES
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.load import Chosen
 from torchobs.flight.reader.decode import Distribution
-from torchobs.report import events, training
+from torchobs.report import sections
 from torchobs.report.content import Items, StripChart, Table
-from torchobs.report.markdown import markdown
 from torchobs.report.page import page
 from torchobs.report.run import SECTIONS, run_document
-from torchobs.report.training import anomalies
+from torchobs.report.sections import anomalies
+from torchobs.report.write import markdown
 
 GB = 1 << 30
 LATE = (
@@ -60,7 +60,7 @@ def test_sizes_and_durations_of_events_have_their_units() -> None:
     asked = fact(catalog.EVENT_STACKS, 5.0, 41, cause="stalled", quiet_s=12.5)
     run = facts(steps(50), events=[full, asked])
     report = run_document(Chosen([run], [], [], []))
-    for text in (page(report), markdown(report), str(events.section_of(run, ""))):
+    for text in (page(report), markdown(report)):
         assert "requested 2 GiB" in text
         assert "12.5 s" in text
         assert str(2 * GB) not in text
@@ -79,7 +79,7 @@ def test_an_anomaly_is_as_bad_as_its_kind_everywhere() -> None:
     assert catalog.event_severity("mine", {}) is Severity.INFO
     assert catalog.event_severity(catalog.EVENT_ANOMALY.name, {"kind": ["?"]}) is Severity.WARNING
     run = facts(steps(50), events=[bad, spike, interrupt])
-    assert {mark.name: mark.severity for mark in training._marks(run)} == {"nonfinite loss": "error", "loss spike": "warning"}
+    assert {mark.name: mark.severity for mark in sections._marks(run)} == {"nonfinite loss": "error", "loss spike": "warning"}
     (made,) = document([run], [], [], Options())["ranks"]
     assert [event["severity"] for event in made["events"]] == ["error", "warning", "info"]
     assert made["events"][0]["time"] == START_S + 4.0

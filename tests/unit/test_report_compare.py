@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.diagnosis_files import facts, step
 from torchobs.diagnosis.load import Chosen
 from torchobs.report.compare import Compared, compare, comparison_document, parsed, sentence
-from torchobs.report.markdown import markdown
+from torchobs.report.write import markdown
 
 
 def run(*losses: float) -> Chosen:

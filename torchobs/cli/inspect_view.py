@@ -18,7 +18,7 @@ from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, device_memory, memory
 from torchobs.diagnosis.rank_report import Fact, Point, RankReport, attribute_text, last_known
 from torchobs.diagnosis.stall import shown, stall, without_launcher
-from torchobs.report.details import command_line, facts
+from torchobs.report.run import command_line, facts
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40

@@ -23,7 +23,7 @@ class RunReport:
         self._document = document
 
     def __str__(self) -> str:
-        from torchobs.report.markdown import markdown
+        from torchobs.report.write import markdown
 
         return markdown(self._document)
 

@@ -17,8 +17,8 @@ from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.flight.format.event_ring import plain
 from torchobs.report.content import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
-from torchobs.report.details import facts, known_details
-from torchobs.report.training import points_of
+from torchobs.report.run import facts, known_details
+from torchobs.report.sections import points_of
 
 VERSION = 1
 _WARM_UP = 5

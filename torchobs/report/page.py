@@ -1,24 +1,317 @@
-"""A report as one HTML file: no script, no request, the same offline, printed, on a phone and to a screen reader."""
+"""A report as one HTML file: no script, no request, the same offline, printed, on a phone and to a screen reader.
+
+Every drawing stretches to its place, has a text alternative, and is drawn from the same curves as the live page's
+(:mod:`torchobs.report.charts`). Colours are set in the style sheet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import ceil, floor, isfinite, log, log10
+from typing import NamedTuple
+
 from torchobs.diagnosis import text_format
-from torchobs.report.axes import drawn
-from torchobs.report.charts import stacked
+from torchobs.report.charts import Curve, Points, band_path, curve_of, described, line_path, spreads, stacked
 from torchobs.report.content import (
+    AreaChart,
     Block,
+    Chart,
     Code,
     Document,
     Figures,
+    HeatMap,
     Item,
     Items,
+    LineChart,
     Section,
     Shares,
+    StripChart,
     Table,
     Text,
 )
 from torchobs.report.html import EMPTY, Html, heading_cell, joined, named, number_cell, table, tag
 from torchobs.report.style import style_sheet
+
+WIDTH, HEIGHT = 600.0, 180.0
+BUCKETS = 240
+SHADES = 9
+_ROW = 18.0
+_MOST_TICKS = 5
+_DECADE = 10.0
+_COLOURED = 8
+
+
+class Scale(NamedTuple):
+    """A vertical scale, from the bottom to the top."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    def y(self, value: float) -> float:
+        """Return the place of a value, downwards."""
+        low, high, at = (log10(one) if self.logarithmic else one for one in (self.low, self.high, max(value, self._least)))
+        return HEIGHT * (1 - min(1.0, max(0.0, (at - low) / (high - low))))
+
+    @property
+    def _least(self) -> float:
+        return self.low if self.logarithmic else -float("inf")
+
+    def ticks(self, *, binary: bool = False) -> list[float]:
+        """Return round values within the scale; ``binary``: round in KiB, MiB and so on."""
+        if not self.logarithmic:
+            unit = 1024.0 ** max(0, floor(log(max(self.high, 1.0), 1024))) if binary else 1.0
+            return [value * unit for value in round_values(self.low / unit, self.high / unit)]
+        first, last = ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9)
+        every = max(1, ceil((last - first + 1) / _MOST_TICKS))
+        decades = [_DECADE**power for power in range(first, last + 1, every)]
+        return decades if len(decades) > 1 else [self.low, self.high]
+
+
+def scale_of(values: Iterable[float], *, from_zero: bool = False) -> Scale | None:
+    """Return a scale with room for all finite values; ``None`` if there are none."""
+    finite = [value for value in values if isfinite(value)]
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    if spreads(finite) and not from_zero:
+        return Scale(low, high, logarithmic=True)
+    low = min(low, 0.0) if from_zero else low
+    if not isfinite(high - low):
+        return Scale(-1e308, 1e308)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return Scale(low if from_zero else low - margin, high + margin)
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """Return some five multiples of 1, 2 or 5 times a power of ten between the two."""
+    room = (high - low) / (_MOST_TICKS - 1)
+    if not room > 0 or not isfinite(room):
+        return [low]
+    power = _DECADE ** floor(log10(room))
+    unit = next(power * part for part in (1, 2, 5, 10) if power * part >= room * 0.8)
+    return [number * unit for number in range(ceil(low / unit - 1e-9), floor(high / unit + 1e-9) + 1)]
+
+
+def drawn(chart: Chart) -> Html:
+    """Return a chart as a figure; nothing if it has no value."""
+    if isinstance(chart, LineChart):
+        return _lines(chart)
+    if isinstance(chart, AreaChart):
+        return _areas(chart)
+    return _strip(chart) if isinstance(chart, StripChart) else _heat(chart)
+
+
+def _figure(chart: Chart, plot: Html, *more: Html) -> Html:
+    note = tag("p", chart.note, class_="note") if chart.note else EMPTY
+    return tag("figure", tag("figcaption", chart.name), plot, *more, note, class_="chart")
+
+
+def _frame(  # the parts of a drawing
+    content: Sequence[Html], alternative: str, ys: Sequence[tuple[float, str]], xs: Sequence[tuple[float, str]],
+    height: float = HEIGHT, *, grid: bool = True, class_: str = "plot",
+) -> Html:  # fmt: skip
+    """Return the drawing with the labels of its axes; places in ``ys`` and ``xs`` are shares from the top and the left."""
+    lines = [tag("path", d=f"M0 {at * height:.1f}H{WIDTH:g}", class_="grid") for at, _ in ys] if grid else []
+    svg = tag(
+        "svg", *lines, *content, viewBox=f"0 0 {WIDTH:g} {height:g}", preserveAspectRatio="none", role="img",
+        aria_label=alternative,
+    )  # fmt: skip
+    left = tag("div", *(tag("span", words, style=f"top:{at:.2%}") for at, words in ys), class_="ys", aria_hidden="true")
+    # a label is shifted by its own width times its place, so that the outer ones stay inside
+    below = tag(
+        "div", *(tag("span", words, style=f"left:{at:.2%};transform:translateX(-{at:.0%})") for at, words in xs),
+        class_="xs", aria_hidden="true",
+    )  # fmt: skip
+    return tag("div", left, svg, below, class_=class_)
+
+
+class _Axis(NamedTuple):
+    """The horizontal axis."""
+
+    first: float
+    last: float
+    timed: bool = False
+
+    def share(self, at: float) -> float:
+        return (at - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+
+    def x(self, at: float) -> float:
+        return WIDTH * self.share(at)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        inner = [at for at in round_values(self.first, self.last) if 0.1 < self.share(at) < 0.88]  # noqa: PLR2004  # clear of the ends
+        places = [self.first, *inner, self.last] if self.last > self.first else [self.first]
+        return [(self.share(at), self.word(at, first=index == 0)) for index, at in enumerate(places)]
+
+    def word(self, at: float, *, first: bool = False) -> str:
+        if self.timed:
+            return text_format.span(at)
+        return f"step {at:,.0f}" if first else f"{at:,.0f}"
+
+
+def _axis(series: Sequence[Sequence[tuple[float, float]]], *, timed: bool) -> _Axis:
+    places = [at for points in series for at, _ in points]
+    return _Axis(min(places, default=0.0), max(places, default=1.0), timed)
+
+
+def _lines(chart: LineChart) -> Html:
+    curves = [curve_of(one.points, BUCKETS) for one in chart.series]
+    values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
+    scale = scale_of(values, from_zero=chart.from_zero)
+    if scale is None:
+        return _figure(chart, tag("p", "No finite value.", class_="note")) if values else EMPTY
+    axis = _axis([one.points for one in chart.series], timed=chart.timed)
+    content = [_mark(axis.x(mark.at), mark.severity, f"{mark.name}, step {mark.at:,.0f}") for mark in chart.marks]
+    content += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
+    for index, found in enumerate(curves):
+        if found is not None:
+            content += _curve(found, scale, axis, index, banded=len(chart.series) == 1)
+    ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
+    pairs = zip(chart.series, curves, strict=True)
+    said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
+    plot = _frame(content, f"{chart.name}. {'; '.join(said)}{_marked(chart)}", ys, axis.ticks())
+    return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
+
+
+def _marked(chart: LineChart) -> str:
+    return f"; {text_format.plural(len(chart.marks), 'mark')}" if chart.marks else ""
+
+
+def _mark(x: float, severity: str, title: str) -> Html:
+    return tag("path", tag("title", title), d=f"M{x:.1f} 0V{HEIGHT:g}", class_=f"mark {severity}")
+
+
+def _curve(found: Curve, scale: Scale, axis: _Axis, index: int, *, banded: bool) -> list[Html]:
+    rows: list[Points] = [[]]
+    odd = []
+    for bucket in found.buckets:
+        x = axis.x(bucket.at / 1000)
+        if bucket.mean is None:
+            rows.append([])
+        else:
+            rows[-1].append((x, scale.y(bucket.mean), scale.y(bucket.least), scale.y(bucket.greatest)))
+        if bucket.nonfinite:
+            odd.append(tag("path", d=f"M{x:.1f} 4h.1", class_="odd"))
+    drawn_rows = [row for row in rows if row]
+    bands = [tag("path", d=band_path(row), class_="band") for row in drawn_rows if banded]
+    return [*bands, *(tag("path", d=line_path(row), class_=f"line s{index % _COLOURED}") for row in drawn_rows), *odd]
+
+
+def _legend(chart: LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
+    keys = [
+        tag("span", tag("i", class_=f"key s{index % _COLOURED}"), one.name, class_="entry")
+        for index, one in enumerate(chart.series)
+        if len(chart.series) > 1
+    ]
+    keys += [
+        tag("span", tag("i", class_="key level"), f"{name} {chart.rounded(value)}", class_="entry")
+        for name, value in chart.levels
+    ]
+    finite = [found for found in curves if found is not None]
+    notes = (
+        [f"{chart.rounded(min(f.least for f in finite))} to {chart.rounded(max(f.greatest for f in finite))}"] if finite else []
+    )
+    notes += [f"last {chart.rounded(finite[0].last)}"] if len(finite) == 1 else []
+    notes += ["log scale"] * logarithmic
+    lost = sum(found.nonfinite for found in finite)
+    notes += [f"{lost:,} not finite (dots at the top)"] * bool(lost)
+    return tag("p", *keys, tag("span", " · ".join(notes)), class_="legend")
+
+
+def _areas(chart: AreaChart) -> Html:
+    if not chart.rows:
+        return EMPTY
+    rows = _thinned(chart.rows)
+    axis = _Axis(rows[0][0], rows[-1][0])
+    tops = [(step, list(accumulate(values, initial=0.0))) for step, values in rows]
+    # one slow step shall not flatten all others
+    heights = sorted(top[-1] for _, top in tops)
+    scale = Scale(0.0, min(heights[-1], 3 * heights[len(heights) // 2]) * 1.05 or 1.0)
+    content = [
+        tag(
+            "path",
+            d=_area([(axis.x(step), 0.0, scale.y(top[index]), scale.y(top[index + 1])) for step, top in tops]),
+            class_=f"is-{name}",
+        )
+        for index, name in enumerate(chart.names)
+    ]
+    ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks()]
+    means = [sum(values[index] for _, values in rows) / len(rows) for index in range(len(chart.names))]
+    said = ", ".join(f"{name} {chart.rounded(mean)}" for name, mean in zip(chart.names, means, strict=True))
+    keys = [tag("span", tag("i", class_=f"key is-{name}"), name, class_="entry") for name in chart.names]
+    return _figure(chart, _frame(content, f"{chart.name}. Mean: {said}", ys, axis.ticks()), tag("p", *keys, class_="legend"))
+
+
+def _thinned(rows: Sequence[tuple[float, tuple[float, ...]]]) -> list[tuple[float, tuple[float, ...]]]:
+    """Return means of neighbouring rows, at most :data:`BUCKETS`."""
+    count = min(BUCKETS, len(rows))
+    groups = (rows[index * len(rows) // count : (index + 1) * len(rows) // count] for index in range(count))
+    return [
+        (
+            sum(at for at, _ in group) / len(group),
+            tuple(sum(column) / len(group) for column in zip(*(v for _, v in group), strict=True)),
+        )
+        for group in groups
+    ]
+
+
+def _area(row: Points) -> str:
+    return band_path(row if len(row) > 1 else [(0.0, *row[0][1:]), (WIDTH, *row[0][1:])])
+
+
+def _strip(chart: StripChart) -> Html:
+    axis, height = _Axis(*chart.span), max(_ROW * len(chart.rows), _ROW)
+    content, ys, said = list[Html](), [], []
+    for index, (name, severity, steps) in enumerate(chart.rows):
+        y = _ROW * (index + 0.5)
+        content.append(tag("path", d=f"M0 {y:g}H{WIDTH:g}", class_="grid"))
+        content += [
+            tag("path", tag("title", f"{name}, step {at:,.0f}"), d=f"M{axis.x(at):.1f} {y:g}h.1", class_=f"dot {severity}")
+            for at in steps
+        ]
+        ys.append((y / height, name))
+        said.append(f"{name} {text_format.plural(len(steps), 'time')}, first at step {min(steps):,.0f}")
+    plot = _frame(content, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks(), height, grid=False, class_="plot named")
+    return _figure(chart, tag("div", plot, style=f"--rows:{len(chart.rows)}"))
+
+
+def _heat(chart: HeatMap) -> Html:
+    positive = [value for row in chart.values for value in row if value is not None and value > 0 and isfinite(value)]
+    if not positive or not chart.steps:
+        return EMPTY
+    low, high = log10(min(positive)), log10(max(positive))
+    width, height = WIDTH / len(chart.steps), _ROW * len(chart.names)
+    content = [
+        tag(
+            "rect", x=f"{column * width:.2f}", y=f"{index * _ROW:g}", width=f"{width + 0.05:.2f}", height=f"{_ROW - 1:g}",
+            class_=f"h{_shade(value, low, high)}",
+        )
+        for index, row in enumerate(chart.values)
+        for column, value in enumerate(row)
+        if value is not None
+    ]  # fmt: skip
+    ys = [((index + 0.5) / len(chart.names), name) for index, name in enumerate(chart.names)]
+    axis = _Axis(0, len(chart.steps) - 1)
+    places = sorted({0, (len(chart.steps) - 1) // 2, len(chart.steps) - 1})
+    xs = [(axis.share(at), f"{'step ' if not at else ''}{chart.steps[at]:,}") for at in places]
+    over = f"{len(chart.names)} rows over steps {chart.steps[0]:,} to {chart.steps[-1]:,}"
+    said = f"{chart.name}: {over}; the table below has the figures"
+    plot = _frame(content, said, ys, xs, height, grid=False, class_="plot named")
+    shades = [tag("i", class_=f"key h{shade}") for shade in range(SHADES)]
+    words = (chart.rounded(min(positive)), chart.rounded(max(positive)))
+    legend = tag(
+        "p", tag("span", words[0], " ", *shades, " ", words[1], " (log scale)", class_="entry"), class_="legend shades"
+    )
+    return _figure(chart, tag("div", plot, style=f"--rows:{len(chart.names)}"), legend)
+
+
+def _shade(value: float, low: float, high: float) -> str:
+    if value <= 0:
+        return "zero"
+    return str(min(SHADES - 1, int((log10(value) - low) / (high - low) * SHADES))) if high > low else str(SHADES // 2)
+
 
 SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕")}
 """Severity to CSS class and symbol"""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torchobs import catalog
 from torchobs._version import __version__
@@ -11,11 +13,25 @@ from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.health import ANOMALIES, BADGES, LEVELS, MISTAKES
 from torchobs.diagnosis.load import Chosen
-from torchobs.diagnosis.rank_report import RankReport, last_known
+from torchobs.diagnosis.rank_report import Fact, RankReport, attribute_text, last_known
 from torchobs.flight.format.layout import Region
-from torchobs.report import events, ranks, resources, timing, training
-from torchobs.report.content import Block, Document, Figure, Figures, Item, Items, Section, Text, section
-from torchobs.report.details import details
+from torchobs.report import sections
+from torchobs.report.content import (
+    Block,
+    Code,
+    Document,
+    Figure,
+    Figures,
+    Item,
+    Items,
+    LineChart,
+    Section,
+    Series,
+    Table,
+    Text,
+    section,
+)
+from torchobs.report.sections import points_of
 
 SECTIONS = {
     "training": {
@@ -74,15 +90,15 @@ def _sections(every: Sequence[RankReport], known: RunDiagnosis) -> Iterator[Sect
     first = every[known.principal]
     of = f" of rank {first.rank}" if len(every) > 1 else ""
     if len(every) > 1:
-        yield ranks.section_of(every)
-    yield training.section_of(first, of)
-    yield training.anomalies(first, of)
-    yield timing.section_of(first, of)
-    yield resources.memory(first, of)
-    yield training.layers(first, of)
-    yield resources.compilation(first, of)
-    yield events.section_of(first, of)
-    yield details(every, first)
+        yield _ranks(every)
+    yield sections.training(first, of)
+    yield sections.anomalies(first, of)
+    yield sections.time_spent(first, of)
+    yield sections.memory(first, of)
+    yield sections.layers(first, of)
+    yield sections.compilation(first, of)
+    yield _events(first, of)
+    yield start(every, first)
 
 
 def _findings(every: Sequence[RankReport], known: RunDiagnosis, names: set[str]) -> Items:
@@ -145,3 +161,140 @@ def _limits(chosen: Chosen) -> Iterator[Text]:
 
 def _unread(chosen: Chosen) -> tuple[str, ...]:
     return tuple(f"Not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
+
+
+_MOST_EVENTS = 200
+
+
+def _events(report: RankReport, of: str) -> Section:
+    """Return the last events that the file holds."""
+    shown = [fact for fact in report.events if fact.name != catalog.EVENT_SCALARS.name]
+    rows = tuple(
+        (text_format.moment(fact.time_s, "%H:%M:%S"), "" if fact.step is None else f"{fact.step:,}", _name(fact), _words(fact))
+        for fact in shown[-_MOST_EVENTS:]
+    )
+    left = f"; the last {_MOST_EVENTS} of {len(shown):,}" if len(shown) > _MOST_EVENTS else ""
+    table = Table(f"Events that the flight file holds{left}", ("Time", "Step", "Event", "What"), rows, frozenset({0, 2, 3}))
+    return section("events", f"Events{of}", table if rows else None, wide=True)
+
+
+def _name(fact: Fact) -> str:
+    kind = fact.text("kind").replace("_", " ")
+    return kind or text_format.clean(fact.name.removeprefix("torchobs."), 80)
+
+
+def _words(fact: Fact) -> str:
+    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
+    told = [f"{text_format.clean(name, 40)} {text}" for name, text in words if text]
+    return text_format.clean(" · ".join(told), 600)
+
+
+_MOST_LINES, _MOST_ROWS = 8, 256
+
+
+def _ranks(every: Sequence[RankReport]) -> Section:
+    """Return a table of the ranks, and their step times and losses in one chart each."""
+    head = (
+        "Rank",
+        "State",
+        "Ended by",
+        "Steps",
+        "Loss",
+        "Gradient norm",
+        "Step time",
+        *(name.capitalize() for name in catalog.PHASES),
+        "Host",
+    )
+    table = Table("Ranks compared; times are medians of their last steps", head, tuple(map(_rank_row, every[:_MOST_ROWS])),
+                  frozenset({0, 1, 2, len(head) - 1}))  # fmt: skip
+    charts = (_rank_lines(every, "Step time by rank", "duration_s", timed=True), _rank_lines(every, "Loss by rank", "loss"))
+    return section("ranks", "Ranks", table, *charts)
+
+
+def _rank_row(report: RankReport) -> tuple[str, ...]:
+    phases = typical_phases(report.steps)
+    last = report.steps[-1] if report.steps else None
+    return (
+        report.rank, report.state, report.reason, f"{report.last_step:,}", text_format.number(last.loss if last else None),
+        text_format.number(last_known([step.grad_norm for step in report.steps])),
+        text_format.duration(sum(phases.values()) or None),
+        *(text_format.duration(phases.get(name)) for name in catalog.PHASES),
+        report.described("host"),
+    )  # fmt: skip
+
+
+def _rank_lines(every: Sequence[RankReport], name: str, field: str, *, timed: bool = False) -> LineChart | None:
+    shown = sorted(every, key=lambda report: -sum(typical_phases(report.steps).values()))[:_MOST_LINES]
+    in_order = sorted(shown, key=lambda one: (len(one.rank), one.rank))
+    series = [Series(f"rank {one.rank}", points) for one in in_order if (points := points_of(one.steps, field))]
+    note = f"The {_MOST_LINES} slowest of {len(every):,} ranks." if len(every) > _MOST_LINES else ""
+    rounded = text_format.duration if timed else text_format.number
+    return LineChart(name, tuple(series), rounded, note=note) if series else None
+
+
+_LONGEST = 4000
+
+
+def start(every: Sequence[RankReport], first: RankReport) -> Section:
+    """Return command line, versions, settings and seed."""
+    known = known_details(every, first)
+    line = command_line(known)
+    rows = tuple(facts(first, known).items())
+    return section(
+        "start", "How it was started", Code(line) if line else None,
+        Table("Program, environment, settings", ("What", "Value"), rows, frozenset({0, 1})) if rows else None, wide=True,
+    )  # fmt: skip
+
+
+def known_details(every: Sequence[RankReport], first: RankReport) -> Mapping[str, Any]:
+    """Return what is known of how a run was started, from the first of its ranks that knows the most."""
+    return max((first, *every), key=lambda report: len(report.details)).details
+
+
+def command_line(known: Mapping[str, Any]) -> str:
+    """Return the command line for a shell, on one clean line; empty if it was not kept."""
+    words = known.get("command")
+    if not isinstance(words, list):
+        return ""
+    return text_format.clean(shlex.join(text_format.clean(word, _LONGEST) for word in words), _LONGEST)
+
+
+def facts(report: RankReport, known: Mapping[str, Any]) -> dict[str, str]:
+    """Return program, versions, devices, settings and what is relevant to repeat the run, by name."""
+    found = {
+        "script": report.described("script"), "host": report.described("host"), "launcher": report.described("launcher"),
+        "ranks in all": report.described("world_size"), "attempt": str(report.restart + 1) if report.restart else "",
+        "torchobs": report.described("torchobs_version"), "Python": report.described("python_version"),
+        "torch": report.described("torch_version"),
+    }  # fmt: skip
+    found.update(_known(known))
+    return {name: text for name, text in found.items() if text}
+
+
+def _known(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    git = _part(known, "git")
+    if git.get("commit"):
+        state = {True: ", with changes that are not committed", False: ", no changed files", None: ""}.get(git.get("dirty"), "")
+        branch = f" ({_text(git['branch'])})" if git.get("branch") else ""
+        yield "git commit", f"{_text(git['commit'])}{branch}{state}"
+    yield "platform", _text(known.get("platform"))
+    torch = _part(known, "torch")
+    names = {"version": "torch", "cuda": "CUDA", "hip": "HIP", "cudnn": "cuDNN", "threads": "CPU threads"}
+    for name, value in torch.items():
+        yield names.get(name, _text(name).replace("_", " ")), _text(value)
+    for kind in ("settings", "environment"):
+        for name, value in _part(known, kind).items():
+            yield _text(name), _text(value)
+
+
+def _part(known: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = known.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(value: object) -> str:
+    if value is None or value == []:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return text_format.clean(text_format.joined(value) if isinstance(value, list) else value)

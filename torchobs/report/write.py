@@ -1,19 +1,134 @@
-"""Writing of reports to files, in the format that the file's name asks for."""
+"""A report as Markdown, and writing of reports to files in the format that the file's name asks for."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from torchobs.diagnosis import text_format
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.load import Chosen
-from torchobs.report.content import Document
-from torchobs.report.markdown import markdown
+from torchobs.report.charts import curve_of, described
+from torchobs.report.content import (
+    AreaChart,
+    Block,
+    Code,
+    Document,
+    Figures,
+    HeatMap,
+    Items,
+    LineChart,
+    Section,
+    Shares,
+    StripChart,
+    Table,
+    Text,
+)
 from torchobs.report.page import page
 from torchobs.report.run import run_document
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]#|~!>])")
+_WORDS = {"info": "", "warning": "Warning: ", "error": "**Error:** "}
+_BARS = 60
+
+
+def markdown(document: Document) -> str:
+    """Return the file's text."""
+    lines = [
+        f"# {_plain(document.title)}",
+        "",
+        _plain(document.subtitle),
+        "",
+        f"**{document.badge[1]}.** {_plain(document.headline)}",
+    ]
+    for one in document.sections:
+        lines += ["", *_section(one)]
+    return "\n".join([*lines, "", *(_plain(words) for words in document.footer), ""])
+
+
+def _section(one: Section) -> Iterator[str]:
+    yield f"## {_plain(one.title)}"
+    for block in one.blocks:
+        lines = list(_block(block))
+        if lines:
+            yield ""
+            yield from lines
+
+
+def _block(block: Block) -> Iterator[str]:  # one case for each kind
+    if isinstance(block, Text):
+        yield _plain(block.words)
+    elif isinstance(block, Code):
+        # indented, so that no fence within it can end it
+        yield from (f"    {line}" for line in block.words.splitlines())
+    elif isinstance(block, Items):
+        yield from (f"- {_WORDS[one.severity]}{_plain(one.words)}" for one in block.items)
+    elif isinstance(block, Figures):
+        rows = tuple((one.name, one.value, one.more) for one in block.figures)
+        yield from _table(Table("", ("Figure", "Value", ""), rows, frozenset({0, 1, 2})))
+    elif isinstance(block, Table):
+        yield from _table(block)
+    elif isinstance(block, Shares):
+        whole = sum(block.parts.values())
+        parts = sorted(block.parts.items(), key=lambda part: -part[1])
+        rows = tuple((name, text_format.duration(s), text_format.percent(s / whole)) for name, s in parts if s > 0)
+        yield from _table(Table(block.caption, ("Part", "Time", "Share"), rows))
+    elif isinstance(block, LineChart):
+        yield from _lines(block)
+    elif isinstance(block, StripChart):
+        yield from (f"- {_plain(name)}: {_steps(steps)}" for name, _, steps in block.rows)
+    else:
+        yield from _omitted(block)
+
+
+def _lines(chart: LineChart) -> Iterator[str]:
+    yield f"**{_plain(chart.name)}**"
+    for one in chart.series:
+        found = curve_of(one.points, _BARS)
+        if found is not None:
+            bars = text_format.sparkline([bucket.mean for bucket in found.buckets], _BARS)
+            yield ""
+            yield f"`{bars}` {_plain(f'{one.name}: {described(found, chart.rounded)}')}"
+    if chart.note:
+        yield ""
+        yield _plain(chart.note)
+
+
+def _omitted(chart: AreaChart | HeatMap) -> Iterator[str]:
+    if isinstance(chart, HeatMap) and chart.steps:
+        yield f"**{_plain(chart.name)}** (steps {chart.steps[0]:,} to {chart.steps[-1]:,})"
+        for name, row in zip(chart.names, chart.values, strict=True):
+            yield f"- `{text_format.sparkline(row, _BARS)}` {_plain(name)}"
+
+
+def _steps(steps: tuple[float, ...]) -> str:
+    shown = [f"{step:,.0f}" for step in steps]
+    return f"{'step' if len(shown) == 1 else 'steps'} {text_format.joined(shown, 12)}"
+
+
+def _table(block: Table) -> Iterator[str]:
+    if block.caption:
+        yield f"**{_plain(block.caption)}**"
+        yield ""
+    yield _row(block.head)
+    yield _row(tuple("---" if index in block.words else "---:" for index in range(len(block.head))), plain=False)
+    yield from map(_row, block.rows)
+
+
+def _row(cells: tuple[str, ...], *, plain: bool = True) -> str:
+    return f"| {' | '.join(_plain(cell) if plain else cell for cell in cells)} |"
+
+
+def _plain(words: str) -> str:
+    """Return words of others so that they are neither markup nor HTML."""
+    return _SPECIAL.sub(r"\\\1", escape(words, quote=False).replace("\n", " "))
+
 
 FORMATS = (".html", ".htm", ".md", ".json")
 _ALL = 1_000_000
