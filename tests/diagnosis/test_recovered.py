@@ -14,7 +14,7 @@ from tests.diagnosis.observing import Look, observe
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.cli import top
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import clean_environment
-from torchobs.cli.dispatch import BRIEFS
+from torchobs.cli.__main__ import COMMANDS
 
 
 def torchobs(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def torchobs(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=environ)
 
 
-@pytest.mark.parametrize("command", list(BRIEFS))
+@pytest.mark.parametrize("command", list(COMMANDS))
 def test_the_help_teaches(command: str) -> None:
     """What it is, and at least two commands to copy; `torchobs help COMMAND` is the same."""
     shown = torchobs(command, "--help")

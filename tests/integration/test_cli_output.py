@@ -13,8 +13,7 @@ import pytest
 
 from tests.rank_files import live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.cli import exporter_client as requests
-from torchobs.cli import profile
+from torchobs.cli import control
 from torchobs.flight.format.layout import Exit
 
 PROGRAM = (sys.executable, "-m", "torchobs")
@@ -118,7 +117,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("inspect", "torchobs.cli.dispatch"), ("inspect", "torchobs.cli.inspect_view"), ("top", "torchobs.cli.top_view"),
+    [("inspect", "torchobs.cli.arguments"), ("inspect", "torchobs.cli.inspect_view"), ("top", "torchobs.cli.top_view"),
      ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.doctor")],
 )  # fmt: skip
 def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:
@@ -148,9 +147,9 @@ def test_an_interrupt_of_the_wait_for_a_trace_says_that_profiling_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank has been asked already."""
-    monkeypatch.setattr(requests, "socket_of", lambda _: Path("socket"))
-    monkeypatch.setattr(requests, "post", lambda *_: {"rank": "3", "evidence": {"href": "/x"}})
-    monkeypatch.setattr(requests, "evidence", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(control, "socket_of", lambda _: Path("socket"))
+    monkeypatch.setattr(control, "post", lambda *_: {"rank": "3", "evidence": {"href": "/x"}})
+    monkeypatch.setattr(control, "evidence", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        profile.main(["3", "--steps", "400"])
+        control.profile(["3", "--steps", "400"])
     assert "rank 3 goes on profiling" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tests import fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.health import health

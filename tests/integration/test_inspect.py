@@ -21,7 +21,7 @@ import pytest
 from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, Clock, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
-from torchobs.cli import dispatch
+from torchobs.cli import __main__ as dispatch
 from torchobs.diagnosis import load
 from torchobs.flight.files.artifacts import named
 from torchobs.flight.format.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan

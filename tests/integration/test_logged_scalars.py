@@ -18,7 +18,7 @@ from tests.training import loss_of, mlp, recording
 from tests.ui import shorten_seconds
 from torchobs import catalog
 from torchobs.cli import inspect, top
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis.rank_report import curves
 from torchobs.exporter.config import ExporterConfig

@@ -11,11 +11,11 @@ import pytest
 
 from tests.rank_files import Clock, File
 from tests.scanners import scanner_of, states
-from torchobs.cli import inspect, runs
+from torchobs.cli import inspect, report
+from torchobs.cli.report import list_runs
 from torchobs.flight.files import entries
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import FlightFile
-from torchobs.report.runs import list_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,10 +123,10 @@ def test_commands_say_what_they_leave_out(
     for seed in range(1, 6):
         File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
     monkeypatch.setattr(reader, "MAX_FILES", 3)
-    assert runs.main(["--dir", str(flight_dir)]) == 0
+    assert report.runs(["--dir", str(flight_dir)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("2 more flight files in this directory: 3 are read")
-    assert runs.main(["--dir", str(flight_dir), "--json"]) == 0
+    assert report.runs(["--dir", str(flight_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (len(found["runs"]), found["left_out"]) == (3, 2)
     inspect.main([str(flight_dir)])

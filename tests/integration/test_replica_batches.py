@@ -11,7 +11,7 @@ import torch
 from tests.diagnosis.observing import read
 from tests.integration.test_distributed import train
 from torchobs import catalog
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import views
 from torchobs.cli.top_view import Screen, frame
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches

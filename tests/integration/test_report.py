@@ -25,7 +25,7 @@ from tests.rank_files import File, live_rank, train
 from tests.support import ROOT, clean_environment
 from tests.ui import Parsed
 from torchobs import catalog
-from torchobs.cli import dispatch
+from torchobs.cli import __main__ as dispatch
 from torchobs.diagnosis import load
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.documents import encode_history

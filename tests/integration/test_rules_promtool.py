@@ -10,7 +10,7 @@ import yaml
 
 from tests import rule_cases
 from tests.support import ROOT
-from torchobs.cli.dispatch import main
+from torchobs.cli.__main__ import main
 from torchobs.rules.files import ALERTS as ALERT_FILE
 from torchobs.rules.files import rendered
 from torchobs.rules.values import DEFAULT, Thresholds, Values

@@ -13,7 +13,7 @@ from tests.rank_files import PHASES_S, live_rank
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.cli import inspect, top
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis import text_format
 from torchobs.exporter.config import ExporterConfig

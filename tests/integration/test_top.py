@@ -26,7 +26,7 @@ from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top_view import RankView, Screen, drawn, frame, slownesses
 from torchobs.flight.format.layout import HEADER_SIZE, LIVE_PHASES, Live
 

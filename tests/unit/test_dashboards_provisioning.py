@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.dashboards import FOLDER, shipped
-from torchobs.cli import dashboards as command
-from torchobs.cli import dispatch
+from torchobs.cli import __main__ as dispatch
+from torchobs.cli import deploy as command
 from torchobs.exporter.otlp import source
 
 GRAFANA = FOLDER.parent
@@ -67,7 +67,7 @@ def test_the_file_provider_reads_where_the_pages_say_to_write() -> None:
     (provider,) = provisioning["providers"]
     assert (provider["type"], provider["options"]["path"], provider["allowUiUpdates"]) == ("file", PATH, False)
     assert PATH in (GRAFANA / "README.md").read_text()
-    assert PATH in command.parser().format_help()
+    assert PATH in command.dashboards_parser().format_help()
 
 
 def test_data_sources_lead_to_one_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.diagnosis_files import START_S, fact, facts, step, steps, told
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
-from torchobs.cli.summary import summary_lines
+from torchobs.cli.run import summary_lines
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.endings import first_failed
 from torchobs.diagnosis.rank_report import Step

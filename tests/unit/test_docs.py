@@ -11,6 +11,7 @@ import pytest
 
 from torchobs import catalog
 from torchobs.catalog import Event, Metric, Span
+from torchobs.cli.__main__ import COMMANDS
 
 
 def generate(checkout: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -74,14 +75,14 @@ def test_the_page_says_what_a_dead_rank_still_shows(checkout: Path) -> None:
     assert len(ends) == len(catalog.METRICS)
 
 
-COMMANDS = ("top", "inspect", "report", "compare", "runs", "stacks", "profile", "level", "doctor", "exporter")
+WRITTEN = ("top", "inspect", "report", "compare", "runs", "stacks", "profile", "level", "doctor", "exporter")
 STANDS_FOR = {"LEVEL": "advanced", "N": "3", "NUMBER": "3", "…": "x"}
 
 
 def _commands(checkout: Path) -> list[tuple[str, str, str]]:
     """Page, command and arguments of each call of ours in a console block, or in the running text."""
     pages = [checkout / "README.md", *(checkout / "docs").rglob("*.md"), *(checkout / "deploy").rglob("*.md")]
-    called = rf"torchobs ({'|'.join(COMMANDS)})\b"
+    called = rf"torchobs ({'|'.join(WRITTEN)})\b"
     found = []
     for page in pages:
         text = page.read_text()
@@ -95,10 +96,11 @@ def _commands(checkout: Path) -> list[tuple[str, str, str]]:
 def test_every_documented_command_is_taken(checkout: Path) -> None:
     """An option or an argument that there is not would be found by whoever was woken up."""
     found = _commands(checkout)
-    assert len({command for _, command, _ in found}) == len(COMMANDS)
+    assert len({command for _, command, _ in found}) == len(WRITTEN)
     for page, command, rest in found:
         given = [STANDS_FOR.get(word, word) for word in shlex.split(rest)]
-        parser = import_module(f"torchobs.cli.{command}").parser
+        file, function, _ = COMMANDS[command]
+        parser = getattr(import_module(f"torchobs.cli.{file}"), "parser" if function == "main" else f"{function}_parser")
         try:
             (parser(lenient=True) if command == "exporter" else parser()).parse_args(given)
         except SystemExit as ended:

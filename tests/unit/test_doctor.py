@@ -15,7 +15,7 @@ from tests.exporters import Service
 from torchobs import catalog
 from torchobs.cli import doctor
 from torchobs.cli.doctor import FAIL, OK, WARN, Check
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.config import settings
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files import location

@@ -9,7 +9,7 @@ import pytest
 from tests.diagnosis_files import fact, facts, step
 from torchobs import catalog
 from torchobs.cli.inspect_view import report_lines
-from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.text import TerminalStyle
 from torchobs.diagnosis.json_report import Options
 
 SHARD = "grad norm: of this rank's own shard; the squares of 4 ranks' norms add up to that of the whole's"

@@ -16,7 +16,7 @@ from tests.dashboards import panels, shipped
 from tests.for_each import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
-from torchobs.cli.dispatch import main
+from torchobs.cli.__main__ import main
 from torchobs.detect import spikes
 from torchobs.rules import alerts, alerts_links, percentiles, rule_file, values
 from torchobs.rules.files import ALERTS, alert_groups, recording_groups, rendered
@@ -326,7 +326,7 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path, capsys: 
 
 def test_a_plain_install_explains_it_and_names_the_extra(tmp_path: Path) -> None:
     """Without PyYAML: the help has every threshold with its default, the command says what to install."""
-    code = "import sys; sys.modules['yaml'] = None; import torchobs.cli.dispatch as c; sys.exit(c.main(sys.argv[1:]))"
+    code = "import sys; sys.modules['yaml'] = None; import torchobs.cli.__main__ as c; sys.exit(c.main(sys.argv[1:]))"
     helped, refused = (
         subprocess.run(
             [sys.executable, "-c", code, "rules", *arguments], capture_output=True, text=True, check=False, timeout=60

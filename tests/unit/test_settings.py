@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import OTELResourceDetector
 
 from tests.support import ROOT
-from torchobs.cli import exporter, run, run_program
+from torchobs.cli import exporter, run
 from torchobs.config import option_types, settings
 from torchobs.config.option_types import Address
 from torchobs.config.options import Option, SettingsProblem, values_of
@@ -525,7 +525,7 @@ def test_the_exporter_is_on_unless_somebody_has_spoken(
     (tmp_path / "x.py").touch()
     options, what = run._parse([*arguments, str(tmp_path / "x.py"), "--lr", "1"])
     assert run._overrides(options)["exporter"] is expected
-    assert what == run_program.Program(run_program.ProgramKind.SCRIPT, str(tmp_path / "x.py"), ("--lr", "1"))
+    assert what == run.Program(run.ProgramKind.SCRIPT, str(tmp_path / "x.py"), ("--lr", "1"))
 
 
 def test_a_handler_that_raises_within_a_hook_has_no_frame_of_the_hook() -> None:
@@ -540,6 +540,6 @@ def test_a_handler_that_raises_within_a_hook_has_no_frame_of_the_hook() -> None:
             CircuitBreaker("test").guard(lambda: signal.raise_signal(signal.SIGUSR2))()
     finally:
         signal.signal(signal.SIGUSR2, before)
-    own = traceback.extract_tb(run_program._without_hooks(raised.tb))
+    own = traceback.extract_tb(run._without_hooks(raised.tb))
     assert not [frame for frame in own if frame.filename.startswith(f"{ROOT / 'torchobs'}{os.sep}")]
     assert own[-1].name == "handler"

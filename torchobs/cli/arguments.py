@@ -1,11 +1,14 @@
-"""Shared parts of the commands' argument parsers: help layout, error messages, options."""
+"""What all commands share: layout of the help, error messages, options, and errors of their output."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from torchobs.config import settings
 from torchobs.config.option_types import ValueKind
@@ -13,6 +16,7 @@ from torchobs.config.options import Option
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
+
 
 DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
 """The option for the flight directory, which most commands have."""
@@ -35,11 +39,10 @@ class CommandError(Exception):
 def found(read: Callable[[], T]) -> T:
     """Return what ``read`` returns; its errors over runs and files become the command's, with exit status 2."""
     from torchobs.diagnosis import load  # slow to import, and most commands need no file
-    from torchobs.diagnosis.load import NoRunError
 
     try:
         return read()
-    except NoRunError as problem:
+    except load.NoRunError as problem:
         raise CommandError(str(problem), NOTHING) from None
     except OSError as problem:
         raise CommandError(load.reason(problem), NOTHING) from None
@@ -115,3 +118,55 @@ def _checked(kind: ValueKind) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(f"{text!r}: expected {kind.allowed}") from None
 
     return parse
+
+
+INTERRUPTED = 128 + signal.SIGINT
+NO_READER = 128 + signal.SIGPIPE
+
+
+def guarded(command: Callable[[], int], name: str = "torchobs") -> int:
+    """Run a command and return its exit status; on output errors that of standard Unix programs.
+
+    Never used around a user's script.
+    """
+    _open_missing()
+    tolerant(sys.stdout)
+    try:
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()  # here, where errors are handled: at exit the interpreter would print them
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _let_go()
+        return NO_READER
+    except OSError as problem:
+        if problem.filename is not None:
+            raise  # errors of streams have no filename
+        _let_go()
+        sys.stderr.write(f"{name}: the output cannot be written: {problem.strerror or problem}\n")
+        return 1
+
+
+def tolerant(out: TextIO) -> TextIO:
+    """Make ``out`` replace unencodable characters by question marks, and return it."""
+    reconfigure = getattr(out, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+    return out
+
+
+def _open_missing() -> None:
+    """Open standard streams that the caller has closed (``>&-``), so that no other file gets their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  # stays open
+
+
+def _let_go() -> None:
+    """Redirect standard output to /dev/null: buffered data would raise again at interpreter exit."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)

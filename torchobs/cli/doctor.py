@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.cli import arguments
-from torchobs.cli.table import bullets
-from torchobs.cli.terminal_style import TerminalStyle, style_for, tolerant
+from torchobs.cli.arguments import tolerant
+from torchobs.cli.text import TerminalStyle, bullets, style_for
 from torchobs.config import settings
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchobs.cli import arguments
+from torchobs.cli.arguments import tolerant
 from torchobs.cli.inspect_view import report_lines
-from torchobs.cli.terminal_style import style_for, tolerant
+from torchobs.cli.text import style_for
 from torchobs.config import option_types
 from torchobs.config.options import Option
 from torchobs.diagnosis import text_format

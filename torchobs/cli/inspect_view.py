@@ -9,8 +9,7 @@ from math import isfinite
 from operator import itemgetter
 
 from torchobs import catalog
-from torchobs.cli.table import Column, bullets, flow, shares, table
-from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
+from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, bullets, flow, shares, table
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases

@@ -1,16 +1,23 @@
-"""``torchobs report``: a report on a run as one file."""
+"""``torchobs report``, ``compare`` and ``runs``: a run as one file, two runs, all runs of this machine."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchobs.cli import arguments
-from torchobs.cli.arguments import CommandError
+from torchobs.cli.arguments import CommandError, tolerant
+from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, document_lines, style_for, table
 from torchobs.diagnosis import load, text_format
-from torchobs.diagnosis.load import Chosen
+from torchobs.diagnosis.load import Chosen, RunFiles
+from torchobs.diagnosis.rank_report import RankReport, last_known
+from torchobs.flight.format.event_ring import plain
 
 _DESCRIPTION = """\
 Write a report on a run as one file: how it ended and why, loss, gradients and learning rate, anomalies, where the time went,
@@ -107,3 +114,196 @@ def _plots(chosen: Chosen, directory: Path, form: str) -> str:
     except OSError as problem:
         raise CommandError(f"{text_format.clean(directory)} cannot be written to: {problem.strerror or problem}") from None
     return f"{text_format.plural(len(files), 'chart')} in {text_format.clean(directory)}"
+
+
+_COMPARE = """\
+Compare two runs: settings, arguments, versions and commit that differ, median and range of step times, memory, goodput, and
+loss and gradient norm over the same steps. B is shown relative to A."""
+
+_COMPARE_EXAMPLES = """\
+examples:
+  torchobs compare 4711 4712                  two runs by run_id or the beginning of it, or by their jobs' names
+  torchobs compare good/ bad/ -o compare.html two directories of flight files, as a page with both runs' curves
+  torchobs compare 4711 4712 --json | jq '.quantities[] | select(.change)'
+
+Exit status: 0 if both runs were read, 2 if not."""
+
+
+def compare_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``torchobs compare``."""
+    made = arguments.parser("compare", "torchobs compare [options] A B", _COMPARE, _COMPARE_EXAMPLES)
+    for name in ("first", "second"):
+        made.add_argument(
+            name, metavar="RUN", help="A run_id or its beginning, a job's name, a flight file, or a directory of them."
+        )
+    made.add_argument("-o", "--output", metavar="FILE", type=Path, help="Write a page (.html), Markdown (.md) or JSON (.json).")
+    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
+    arguments.add(made, arguments.DIRECTORY)
+    return made
+
+
+def compare(given: Sequence[str]) -> int:
+    """Run ``torchobs compare`` with these arguments and return its exit status."""
+    options = compare_parser().parse_args(list(given))
+    from torchobs.report import compare as comparing
+    from torchobs.report import write
+
+    if options.output is not None:
+        checked(options.output)
+    first, second = (arguments.found(partial(load.find, run, options.flight_dir)) for run in (options.first, options.second))
+    found = comparing.compare(first, second)
+    out = tolerant(sys.stdout)
+    if options.output is not None:
+        is_json = options.output.suffix.lower() == ".json"
+        words = (
+            write.json_text(found.to_dict())
+            if is_json
+            else write.document_text(comparing.comparison_document(found), options.output.suffix)
+        )
+        written(options.output, words)
+        out.write(f"comparison in {text_format.clean(options.output)}\n")
+    elif options.json:
+        out.write(write.json_text(found.to_dict()))
+    else:
+        style = style_for(out)
+        out.write("".join(f"{line}\n" for line in document_lines(comparing.comparison_document(found), style)))
+    return 0
+
+
+RUNS_VERSION = 1
+_RECORDS = 64
+_WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run. Times in Unix seconds; ``state`` is the worst of its ranks', ``ended_by`` that rank's reason."""
+
+    job_name: str
+    run_id: str
+    ranks: int
+    world_size: int | None
+    attempt: int
+    state: str
+    ended_by: str
+    started: float
+    last_seen: float
+    steps: int
+    loss: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data; a non-finite loss is its name."""
+        made: dict[str, Any] = plain(asdict(self))
+        return made
+
+
+class RunList(NamedTuple):
+    """The runs in a directory, the latest first; the unreadable files with reasons; files that are not read, in words."""
+
+    runs: list[RunSummary]
+    bad: list[tuple[str, str]]
+    left_out: int
+    notes: list[str]
+
+
+def list_runs(directory: Path) -> RunList:
+    """Return the runs in a directory. Raises ``OSError`` when it cannot be read."""
+    listed = load.listing(directory)
+    bad = list(listed.bad)
+    found = []
+    for run in load.runs_of(listed.found):
+        newest, _ = load.newest(run.files)
+        reports, worse = load.load_reports([item.path for item in newest], _RECORDS, evidence=False)
+        bad += worse
+        if reports:
+            found.append(_summary(run, reports))
+    return RunList(found, bad, listed.left_out, listed.notes)
+
+
+def _summary(run: RunFiles, reports: Sequence[RankReport]) -> RunSummary:
+    worst = min(reports, key=lambda report: _WORST_FIRST.index(report.state) if report.state in _WORST_FIRST else 0)
+    world = worst.header.resource.get("world_size")
+    job_name, run_id, _ = worst.identity
+    first = min(run.files, key=lambda item: item.header.wall_ns)
+    return RunSummary(
+        job_name=job_name, run_id=run_id, ranks=len(reports), world_size=world if isinstance(world, int) else None,
+        attempt=max(report.restart for report in reports) + 1, state=worst.state, ended_by=worst.reason,
+        started=first.header.begun_s, last_seen=max(report.last_s for report in reports),
+        steps=max(report.last_step for report in reports),
+        loss=last_known([step.loss for step in reports[0].steps]),
+    )  # fmt: skip
+
+
+_RUNS = """\
+List the runs whose flight files are on this machine, the latest first: job, ranks, state, start, steps, the last loss, and how
+they ended. A run's id, or the beginning of it, is what `inspect --run`, `report` and `compare` take."""
+
+_RUNS_EXAMPLES = """\
+examples:
+  torchobs runs                               this user's runs
+  torchobs runs --dir /dev/shm/torchobs-1000  those in another directory
+  torchobs runs --json | jq -r '.runs[] | select(.state == "failed") | .run_id'
+
+Exit status: 0, or 2 if there was nothing to read."""
+
+_RUN_COLUMNS = (
+    Column("run", right=False), Column("job", right=False), Column("ranks", dispensable=2), Column("state", right=False),
+    Column("ended by", right=False, dispensable=3), Column("started", dispensable=4), Column("last seen", dispensable=5),
+    Column("steps"), Column("loss", dispensable=1),
+)  # fmt: skip
+
+
+def runs_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``torchobs runs``."""
+    made = arguments.parser("runs", "torchobs runs [options]", _RUNS, _RUNS_EXAMPLES)
+    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
+    arguments.add(made, arguments.DIRECTORY)
+    return made
+
+
+def runs(given: Sequence[str]) -> int:
+    """Run ``torchobs runs`` with these arguments and return its exit status."""
+    options = runs_parser().parse_args(list(given))
+    directory = arguments.found(lambda: options.flight_dir or load.default_directory())
+    try:
+        runs, bad, left_out, notes = arguments.found(lambda: list_runs(directory))
+    except CommandError as problem:
+        raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
+    out = tolerant(sys.stdout)
+    if options.json:
+        made = {
+            "version": RUNS_VERSION, "directory": str(directory), "runs": [run.to_dict() for run in runs],
+            "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": left_out,
+        }  # fmt: skip
+        out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
+        return 0 if runs else arguments.NOTHING
+    style = style_for(out)
+    lines = (
+        _run_lines(runs, style)
+        if runs
+        else [f"no runs in {text_format.clean(directory)}: a training writes them with torchobs.init()"]
+    )
+    lines += notes
+    lines += [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
+    out.write("".join(f"{line}\n" for line in lines))
+    return 0 if runs else arguments.NOTHING
+
+
+def _run_lines(runs: Sequence[RunSummary], style: TerminalStyle) -> list[str]:
+    head, *rows = table(_RUN_COLUMNS, [_run_row(run) for run in runs], style.width)
+    colours = [STATE_COLOURS.get(run.state, "") for run in runs]
+    return [
+        style("dim", head),
+        *(style(colour if colour != "green" else "", row) for colour, row in zip(colours, rows, strict=True)),
+    ]
+
+
+def _run_row(run: RunSummary) -> list[str]:
+    ranks = f"{run.ranks:,} of {run.world_size:,}" if run.world_size and run.world_size > run.ranks else f"{run.ranks:,}"
+    again = f" (attempt {run.attempt})" if run.attempt > 1 else ""
+    return [
+        text_format.cut(run.run_id, 48), text_format.cut(run.job_name, 32), ranks, run.state,
+        (run.ended_by.replace("_", " ") if run.ended_by != run.state else "") + again,
+        text_format.moment(run.started, "%m-%d %H:%M:%S"), text_format.moment(run.last_seen, "%m-%d %H:%M:%S"),
+        f"{run.steps:,}", text_format.number(run.loss),
+    ]  # fmt: skip

@@ -1,24 +1,285 @@
-"""``torchobs run``: run an unmodified training script with torchobs from its first line."""
+"""``torchobs run``: run an unmodified training script with torchobs from its first line.
+
+``runpy.run_path`` is unsuitable: it restores the old ``__main__``, so that objects pickled by name afterwards (classes in
+the queues of DataLoader workers, in ``atexit`` handlers) are not found, and clears the program's globals at its end.
+
+Only on a terminal, on rank 0, and to standard error: the script's streams and exit status are not affected.
+"""
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import builtins
+import contextlib
 import logging
+import os
+import pkgutil
 import re
+import runpy
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import CodeType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.cli import arguments, run_program
-from torchobs.cli.run_program import NoSuchProgramError
-from torchobs.cli.summary import Summary
+from torchobs.cli import arguments
 from torchobs.config import option_types, settings
 from torchobs.identity.process import exit_status
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
+
+    from torchobs.diagnosis.rank_report import RankReport
+    from torchobs.runtime.session import Session
+
+
+_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "flight", "support", "runtime/profiler.py"))
+"""Where a hook's frames are. A signal's handler, of the user's, may run within any of them"""
+
+
+class ProgramKind(Enum):
+    """The form of the Python command line."""
+
+    SCRIPT = "python script.py"
+    PACKAGE = "python directory-or-zip"
+    MODULE = "python -m module"
+
+
+class NoSuchProgramError(Exception):
+    """The program does not exist; the message is Python's own."""
+
+
+class Program(NamedTuple):
+    """What to run: the path or the module's name, and the program's arguments."""
+
+    kind: ProgramKind
+    name: str
+    arguments: tuple[str, ...]
+
+
+def find(path: str, arguments: tuple[str, ...]) -> Program:
+    """Return the program at ``path``. Raises :class:`NoSuchProgramError` when it is not a readable file."""
+    if pkgutil.get_importer(path) is not None:
+        return Program(ProgramKind.PACKAGE, path, arguments)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as problem:
+        raise NoSuchProgramError(f"can't open file {_absolute(path)!r}: [Errno {problem.errno}] {problem.strerror}") from None
+    return Program(ProgramKind.SCRIPT, path, arguments)
+
+
+def enter(program: Program) -> None:
+    """Set ``sys.argv``, ``sys.path`` and ``sys.modules['__main__']`` as Python does before the program's first line."""
+    sys.argv[:] = ["-m" if program.kind is ProgramKind.MODULE else program.name, *program.arguments]
+    if not _safe_path() or program.kind is ProgramKind.PACKAGE:
+        _enter_path(program)
+    main = _new_main(sys.modules["__main__"])
+    # multiprocessing keeps the main module of its import time, and looks up objects from spawned workers there
+    sys.modules.update({name: main for name in ("__main__", "__mp_main__") if name in sys.modules})
+
+
+def execute(program: Program) -> None:
+    """Run the program to its end, in ``__main__``. Its exceptions propagate, and are shown without our frames."""
+    with _AsItsOwn():
+        if program.kind is ProgramKind.MODULE:
+            runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # noqa: SLF001  # what `python -m` itself calls
+        elif program.kind is ProgramKind.PACKAGE:
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as above
+        else:
+            main = vars(sys.modules["__main__"])
+            exec(_load(_absolute(program.name), main), main)  # noqa: S102  # running the user's script is the purpose
+
+
+def _load(path: str, main: dict[str, object]) -> CodeType:
+    main["__file__"] = path
+    if path.endswith(".pyc"):
+        compiled = SourcelessFileLoader("__main__", path)
+        main["__loader__"] = compiled
+        if (code := compiled.get_code("__main__")) is not None:
+            return code
+    main["__loader__"] = SourceFileLoader("__main__", path)
+    # not by the loader, which would add its own frames to a SyntaxError
+    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+
+
+def _enter_path(program: Program) -> None:
+    first = {
+        ProgramKind.SCRIPT: lambda: str(Path(os.path.realpath(program.name)).parent),
+        ProgramKind.PACKAGE: lambda: _absolute(program.name),
+        ProgramKind.MODULE: os.getcwd,
+    }[program.kind]
+    started_with_one = not _safe_path()
+    sys.path[: 1 if started_with_one else 0] = [first()]
+
+
+def _safe_path() -> bool:
+    """Return True if Python was started with -P or -I, which leave the script's directory out of ``sys.path``."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+
+
+def _absolute(path: str) -> str:
+    # joined and not normalised, as Python keeps the "./" in its own __file__
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118  # pathlib normalises
+
+
+def _new_main(old: ModuleType) -> ModuleType:
+    main = ModuleType("__main__")
+    if "__annotations__" in vars(old):  # present or not depending on the Python version
+        vars(main)["__annotations__"] = {}
+    vars(main).update({"__builtins__": builtins, "__file__": None, "__cached__": None})
+    return main
+
+
+class _AsItsOwn:
+    """Passes exceptions on to the interpreter (status 1, or SIGINT), with tracebacks that start at the program's frame."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        for each in _chain(error):
+            each.__traceback__ = _without_hooks(each.__traceback__)
+        _show_once_from(_without_hooks(trace))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an exception with its causes, contexts and group members."""
+    found, waiting = list[BaseException](), [error]
+    while waiting:
+        each = waiting.pop()
+        if not any(each is known for known in found):
+            found.append(each)
+            members = getattr(each, "exceptions", ())  # of a BaseExceptionGroup (Python 3.11)
+            waiting += [one for one in (each.__cause__, each.__context__, *members) if isinstance(one, BaseException)]
+    return found
+
+
+def _without_hooks(trace: TracebackType | None) -> TracebackType | None:
+    """Remove our hooks' frames from a traceback, except one that raised."""
+    kept = [each for each in _entries(trace) if each.tb_next is None or not each.tb_frame.f_code.co_filename.startswith(_HOOKS)]
+    for entry, following in zip(kept, [*kept[1:], None], strict=True) if kept else ():
+        entry.tb_next = following
+    return kept[0] if kept else None
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _show_once_from(trace: TracebackType | None) -> None:
+    """Shorten the traceback that the interpreter is about to show, then restore the program's own ``sys.excepthook``."""
+    its_own = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        sys.excepthook = its_own
+        error.__traceback__ = sys.last_traceback = trace
+        its_own(kind, error, trace)
+
+    sys.excepthook = show
+
+
+_STDERR = 2
+_MOST_FINDINGS = 3
+_PATIENCE_S = 20.0
+_LOOK_S = 0.1
+_LEAST_NAMED = 0.01
+
+
+class _Watched(NamedTuple):
+    """The run that this process belongs to."""
+
+    directory: str
+    run_id: str
+    pid: int
+
+
+class Summary:
+    """Prints the messages at start and end. Must be created before ``init()``, so that its exit handler runs last."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        from torchobs.runtime.page_address import PageAddress
+
+        PageAddress.said_elsewhere = True
+        self._quiet = quiet
+        self._watched: _Watched | None = None
+        # exit handlers run last in, first out: this one after the session's and the script's
+        atexit.register(error_guard.call, error_guard.CircuitBreaker("summary"), self.end)
+
+    def begin(self, session: Session | None) -> None:
+        """Print the live page's address as soon as it is known."""
+        writer = session.writer if session is not None else None
+        if session is None or writer is None or session.identity is None or session.identity.rank:
+            return
+        if self._quiet or not session.settings.summary or not os.isatty(_STDERR):
+            return
+        directory = str(Path(writer.path).parent)
+        self._watched = _Watched(directory, session.identity.run_id, os.getpid())
+        if session.settings.exporter:
+            guarded = (error_guard.CircuitBreaker("summary"), self._say_address)
+            threading.Thread(target=error_guard.call, args=guarded, name="torchobs-address", daemon=True).start()
+
+    def end(self) -> None:
+        """Print the summary of the run after everything else has ended."""
+        watched, self._watched = self._watched, None
+        if watched is None or watched.pid != os.getpid():  # a forked child
+            return
+        from torchobs.diagnosis.load import choose
+
+        chosen = choose([Path(watched.directory)], watched.run_id)
+        more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
+        _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
+
+    def _say_address(self) -> None:
+        from torchobs.runtime.page_address import announced
+
+        until = time.monotonic() + _PATIENCE_S
+        while self._watched is not None and time.monotonic() < until:
+            if url := announced(self._watched.directory):
+                _tell([f"this run is shown live on {url}"])
+                return
+            time.sleep(_LOOK_S)
+
+
+def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
+    """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
+    from torchobs import catalog
+    from torchobs.cli.text import shares
+    from torchobs.diagnosis.diagnosis import diagnose_run
+    from torchobs.diagnosis.health import INFO
+
+    known = diagnose_run(ranks, launchers)
+    ended, *rest = known.by_rank[known.principal]
+    worst = [finding.text for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
+    times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
+    whole = sum(times.values())
+    large = {name: seconds for name, seconds in times.items() if whole and seconds >= _LEAST_NAMED * whole}
+    went = ", ".join(shares(large, sys.maxsize, whole)).replace("  ", ", ")
+    return [known.verdict.text, ended.text, *worst, *([f"time since {ranks[known.principal].since}: {went}"] if went else [])]
+
+
+def _tell(lines: Sequence[str]) -> None:
+    """Write in one piece to descriptor 2: the script may have replaced or closed ``sys.stderr``.
+
+    If it has closed the descriptor too, as a daemon does, another file of it may have the number: then nothing is written.
+    """
+    with contextlib.suppress(OSError):
+        if not os.isatty(_STDERR):
+            return
+        os.write(_STDERR, "".join(f"torchobs: {line}\n" for line in lines).encode(errors="replace"))
+
 
 _DESCRIPTION = """\
 Run a training script or a module as Python would, and record what happens in it. The script needs no change: its arguments,
@@ -43,9 +304,7 @@ Every setting can also be given as an environment variable, such as TORCHOBS_LEV
 class _Parser(arguments.Parser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Print the help or an error as the other commands do. No user code runs after that."""
-        from torchobs.cli import stdio_guard
-
-        if status := stdio_guard.guarded(lambda: int(not (file or sys.stderr).write(message)), "torchobs run"):
+        if status := arguments.guarded(lambda: int(not (file or sys.stderr).write(message)), "torchobs run"):
             sys.exit(status)
 
 
@@ -55,7 +314,7 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
     Returns when the script ends by itself. Raises what the script raises, ``SystemExit`` included.
     """
     options, what = _parse(list(given))
-    run_program.enter(what)
+    enter(what)
     breaker, summary = error_guard.CircuitBreaker("run"), Summary(quiet=options.quiet)
     error_guard.call(breaker, begin or _init, **_overrides(options))
     for failure in breaker.failures:
@@ -64,7 +323,7 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
         )
     error_guard.call(error_guard.CircuitBreaker("summary"), _say_address, summary)
     try:
-        run_program.execute(what)
+        execute(what)
     except SystemExit as leaving:
         error_guard.call(breaker, _note_exit, leaving)
         raise
@@ -100,7 +359,7 @@ def parser() -> arguments.Parser:
     return made
 
 
-def _parse(given: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
+def _parse(given: list[str]) -> tuple[argparse.Namespace, Program]:
     own, command = split(given)
     made = parser()
     options, unknown = made.parse_known_args(own)
@@ -120,16 +379,16 @@ _PYTHON = re.compile(r"python[\d.]*")
 """The program that people are used to write before a script"""
 
 
-def split_program(command: list[str]) -> run_program.Program:
+def split_program(command: list[str]) -> Program:
     """Return the program that a command line names; raises ``NoSuchProgramError`` if there is none."""
     first, *rest = command
     if first == "-m":
         first, *rest = f"-m{rest[0]}", *rest[1:]
     if first.startswith("-m"):
-        return run_program.Program(run_program.ProgramKind.MODULE, first[2:], tuple(rest))
+        return Program(ProgramKind.MODULE, first[2:], tuple(rest))
     if _PYTHON.fullmatch(Path(first).name) and rest and not Path(first).is_dir():
         raise NoSuchProgramError(f"the script is run by this Python, {sys.executable}: leave out {first!r}")
-    return run_program.find(first, tuple(rest))
+    return find(first, tuple(rest))
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, object]:

@@ -10,8 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.cli.table import Column, table
-from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
+from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, table
 from torchobs.detect import stragglers
 from torchobs.detect.stall import PATIENT_PHASES
 from torchobs.detect.stragglers import Slowness

@@ -1,4 +1,6 @@
-"""``torchobs rules``: the alerts and recording rules that belong to the installed version, as files for Prometheus.
+"""``torchobs dashboards`` and ``torchobs rules``: what belongs to the installed version, as files for Grafana and Prometheus.
+
+They are rendered when torchobs is built, so that neither Grafana's SDK nor a checkout is needed.
 
 They are rendered when the command runs, from the catalog, so that neither a checkout nor Grafana's SDK is needed.
 """
@@ -10,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torchobs
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
 from torchobs.rules.values import DEFAULT, SEVERITIES, Thresholds, ValuesError
@@ -18,12 +21,56 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-_DESCRIPTION = """\
+
+_DASHBOARDS = """\
+Write the dashboards for Grafana into a directory, one JSON file each, which Grafana's file provider reads and people import.
+Files of other names are left alone. docs/dashboards.md says what each is for."""
+
+_DASHBOARDS_EXAMPLES = """\
+examples:
+  torchobs dashboards export /etc/grafana/dashboards/torchobs   where deploy/grafana/provisioning looks for them
+  torchobs dashboards export .                                  to import by hand: Dashboards, New, Import"""
+
+
+def dashboards_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``torchobs dashboards``."""
+    made = arguments.parser("dashboards", "torchobs dashboards export DIR", _DASHBOARDS, _DASHBOARDS_EXAMPLES)
+    made.add_argument("action", choices=("export",), help="what to do")
+    made.add_argument("directory", metavar="DIR", type=Path, help="where to write them; it is made if it is not there")
+    return made
+
+
+def dashboards(given: Sequence[str]) -> int:
+    """Run ``torchobs dashboards`` with these arguments and return its exit status."""
+    options = dashboards_parser().parse_args(list(given))
+    files = rendered()
+    if not files:
+        raise CommandError("this installation has none: it was built without deploy/grafana")
+    try:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (options.directory / file.name).write_bytes(file.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{error.filename or options.directory}: {error.strerror}") from None
+    sys.stdout.write(f"{len(files)} dashboards in {options.directory}\n")
+    return 0
+
+
+def rendered() -> list[Path]:
+    """Return the rendered dashboards: of the wheel, which has them inside the package, or of a checkout."""
+    package = Path(torchobs.__file__).parent
+    for root in (package, package.parent):
+        if found := sorted((root / "deploy" / "grafana" / "dashboards").glob("torchobs-*.json")):
+            return found
+    return []
+
+
+_RULES = """\
 Write alerts and recording rules for Prometheus. `export` writes them as shipped, `render` with thresholds and severities of
 your own. Into DIR go rules/, which Prometheus loads, and rules-native/, to load instead of the file of that name where
 histograms are stored as native ones. Files of other names are left alone."""
 
-_EXAMPLES = """\
+_RULES_EXAMPLES = """\
 examples:
   torchobs rules export /etc/prometheus/torchobs                    then rule_files: [torchobs/rules/*.yml]
   torchobs rules render --values my.yml /etc/prometheus/torchobs    the same, with what my.yml sets
@@ -40,13 +87,13 @@ thresholds and their defaults; shares are between 0 and 1 (not per cent), times 
 {thresholds}"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+def rules_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``torchobs rules``."""
     width = max(len(one.name) for one in fields(Thresholds))
     listed = [f"  {one.name:<{width}} {getattr(DEFAULT.thresholds, one.name):g}" for one in fields(Thresholds)]
-    examples = _EXAMPLES.format(severities=" or ".join(SEVERITIES), thresholds="\n".join(listed))
+    examples = _RULES_EXAMPLES.format(severities=" or ".join(SEVERITIES), thresholds="\n".join(listed))
     usage = "torchobs rules export DIR\n       torchobs rules render --values FILE [DIR]"
-    made = arguments.parser("rules", usage, _DESCRIPTION, examples)
+    made = arguments.parser("rules", usage, _RULES, examples)
     made.add_argument("action", choices=("export", "render"), help="what to do")
     directory = "where to write; it is made if it is not there. Without it, render prints the alerts."
     made.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=directory)
@@ -54,9 +101,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(given: Sequence[str]) -> int:
+def rules(given: Sequence[str]) -> int:
     """Run ``torchobs rules`` with these arguments and return its exit status."""
-    made = parser()
+    made = rules_parser()
     options = made.parse_intermixed_args(list(given))  # DIR may follow --values FILE
     if options.action == "export" and options.values:
         made.error("export writes the shipped rules; `torchobs rules render` takes --values")

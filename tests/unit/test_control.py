@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.cli import exporter_client
+from torchobs.cli import control
 from torchobs.cli.arguments import CommandError
 
 
@@ -29,5 +29,5 @@ def test_an_answer_that_breaks_off_is_an_error_in_words(tmp_path: Path, answer: 
         server = threading.Thread(target=serve)
         server.start()
         with pytest.raises(CommandError, match="no exporter answers at"):
-            exporter_client.evidence(path, "/api/v1/evidence/0123456789abcdef", 5.0)
+            control.evidence(path, "/api/v1/evidence/0123456789abcdef", 5.0)
         server.join()
