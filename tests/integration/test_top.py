@@ -419,7 +419,7 @@ def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
         lines = frame(seen, TerminalStyle(100), Screen(24, first), "12:00:00")
         shown = [line.split()[1] for line in lines if line.startswith("gpt")]
         assert len(lines) <= 24
-        assert sum(line.split()[:1] == ["0"] for line in lines) == len(shown) == 4
+        assert sum(line.split()[:1] == ["0"] for line in lines) == len(shown) == 6
         found |= dict.fromkeys(shown)
     assert set(list(found)[:3]) == {"run-09", "run-10", "run-11"}
     assert len(found) == 12
@@ -448,11 +448,3 @@ def test_every_rank_is_seen_where_neither_runs_nor_ranks_fit(tmp_path: Path) -> 
     assert all(one != other for one, other in pairwise(shown))
     assert "more ranks: up, down" in "\n".join(shown[0])
     assert drawn(seen, TerminalStyle(100), Screen(24, 1000), "12:00:00") == (shown[-1], first - 1)
-
-
-def test_one_more_run_is_told_as_one(tmp_path: Path) -> None:
-    """In words, as everywhere."""
-    for number in range(6):
-        File(tmp_path, seed=number + 1, rank=0, run_id=f"run-{number}").save()
-    seen, _ = top.views(scanner_of(tmp_path, Clock(1.0)))
-    assert frame(seen, TerminalStyle(100), Screen(26), "12:00:00")[-1].startswith("… 1 more run:")

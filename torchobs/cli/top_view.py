@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -35,12 +35,6 @@ from torchobs.ranks.snapshot import Rank, Readings, readings_of
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
-_LEAST_FOR_WORDS = 4
-"""Fewest lines per run for showing its findings; with fewer the table of ranks has priority."""
-_LINES_OF_RUN = 5
-"""Lines of a run with one rank: a blank one, its heading, its findings, the table's heading and a row"""
-_LEAST_OF_RUN = _LINES_OF_RUN - 1
-"""Those without its findings"""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2),
@@ -85,10 +79,7 @@ class RankView:
 
 
 class Screen(NamedTuple):
-    """Height of the screen, and how far it is scrolled.
-
-    By ranks of the table; where not all runs fit, by ranks of the uppermost run, and then on to the next run.
-    """
+    """Height of the screen, and by how many ranks it is scrolled."""
 
     height: int
     first: int = 0
@@ -102,22 +93,10 @@ class Drawn(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A run on the screen: the lines above its table, and the room for that."""
+    """A run: the lines above its ranks, the last with the columns' names, and a line for each rank."""
 
-    run: Sequence[RankView]
-    slow: Mapping[str, Slowness]
     above: list[str]
-    room: int
-
-    @property
-    def visible(self) -> int:
-        """Number of ranks that are shown."""
-        return len(self.run) if len(self.run) <= self.room else max(1, self.room - 1)
-
-    @property
-    def hidden(self) -> int:
-        """Number of ranks that are not, which is how far the table can be scrolled."""
-        return len(self.run) - self.visible
+    rows: list[str]
 
 
 def frame(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: str, note: str = "") -> list[str]:
@@ -126,53 +105,59 @@ def frame(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: s
 
 
 def drawn(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: str, note: str = "") -> Drawn:
-    """Return one screen, of at most ``screen.height`` lines."""
+    """Return one screen; if not all ranks fit it begins with one of them, under its run's heading, and ends with a note."""
     runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
     if not runs:
         return Drawn([text_format.cut(line, style.width) for line in (f"torchobs top  {now}", note)][: screen.height])
-    most = max(1, (screen.height - 1) // _LINES_OF_RUN)
-    if len(runs) > most and len(runs) * _LINES_OF_RUN > screen.height + 1:
-        return _some(runs, most, style, screen, now)
-    blocks = _blocks(runs, style, screen.height, now)
-    first = min(screen.first, max(block.hidden for block in blocks))
-    return Drawn(_lines(blocks, style, [first] * len(blocks))[: screen.height], first)
+    room = screen.height - 3 * len(runs) + 1  # a blank line, the heading and the columns' names of each run
+    rows = sum(map(_curve_rows, runs))
+    curves = room >= rows + min(len(seen), 3 * len(runs))
+    crowded = room < rows * curves + len(runs) + len(seen)  # also a line of findings of each
+    blocks = [
+        _block(run, style, now if not number else "", curves=curves, by_trouble=crowded) for number, run in enumerate(runs)
+    ]
+    lines, shown = _shown(blocks, 0, screen.height)
+    if shown == len(seen):
+        return Drawn(lines[: screen.height])
+    first, room = min(screen.first, len(seen) - 1), screen.height - 1
+    while first and first - 1 + _shown(blocks, first - 1, room)[1] == len(seen):
+        first -= 1
+    lines, shown = _shown(blocks, first, room)
+    order = "those in trouble come first" if len(runs) == 1 else "runs that live come first"
+    more = f"… {text_format.plural(len(seen) - shown, 'more rank')}: up, down; {order}"
+    return Drawn([*lines[:room], style("dim", text_format.cut(more, style.width))], first)
 
 
-def _some(runs: Sequence[Sequence[RankView]], most: int, style: TerminalStyle, screen: Screen, now: str) -> Drawn:
-    """Return a screen of ``most`` runs; scrolled down, the uppermost one's ranks come before the next run does."""
-    begin, left, height, end = 0, screen.first, screen.height - 1, len(runs) - most
-    blocks = _blocks(runs[:most], style, height, now)
-    while begin < end and left > blocks[0].hidden:
-        left -= blocks[0].hidden + 1
-        begin += 1
-        blocks = _blocks(runs[begin : begin + most], style, height, now)
-    scrolled = blocks if begin == end else blocks[:1]
-    own = min(left, max(block.hidden for block in scrolled))
-    lines = _lines(blocks, style, [own if number < len(scrolled) else 0 for number in range(most)])[:height]
-    more = f"… {text_format.plural(len(runs) - most, 'more run')}: up, down; those that live come first"
-    return Drawn([*lines, style("dim", text_format.cut(more, style.width))], screen.first - left + own)
+def _shown(blocks: Sequence[_Block], first: int, room: int) -> tuple[list[str], int]:
+    """Return the lines from the rank of number ``first`` on that fit, and how many ranks are among them."""
+    lines, shown = list[str](), 0
+    for above, rows in blocks:
+        skipped = min(first, len(rows))
+        first -= skipped
+        begin = [*([""] if lines else []), *above]
+        if skipped == len(rows):
+            continue
+        if lines and len(lines) + len(begin) >= room:
+            break
+        part = rows[skipped : skipped + max(1, room - len(lines) - len(begin))]
+        lines, shown = [*lines, *begin, *part], shown + len(part)
+    return lines, shown
 
 
-def _blocks(runs: Sequence[Sequence[RankView]], style: TerminalStyle, height: int, now: str) -> list[_Block]:
-    """Return how runs share the lines of a screen: the first ones have what the others can spare."""
-    used, ranks = len(runs) * 2 + (len(runs) - 1), sum(map(len, runs))
-    curves = height >= used + sum(map(_curve_rows, runs)) + min(ranks, 3 * len(runs))
-    blocks, used = list[_Block](), 0
-    for number, run in enumerate(runs):
-        left = height - used - _LEAST_OF_RUN * (len(runs) - number - 1)
-        slow = slownesses(run)
-        told = _verdict(run, slow, style) if left > _LEAST_FOR_WORDS else []
-        above = [*([""] if number else []), _heading(run, style, now if not number else ""), *told]
-        above += _curves(run, style) if curves else []
-        room = max(1, left - 1 - len(above))
-        blocks.append(_Block(run, slow, above, room))
-        used += len(above) + 1 + min(len(run), room)
-    return blocks
-
-
-def _lines(blocks: Sequence[_Block], style: TerminalStyle, firsts: Sequence[int]) -> list[str]:
-    tables = (_table(block, style, first) for block, first in zip(blocks, firsts, strict=True))
-    return [line for block, table_ in zip(blocks, tables, strict=True) for line in (*block.above, *table_)]
+def _block(run: Sequence[RankView], style: TerminalStyle, now: str, *, curves: bool, by_trouble: bool) -> _Block:
+    slow = slownesses(run)
+    ranks = [(one, _status(one, slow)) for one in run]
+    above = [_heading(run, style, now), *_verdict([status for _, status in ranks], style)]
+    above += _curves(run, style) if curves else []
+    ranks = sorted(ranks, key=lambda pair: _trouble(*pair)) if by_trouble else ranks
+    cells = [_row(*pair) for pair in ranks]
+    kept = [at for at, one in enumerate(_COLUMNS) if one.heading not in _WHERE_KNOWN or any(row[at] for row in cells)]
+    heading, *rows = table([_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in cells], style.width)
+    colours = [STATE_COLOURS.get(one.rank.state, "") for one, _ in ranks]
+    for at, (one, _) in enumerate(ranks):
+        if one.rank.state == "alive":
+            colours[at] = "yellow" if one.anomalous or one.rank.standstill else ""
+    return _Block([*above, style("dim", heading)], [style(colour, row) for colour, row in zip(colours, rows, strict=True)])
 
 
 def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
@@ -191,9 +176,9 @@ def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
     return {incarnation: found for team in spent for incarnation, found in stragglers.slowness(team).items()}
 
 
-def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle) -> list[str]:
+def _verdict(statuses: Sequence[RankStatus], style: TerminalStyle) -> list[str]:
     """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
-    status = RunStatus([_status(one, slow) for one in run], len(run), len(run))
+    status = RunStatus(statuses, len(statuses), len(statuses))
     head = health.headline(status)
     found = [*([head] if head.severity != health.INFO else []), *health.findings(status)]
     severity = max((one.severity for one in found), key=lambda name: health.LEVELS[name].value, default=health.INFO)
@@ -210,33 +195,10 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
     return replace(status, slowness=slow.get(one.rank.incarnation))
 
 
-def _table(block: _Block, style: TerminalStyle, first: int) -> Iterator[str]:
-    run, slow = block.run, block.slow
-    ordered = sorted(run, key=lambda one: _trouble(one, slow)) if block.hidden else run
-    begin = min(first, block.hidden)
-    shown = ordered[begin : begin + block.visible]
-    rows = [_row(one, slow) for one in shown]
-    kept = [at for at, one in enumerate(_COLUMNS) if one.heading not in _WHERE_KNOWN or any(row[at] for row in rows)]
-    heading, *lines = table([_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows], style.width)
-    yield style("dim", heading)
-    for one, line in zip(shown, lines, strict=True):
-        colour = STATE_COLOURS.get(one.rank.state, "")
-        if one.rank.state == "alive":
-            colour = "yellow" if one.anomalous or one.rank.standstill else ""
-        yield style(colour, line)
-    if block.hidden and block.room > 1:
-        more = f"… {text_format.plural(block.hidden, 'more rank')}: up, down; those in trouble come first"
-        yield style("dim", text_format.cut(more, style.width))
-
-
-def _trouble(one: RankView, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
+def _trouble(one: RankView, status: RankStatus) -> tuple[bool, bool, float]:
     # rounded, so that nearly equal ranks keep their order
-    own = slow.get(one.rank.incarnation)
-    return (
-        one.rank.state in _FINE and one.rank.standstill is None,
-        not one.anomalous,
-        -max(1.0, round(own.factor, 1) if own else 1.0),
-    )
+    factor = round(status.slowness.factor, 1) if status.slowness else 1.0
+    return one.rank.state in _FINE and one.rank.standstill is None, not one.anomalous, -max(1.0, factor)
 
 
 def _heading(run: Sequence[RankView], style: TerminalStyle, now: str) -> str:
@@ -287,22 +249,21 @@ def _curve_rows(run: Sequence[RankView]) -> int:
     return _CURVE_ROWS + len(list(first.scalars)[:_MOST_SCALARS])
 
 
-def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
+def _row(one: RankView, status: RankStatus) -> list[str]:
     rank, steps = one.rank, one.steps
     last = steps[-1] if steps else None
-    stretch = slow.get(rank.incarnation)
     return [
         rank.rank,
         _state(rank),
         f"{last.step}" if last else "-",
         text_format.rate(one.speed.per_s if one.speed else None),
-        health.last_step(_status(one, slow)),
+        health.last_step(status),
         *_work(one),
         text_format.number(last.loss if last else None),
         text_format.number(last_known([step.grad_norm for step in steps])),
         *_shares(typical_phases(steps)),
         _memory(one),
-        "-" if stretch is None else f"{stretch.factor:.2f}×",
+        "-" if status.slowness is None else f"{status.slowness.factor:.2f}×",
         _anomalies(one),
     ]
 
