@@ -20,8 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import torchobs
 from tests.training import Recording
 from torchobs import debug
-from torchobs.debug.switch_probes import GradientNorms
-from torchobs.debug.switches import PRESETS, SWITCHES
+from torchobs.debug.switches import PRESETS, SWITCHES, GradientNorms
 from torchobs.runtime.session import current
 
 if TYPE_CHECKING:
