@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchobs.guard.batches import on_cpu, split
+from torchobs.guard.recovery import on_cpu, split
 from torchobs.support.model_calls import rebuilt, walk
 
 

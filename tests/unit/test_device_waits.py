@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.debug import memory, resources
+from torchobs.debug import memory, operations
 from torchobs.tune.comparison import synchronize
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ class Torch:
 def test_a_timing_waits_for_the_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch cannot say which these are, for the current one."""
     module: Any = Torch()
-    monkeypatch.setattr(resources, "imported", lambda _: module)
-    resources.synchronize()
+    monkeypatch.setattr(operations, "imported", lambda _: module)
+    operations.synchronize()
     assert module.waited == [1, 2]
     module._C = SimpleNamespace()
-    resources.synchronize()
+    operations.synchronize()
     assert module.waited == [1, 2, None]
 
 
 def test_memory_is_unknown_with_an_allocator_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pluggable one raises when it is asked."""
     for backend, found in (("native", (3, 6)), ("pluggable", (None, 0))):
-        monkeypatch.setattr(resources, "imported", lambda _, backend=backend: Torch(backend))
-        assert resources._devices() == found
+        monkeypatch.setattr(operations, "imported", lambda _, backend=backend: Torch(backend))
+        assert operations._devices() == found
     asked = Torch()
     names = {"is_initialized": lambda: True, "device_count": lambda: 1, "get_allocator_backend": lambda: "pluggable"}
     for name, function in {**names, "memory_allocated": asked._synchronize}.items():

@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from torchobs.debug.gradients import acheck_gradients, acheck_tensor, check_gradients, nan_guard
     from torchobs.debug.loading import dataloader
     from torchobs.debug.memory import memory_tracking, memory_usage, profile_memory
-    from torchobs.debug.monitor import monitor_step
     from torchobs.debug.nan_origin import trace_nan
     from torchobs.debug.operations import DebugInfo, context, operation, performance
     from torchobs.debug.placement import devices
     from torchobs.debug.profiles import profile, profiling_context
     from torchobs.debug.rank_agreement import ddp
     from torchobs.debug.reports import plots, report
-    from torchobs.debug.steps import backward_pass, forward_pass, inference, optimization_step, training_step
+    from torchobs.debug.steps import backward_pass, forward_pass, inference, monitor_step, optimization_step, training_step
     from torchobs.debug.stopping import early_stopping, validation
     from torchobs.debug.switches import disable, enable, status
     from torchobs.debug.tensors import analyze_parameters, analyze_tensor
@@ -43,11 +42,11 @@ _HOMES: dict[str, str] = {
     "check_gradients": "gradients",
     **dict.fromkeys(("clear", "summary", "training_summary"), "findings"),
     **dict.fromkeys(("memory_tracking", "profile_memory"), "memory"),
-    "monitor_step": "monitor",
     "nan_guard": "gradients",
     **dict.fromkeys(("DebugInfo", "context", "operation"), "operations"),
     **dict.fromkeys(("plots", "report"), "reports"),
-    **dict.fromkeys(("backward_pass", "forward_pass", "inference", "optimization_step", "training_step"), "steps"),
+    **dict.fromkeys(("backward_pass", "forward_pass", "inference", "monitor_step"), "steps"),
+    **dict.fromkeys(("optimization_step", "training_step"), "steps"),
     **dict.fromkeys(("analyze_parameters", "analyze_tensor"), "tensors"),
     "trace_nan": "nan_origin",
 }

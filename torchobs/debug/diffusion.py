@@ -10,8 +10,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import record_series, told
-from torchobs.debug.transfer import Numbers
-from torchobs.debug.values import bytes_of, elements_of
+from torchobs.debug.tensors import Numbers, bytes_of, elements_of
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -211,8 +210,7 @@ class DiffusionMonitor:
         """Take the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
         import torch
 
-        from torchobs.debug.tensors import start_moments
-        from torchobs.debug.values import require_tensor
+        from torchobs.debug.tensors import require_tensor, start_moments
 
         require_tensor(latents, "diffusion_monitor")
         if len(self._seen) >= MOST_STEPS:
@@ -267,7 +265,7 @@ class DiffusionMonitor:
 
     def result(self) -> DenoisingCheck:
         """Return all steps so far, after one transfer from each device."""
-        from torchobs.debug.statistics import Moments
+        from torchobs.debug.tensors import Moments
 
         numbers, rows = self._numbers.read(), list[DenoisingStep]()
         for one in self._seen:

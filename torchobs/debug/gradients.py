@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.debug.findings import told
-from torchobs.debug.statistics import UNKNOWN, Moments, wide
 from torchobs.debug.tensors import (
+    UNKNOWN,
+    Moments,
+    Numbers,
     TensorStats,
     analyze_tensor,
+    elements_of,
     parameters_of,
     require_scaler,
+    require_tensor,
     start_moments,
     start_tensor,
     total_norm,
+    values_of,
+    wide,
 )
-from torchobs.debug.transfer import Numbers
-from torchobs.debug.values import elements_of, require_tensor, values_of
 from torchobs.probes.core.hook_removal import remove_hooks, remove_later
 from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients

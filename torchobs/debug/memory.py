@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.debug import resources
+from torchobs.debug import operations
 from torchobs.debug.backward_passes import beside_grad
-from torchobs.debug.tensors import require_module, require_optimizer
-from torchobs.debug.values import bytes_of, is_uninitialized
+from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer
 from torchobs.probes.memory.allocators import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.kept_state import state_kept
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torchobs.debug.backward_passes import Backward
+    from torchobs.debug.operations import MemoryUse
     from torchobs.debug.operator_watch import Live
-    from torchobs.debug.resources import MemoryUse
 
 
 _SHADOW = 8
@@ -365,7 +364,7 @@ def profile_memory(label: str = "") -> MemoryPoint:
 
     Nobody's peaks are reset.
     """
-    reading, tensors = resources.read(), _tensors()
+    reading, tensors = operations.read(), _tensors()
     groups: dict[Any, list[int]] = {}
     storages: set[int] = set()
     for x in tensors:
@@ -424,7 +423,7 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
     if own:
         tracemalloc.start()
     gc.collect()
-    objects, before, lines = _counted(), resources.read(), tracemalloc.take_snapshot()
+    objects, before, lines = _counted(), operations.read(), tracemalloc.take_snapshot()
     watch = AllocationWatch(lines=True)
     try:
         with watch:
@@ -432,10 +431,10 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
     finally:
         gc.collect()
         grown = _grown(objects)
-        after, later = resources.read(), tracemalloc.take_snapshot()
+        after, later = operations.read(), tracemalloc.take_snapshot()
         if own:
             tracemalloc.stop()
-        host, device = resources.use(before, after)
+        host, device = operations.use(before, after)
         live = watch.live()
         fill(
             growth, host=host, gpu_memory=device, tensor_size=watch.current, tensor_peak=watch.peak,

@@ -1,9 +1,11 @@
-"""``debug.context``, ``@debug.operation``, ``performance``: time, memory, norm and anomalies of a part of a program."""
+"""``context``, ``@operation`` and ``performance``: time, memory, norm and anomalies of a part of a program."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import resource
 import sys
 import time
 from contextlib import ExitStack, contextmanager
@@ -11,15 +13,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import isfinite
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
-from torchobs.debug import resources
+import psutil
+
 from torchobs.debug.findings import found, history
 from torchobs.debug.gradients import norm_of_model, unwatch_steps, watch_steps
-from torchobs.debug.resources import MemoryUse
 from torchobs.debug.tensors import require_module
+from torchobs.probes.memory.allocators import has_statistics
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number, is_text, is_whole
+from torchobs.support.import_hooks import imported
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:
@@ -28,6 +32,83 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchobs.debug.operator_watch import Birth
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse(Result):
+    """Bytes before, after, and at most meanwhile."""
+
+    before: int
+    after: int
+    peak: int
+    """Exact if the greatest value of the process so far was passed meanwhile; else the greater of both, a lower bound"""
+
+    @property
+    def growth(self) -> int:
+        """Bytes after minus bytes before."""
+        return self.after - self.before
+
+
+class Reading(NamedTuple):
+    """Bytes in use now and at most so far. Nobody's peaks are reset."""
+
+    host: int
+    host_peak: int
+    device: int | None
+    device_peak: int
+
+
+def read() -> Reading:
+    """Read the process's resident memory, and what torch's CUDA allocator has given to tensors on all devices."""
+    device, device_peak = _devices()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Reading(_process().memory_info().rss, peak, device, device_peak)
+
+
+@functools.lru_cache(maxsize=1)
+def _process_of(pid: int) -> psutil.Process:
+    return psutil.Process(pid)
+
+
+def _process() -> psutil.Process:
+    """Return this process, which a fork makes another one. Making the object takes longer than reading by it."""
+    return _process_of(os.getpid())
+
+
+def _devices() -> tuple[int | None, int]:
+    torch: Any = imported("torch")
+    if torch is None or not torch.cuda.is_initialized() or not has_statistics(torch):
+        return None, 0
+    devices = range(torch.cuda.device_count())
+    return sum(map(torch.cuda.memory_allocated, devices)), sum(map(torch.cuda.max_memory_allocated, devices))
+
+
+def wait_for_devices() -> None:
+    """Wait for the CUDA devices that this process uses, which need not be the current one."""
+    torch: Any = imported("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None:
+        torch.cuda.synchronize()
+        return
+    for index in range(torch.cuda.device_count()):
+        if has_context(index):  # to wait for another one would make a context there
+            torch.cuda.synchronize(index)
+
+
+def use(before: Reading, after: Reading) -> tuple[MemoryUse, MemoryUse | None]:
+    """Return what was used on the host and, where there is one, on CUDA devices."""
+    host = MemoryUse(before.host, after.host, _peak(before.host, after.host, before.host_peak, after.host_peak))
+    if after.device is None:
+        return host, None
+    begun = before.device or 0
+    peak = _peak(begun, after.device, before.device_peak, after.device_peak)
+    return host, MemoryUse(begun, after.device, peak)
+
+
+def _peak(before: int, after: int, peak_before: int, peak_after: int) -> int:
+    return max(before, after, peak_after if peak_after > peak_before else 0)
 
 
 _lock = Lock()
@@ -190,7 +271,7 @@ class _Measurement:
 
     def __init__(self, template: DebugInfo, model: Any) -> None:
         self._template, self._model = template, model
-        self._entered: list[tuple[_Open, ExitStack, resources.Reading, float]] = []
+        self._entered: list[tuple[_Open, ExitStack, Reading, float]] = []
 
     def __enter__(self) -> DebugInfo:
         parent = _current.get()
@@ -201,7 +282,7 @@ class _Measurement:
         watch_steps(_note_norm)
         undo.callback(unwatch_steps)
         _current.set(opened)
-        self._entered.append((opened, undo, resources.read(), time.perf_counter()))
+        self._entered.append((opened, undo, read(), time.perf_counter()))
         return info
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -215,8 +296,8 @@ class _Measurement:
         _finish(opened, elapsed, before, self._model)
 
 
-def _finish(opened: _Open, elapsed: float, before: resources.Reading, model: Any) -> None:
-    info, (host, device) = opened.info, resources.use(before, resources.read())
+def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
+    info, (host, device) = opened.info, use(before, read())
     on_device = opened.norm if opened.norm is not None or model is None else norm_of_model(model)
     norm = None if on_device is None else float(on_device.item())
     if norm is not None and not isfinite(norm):
@@ -333,9 +414,9 @@ def performance(
     if not (is_named and is_counted and is_number(slow_s) and slow_s > 0):
         found = f"{operation!r}, {slow_s!r}, {samples!r}"
         raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {found}")
-    measured, before = Performance(operation, slow_s, samples), resources.read()
+    measured, before = Performance(operation, slow_s, samples), read()
     if synchronize:
-        resources.synchronize()
+        wait_for_devices()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:
         yield measured
@@ -343,7 +424,7 @@ def performance(
         raised = sys.exc_info()[0]
         error = raised.__name__ if raised is not None else None
         if synchronize and error is None:
-            resources.synchronize()
+            wait_for_devices()
         elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
         fill(
             measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, error=error,
@@ -353,8 +434,8 @@ def performance(
         _tell(measured, before)
 
 
-def _tell(measured: Performance, before: resources.Reading) -> None:
-    host, device = resources.use(before, resources.read())
+def _tell(measured: Performance, before: Reading) -> None:
+    host, device = use(before, read())
     elapsed, texts = measured.time or 0.0, tuple[str, ...]()
     if measured.slow:
         texts = (f"{measured.operation} took {elapsed:.3g} s, more than {measured.slow_s:g} s",)

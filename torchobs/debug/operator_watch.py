@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from torchobs.debug.statistics import own_work
+from torchobs.debug.tensors import own_work
 from torchobs.probes.nonfinite.locate import is_users
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import told
-from torchobs.debug.tensors import require_module, require_optimizer
-from torchobs.debug.values import bytes_of
+from torchobs.debug.tensors import bytes_of, require_module, require_optimizer
 from torchobs.support.derivatives import wants_gradients
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import walk

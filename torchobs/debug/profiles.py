@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from torchobs.debug import resources
+from torchobs.debug import operations
 from torchobs.debug.findings import told
 from torchobs.probes.core.torch_profiler import Recording
 from torchobs.support.arguments import is_whole
@@ -174,7 +174,7 @@ class Recorder:
         """Keep what runs from now on."""
         if self._recording is not None:
             self._recording.start()
-        resources.synchronize()
+        operations.wait_for_devices()
         self._begun = time.perf_counter()
 
     def finish(self, steps: int) -> None:
@@ -182,7 +182,7 @@ class Recorder:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        resources.synchronize()
+        operations.wait_for_devices()
         elapsed = time.perf_counter() - self._begun
         if not recording.stop():
             fill(self.result, anomalies=(INTERRUPTED,))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
-from torchobs.debug.statistics import wide
+from torchobs.debug.tensors import wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.module_modes import evaluating
 from torchobs.support.result import Result, fill

@@ -12,14 +12,13 @@ from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import catalog
-from torchobs.debug import resources
+from torchobs.debug import operations
 from torchobs.debug.findings import found, logger, record_series, told
 from torchobs.debug.gradients import check_gradients, scale_in_use
-from torchobs.debug.monitor import monitor_step
 from torchobs.debug.operations import entered
 from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
-from torchobs.debug.steps import Collector, activations
+from torchobs.debug.steps import Collector, activations, monitor_step
 from torchobs.debug.stopping import Validation, early_stopping, finish
 from torchobs.detect.starvation import BEGINS
 from torchobs.flight.metrics.totals import Word
@@ -176,7 +175,7 @@ class Memory(SwitchProbe):
         self._looks: dict[str, deque[int]] = {name: deque(maxlen=GROWING_LOOKS) for name in ("host", "device")}
 
     def after_step(self) -> None:
-        reading = resources.read()
+        reading = operations.read()
         sizes = {"host": reading.host} | ({} if reading.device is None else {"device": reading.device})
         record_series({f"debug.memory.{name}": size for name, size in sizes.items()})
         self.last = ", ".join(f"{size / 2**20:.0f} MiB on the {name}" for name, size in sizes.items())

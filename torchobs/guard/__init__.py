@@ -20,8 +20,7 @@ if TYPE_CHECKING:
         sanitize_outputs,
     )
     from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity
-    from torchobs.guard.recovery import Recovery
-    from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
+    from torchobs.guard.recovery import BadBatch, Recovery, RecoveryPolicy, StepOutcome
     from torchobs.guard.resource_usage import ResourceGuard, ResourceReport, Usage, resources
     from torchobs.guard.tensor_values import Violation
 
@@ -33,8 +32,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("LayerReport", "ModelReport", "check_model"), "models"),
     **dict.fromkeys(("Drift", "NonFiniteOutputError", "OutputReport", "check_outputs", "sanitize_outputs"), "outputs"),
     **dict.fromkeys(("WrongFileError", "verify"), "model_files"),
-    "Recovery": "recovery",
-    **dict.fromkeys(("BadBatch", "RecoveryPolicy", "StepOutcome"), "recovery_policy"),
+    **dict.fromkeys(("BadBatch", "Recovery", "RecoveryPolicy", "StepOutcome"), "recovery"),
     **dict.fromkeys(("ResourceGuard", "ResourceReport", "Usage", "resources"), "resource_usage"),
     **dict.fromkeys(("Category", "Severity"), "record"),
     "Violation": "tensor_values",

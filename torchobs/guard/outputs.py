@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 
 from torchobs import catalog
-from torchobs.guard.batches import free_memory
 from torchobs.guard.contracts import Contract
 from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record
+from torchobs.guard.recovery import free_memory
 from torchobs.guard.tensor_values import dense_values, rounded
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.model_calls import SEQUENCES, parts_of, with_parts

@@ -1,4 +1,4 @@
-"""Go on after what a training survives: a batch that does not fit or has a NaN, a loss that jumps, data that cannot be read.
+"""Training steps that go on after errors: out of memory, NaN, loss spikes, unreadable batches, transient input and output.
 
 Errors are told apart by their type, never by the words of a message. Each kind has a budget; once it is spent the original
 error is raised, so that a training that is beyond help ends.
@@ -6,30 +6,253 @@ error is raised, so that a training that is beyond help ends.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sized
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchobs import catalog
 from torchobs.detect.spikes import LossBaseline
-from torchobs.guard.batches import PartSize, free_memory, on_cpu, parts_of, samples_in
 from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, count, is_transient, record
-from torchobs.guard.recovery_policy import BadBatch, RecoveryPolicy, StepOutcome
-from torchobs.guard.snapshots import Snapshot
-from torchobs.support.arguments import is_number
+from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.collectives import gradient_sync, greatest, is_shared
 from torchobs.support.kept_state import Buffers
+from torchobs.support.model_calls import rebuilt, walk
+from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torchobs.guard.batches import Part
+
+@dataclass(frozen=True)
+class RecoveryPolicy:
+    """What may be done about what, how often. A budget of 0 does nothing: the error is raised."""
+
+    oom: int = 100
+    """times that parts may be halved because they did not fit"""
+    nonfinite: int = 10
+    """batches that may be skipped because their loss or gradient is not finite"""
+    spikes: int = 3
+    """times that a snapshot may be restored because the loss jumped"""
+    data: int = 10
+    """batches that may be skipped because they cannot be read"""
+    io: int = 5
+    """repetitions in a row of an operation that failed for a moment"""
+    data_errors: tuple[type[Exception], ...] = (ValueError, TypeError, KeyError, IndexError, EOFError, UnicodeError)
+    """errors of a data loader that concern one batch. The ``OSError`` of a loader's worker has lost its number on the way: add
+    ``OSError`` here to skip it, too"""
+    snapshot_every: int = 100
+    """steps between two snapshots in the host's memory; only taken if ``spikes`` is not 0"""
+    least_excess: float = 0.5
+    """distance above the usual loss that a spike has at least; see :func:`torchobs.detect.spikes.judge`"""
+    backoff_s: float = 0.5
+    """wait before the first repetition; doubled each time"""
+    agree: bool = False
+    """under DDP: one all-reduce of a number in each step, so that all ranks skip together; without it nothing is skipped"""
+
+    def __post_init__(self) -> None:
+        for name in ("oom", "nonfinite", "spikes", "data", "io", "snapshot_every"):
+            value, least = getattr(self, name), 1 if name == "snapshot_every" else 0
+            if not is_whole(value) or value < least:
+                raise ValueError(f"{name} is {value!r}: a whole number; a budget is 0 or more, and snapshot_every at least 1")
+        for name in ("backoff_s", "least_excess"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < inf:
+                raise ValueError(f"{name} is {value!r}: a number, 0 or more")
+        if not isinstance(self.agree, bool):
+            raise ValueError(f"agree is {self.agree!r}: True or False")  # noqa: TRY004  # as of every other field
+        if not are_exceptions(self.data_errors):
+            raise ValueError(f"data_errors is {self.data_errors!r}: a tuple of exception classes, as (ValueError, KeyError)")
+
+
+@dataclass(frozen=True)
+class StepOutcome(Result):
+    """What became of one step."""
+
+    loss: float
+    """mean over the batch"""
+    stepped: bool
+    """True if the optimizer stepped"""
+    action: str
+    """``none``, ``split``, ``skip`` or ``restore``"""
+    parts: int = 1
+    """backward passes of the step: its micro-batches, and the parts that they were split into"""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BadBatch:
+    """Evidence: a batch that was skipped."""
+
+    step: int
+    reason: str
+    batch: Any
+    """on the CPU; of a step of several micro-batches the one whose loss is not finite, or the list of all"""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """``state_dict()`` of several objects, copied to the CPU; nothing in it is shared with them."""
+
+    step: int
+    states: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def take(cls, step: int, objects: Sequence[Any]) -> Snapshot:
+        """Copy the states of these objects."""
+        return cls(step, tuple(_copied(each.state_dict()) for each in objects))
+
+    def restore(self, objects: Sequence[Any]) -> None:
+        """Give the states back to the same objects; the snapshot stays as it is."""
+        for each, state in zip(objects, self.states, strict=True):
+            each.load_state_dict(_copied(state))  # an optimizer keeps what it is given
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map(_copied_leaf, value)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return deepcopy(leaf)
+    return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=True)  # on the device meta is nothing to copy
+
+
+LEAST_WAIT = 100
+"""Steps with a split batch before larger parts are tried again. One that does not fit costs about a step: 1 % of the time, and
+less each time, since the wait doubles"""
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of samples: the first dimension that all tensors of the batch share.
+
+    Raises:
+        ValueError: there is no tensor, or their first dimensions differ.
+    """
+    sizes = {tensor.shape[0] for _, tensor in walk(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no tensor"
+        raise ValueError(f"a batch that can be split has tensors of one first dimension; here there is {found}")
+    return int(sizes.pop())
+
+
+def split(batch: Any, most: int) -> list[tuple[Any, float]]:
+    """Return parts of at most ``most`` samples, each with its share of them; what is no tensor is in all parts.
+
+    They are as equal as can be, so that a batch of one sample more than fit does not leave one alone: batch norm refuses that.
+
+    Raises:
+        ValueError: its tensors have no first dimension of their own, or cannot be cut.
+    """
+    size = size_of(batch)
+    number = -(-size // most)
+    edges = [size * index // number for index in range(number + 1)]
+    parts = []
+    for start, end in pairwise(edges):
+        part = _slice(batch, start, end)
+        if samples_in(part) != end - start:  # all parts would be the whole batch
+            raise ValueError(f"a batch of the class {type(batch).__name__} cannot be split")
+        parts.append((part, (end - start) / size))
+    return parts
+
+
+def shares_of(batches: Sequence[Any]) -> list[float]:
+    """Return the share of each batch in the samples of all; equal shares where a number of samples is not known."""
+    try:
+        sizes = [size_of(batch) for batch in batches]
+    except ValueError:
+        sizes = []
+    total = sum(sizes)
+    return [size / total for size in sizes] if total else [1 / len(batches)] * len(batches)
+
+
+class Part(NamedTuple):
+    """What goes through the model at once: a micro-batch, or a part of one."""
+
+    batch: Any
+    share: float
+    """of the step's samples"""
+    micro_batch: int
+    """index of the micro-batch that it belongs to"""
+
+
+def parts_of(micro_batches: Sequence[Any], most: int | None) -> Iterator[Part]:
+    """Yield the micro-batches, those of more than ``most`` samples in parts, with their shares of all samples."""
+    for index, (micro_batch, share) in enumerate(zip(micro_batches, shares_of(micro_batches), strict=True)):
+        is_too_large = most is not None and samples_in(micro_batch) > most
+        within = split(micro_batch, most) if most is not None and is_too_large else [(micro_batch, 1.0)]
+        yield from (Part(part, share * part_share, index) for part, part_share in within)
+
+
+def samples_in(batch: Any) -> int:
+    """Return the number of samples; 0 of a batch that cannot be split."""
+    try:
+        return size_of(batch)
+    except ValueError:
+        return 0
+
+
+@dataclass(slots=True)
+class PartSize:
+    """How many samples may go through the model at once: as many as have fitted, and after a while more."""
+
+    fits: int | None = None
+    """None until something did not fit"""
+    wait: int = LEAST_WAIT
+    """steps with a split batch before twice as many are tried; doubled by each step in which something did not fit"""
+    steps: int = 0
+    """such steps, since the number changed or the last try"""
+
+    @property
+    def most(self) -> int | None:
+        """Samples of the largest part of this step; None: any number."""
+        return self.fits if self.fits is None or self.steps < self.wait else 2 * self.fits
+
+    def is_try(self, largest: int) -> bool:
+        """Return True if parts of so many samples are more than have fitted."""
+        return self.fits is not None and largest > self.fits
+
+    def passed(self, largest: int, *, is_split: bool) -> None:
+        """Learn from a step that fitted, whose largest part had so many samples."""
+        if self.is_try(largest):
+            self.fits, self.steps = largest, 0
+        elif is_split:
+            self.steps += 1
+
+    def failed(self, largest: int, *, is_first: bool) -> None:
+        """Learn from an attempt that did not fit: the first one of its step, or another."""
+        if is_first and self.fits is not None:
+            self.wait *= 2
+        self.fits = self.fits if self.is_try(largest) else -(-largest // 2)
+        self.steps = 0
+
+
+def on_cpu(value: Any) -> Any:
+    """Return the same structure with its tensors copied to the CPU; no list or mapping is shared, whatever is in it."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else rebuilt(value, on_cpu, anew=True)
+
+
+def free_memory() -> None:
+    """Collect garbage, and give memory that torch caches back to the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def _slice(batch: Any, start: int, end: int) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[start:end] if batch.dim() else batch
+    return rebuilt(batch, lambda part: _slice(part, start, end))
+
 
 _log = logging.getLogger("torchobs.guard")
 EVIDENCE = 8
