@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import lt
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,13 +51,19 @@ _ROUNDING = 1e-6
 
 
 class SwitchProbe:
-    """Base of all: nothing to do. ``last`` is what it saw last, in words."""
+    """A switch that is on: it does nothing unless a class below says so. All run in the thread that the session records."""
 
     last = ""
+    """What it saw last, in words"""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
-        """Steps between two looks; 0: it looks at no step"""
+    def __init__(self, name: str, every: int, trace_dir: str) -> None:
+        self.every, self.looks, self.trace_dir = every, 0, trace_dir
+        """Steps between two looks, 0 if it looks at no step; how often it has looked"""
+        self.breaker = CircuitBreaker(f"debug.{name}")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether it looks at this step."""
+        return self.every > 0 and not step % self.every
 
     def install(self) -> None:
         """Begin; called once."""
@@ -78,9 +85,6 @@ class SwitchProbe:
 
     def after_step(self) -> None:
         """Look after it."""
-
-    def stop_for_threads(self) -> None:
-        """Optimizers step in several threads, one of which is the session's."""
 
     def remove(self) -> None:
         """Put everything back."""
@@ -106,10 +110,7 @@ class StepProfile(SwitchProbe):
     _just_ended: ClassVar[bool] = False
     """Whether this optimizer step ended a recording: it runs in a ``record_function`` whose end another must not see"""
     _several_train: ClassVar[bool] = False
-
-    def __init__(self, every: int, directory: str | None = None) -> None:
-        super().__init__(every)
-        self._directory, self._written = directory, 0
+    _written = 0
 
     def install(self) -> None:
         self._on.append(self)
@@ -118,7 +119,7 @@ class StepProfile(SwitchProbe):
         """Start to record, unless a profiler runs. With an interval of 1 it is every second step."""
         if self._several_train or StepProfile._recorder is not None or (StepProfile._just_ended and self.every == 1):
             return
-        directories = [x._directory for x in self._on if x._directory is not None and x._written < MOST_TRACES]
+        directories = [x.trace_dir for x in self._on if isinstance(x, StepTrace) and x._written < MOST_TRACES]
         options = dict.fromkeys(("record_shapes", "with_stack", "profile_memory", "with_flops"), False)
         # in all threads, so that a profiler of the script's that begins in another one can end it
         recorder = Recorder("step", options, tensorboard=directories[0] if directories else None, all_threads=True)
@@ -145,14 +146,17 @@ class StepProfile(SwitchProbe):
         text = f"{result.time:.3g} s, top operator {result.top_operator}" if result.time else "; ".join(result.anomalies)
         for each in self._on:
             each.last = text
-            if result.tensorboard is not None and each._directory is not None:
+            if result.tensorboard is not None and isinstance(each, StepTrace):
                 each._written += 1
                 each.last = f"{text}, trace in {result.tensorboard}"
 
-    def stop_for_threads(self) -> None:
-        StepProfile._several_train = True
-        self.last = "no profile: steps come from several threads, beside which torch's profiler crashes"
-        self._cancel()
+    @classmethod
+    def stop_for_threads(cls) -> None:
+        """Profile no more: optimizers step in several threads, one of which is the session's."""
+        StepProfile._several_train = bool(cls._on)
+        for each in cls._on:
+            each.last = "no profile: steps come from several threads, beside which torch's profiler crashes"
+        cls._cancel()
 
     def remove(self) -> None:
         self._on.remove(self)
@@ -167,11 +171,14 @@ class StepProfile(SwitchProbe):
             recorder.cancel()
 
 
+class StepTrace(StepProfile):
+    """The same, written for TensorBoard."""
+
+
 class Memory(SwitchProbe):
     """Memory of process and devices, and whether it only rises."""
 
-    def __init__(self, every: int) -> None:
-        super().__init__(every)
+    def install(self) -> None:
         self._looks: dict[str, deque[int]] = {name: deque(maxlen=GROWING_LOOKS) for name in ("host", "device")}
 
     def after_step(self) -> None:
@@ -182,7 +189,7 @@ class Memory(SwitchProbe):
         for name, size in sizes.items():
             looks = self._looks[name]
             looks.append(size)
-            growth, rises = looks[-1] - looks[0], all(x < y for x, y in zip(looks, list(looks)[1:], strict=False))
+            growth, rises = looks[-1] - looks[0], all(map(lt, looks, list(looks)[1:]))
             if len(looks) == GROWING_LOOKS and rises and growth >= LEAST_GROWTH:
                 text = f"{name} memory rose by {growth / 2**20:.0f} MiB in {GROWING_LOOKS} looks, each time"
                 found("memory_growth", text, function="enable", name=name)
@@ -331,8 +338,7 @@ class Validations(SwitchProbe):
 class Stopping(SwitchProbe):
     """The mean training loss between two looks, given to ``early_stopping``: reported, never acted on."""
 
-    def __init__(self, every: int) -> None:
-        super().__init__(every)
+    def install(self) -> None:
         self._stopper = early_stopping("training_loss", patience=10, mode="min")
         self._losses: list[Any] = []
 
@@ -354,8 +360,7 @@ class Rates(SwitchProbe):
     one. A fall is a jump from a rate within a tenth of the highest: a decay to 0 ends with large factors of tiny rates.
     """
 
-    def __init__(self, every: int) -> None:
-        super().__init__(every)
+    def install(self) -> None:
         self._rates: weakref.WeakKeyDictionary[Any, list[tuple[float, float]]] = weakref.WeakKeyDictionary()
         """Of each group the rate at the last look, and the highest"""
 
@@ -393,18 +398,22 @@ def _peak(group: dict[str, Any], optimizer: Any) -> float:
     return max(float(rate) for rate in (*peaks, group["lr"]))
 
 
-_lock = RLock()
-_NAME = "debug"
-"""Of the listener in the session's hook lists"""
-SWITCHES = {
-    "autograd_anomaly": "always", "autograd_profiler": "profile", "tensorboard_traces": "profile", "memory_usage": "memory",
-    "gradient_norms": "gradients", "forward_pass": "gradients", "backward_pass": "gradients", "device_placement": "gradients",
-    "mixed_precision": "gradients", "data_loading": "performance", "validation": "step", "early_stopping": "performance",
-    "lr_scheduling": "performance",
-}  # fmt: skip
-"""Names, each with what its interval goes by"""
-_IN_FORWARD = ("forward_pass", "mixed_precision", "validation")
-"""Switches that look at forward passes"""
+SWITCHES: dict[str, tuple[type[SwitchProbe], str]] = {
+    "autograd_anomaly": (AnomalyMode, "always"),
+    "autograd_profiler": (StepProfile, "profile"),
+    "tensorboard_traces": (StepTrace, "profile"),
+    "memory_usage": (Memory, "memory"),
+    "gradient_norms": (GradientNorms, "gradients"),
+    "forward_pass": (ForwardPass, "gradients"),
+    "backward_pass": (BackwardPass, "gradients"),
+    "device_placement": (Placement, "gradients"),
+    "mixed_precision": (Precision, "gradients"),
+    "data_loading": (DataWait, "performance"),
+    "validation": (Validations, "step"),
+    "early_stopping": (Stopping, "performance"),
+    "lr_scheduling": (Rates, "performance"),
+}
+"""Names, each with its probe and what its interval goes by"""
 _INTERVALS = {"always": 0, "step": 1, "gradients": 100, "memory": 50, "performance": 10, "profile": 1000}
 _BASIC = ("gradient_norms", "lr_scheduling")
 _INTERMEDIATE = (*_BASIC, "memory_usage", "data_loading", "validation", "early_stopping")
@@ -414,14 +423,14 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "gradient_checking": ("gradient_norms", "backward_pass"),
     "memory_profiling": ("memory_usage",),
     "performance_profiling": ("autograd_profiler", "data_loading", "memory_usage"),
-    "full": tuple(SWITCHES),
     "basic": _BASIC,
     "intermediate": _INTERMEDIATE,
     "advanced": (*_INTERMEDIATE, "forward_pass", "backward_pass", "device_placement", "mixed_precision"),
-    "expert": tuple(SWITCHES),
-    "extreme": tuple(SWITCHES),
-}
-"""Modes, then levels"""
+} | dict.fromkeys(("full", "expert", "extreme"), tuple(SWITCHES))
+"""Modes and levels"""
+_NAME = "debug"
+"""Of the listener in the session's hook lists"""
+_lock = RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,23 +525,11 @@ def status() -> SwitchStatus:
         return _watch.status()
 
 
-class _Running:
-    """A switch that is on."""
-
-    def __init__(self, name: str, probe: SwitchProbe) -> None:
-        self.probe, self.looks = probe, 0
-        self.breaker = CircuitBreaker(f"debug.{name}")
-
-    def is_due(self, step: int) -> bool:
-        """Return whether it looks at this step."""
-        return self.probe.every > 0 and not step % self.probe.every
-
-
 class _Watch:
     """Hooks of the optimizer's step and of the model, as long as any switch is on."""
 
     def __init__(self) -> None:
-        self._running: dict[str, _Running] = {}
+        self._probes: dict[str, SwitchProbe] = {}
         self._session: Any = None
         self._context: Any = None
         self._handles: list[Any] = []
@@ -552,25 +549,23 @@ class _Watch:
         if model is not None:
             _guarded("the model takes no hooks", self._take_model, model)
         for name in names:
-            running = self._running.get(name)
-            every = intervals[SWITCHES[name]]
-            if running is not None:
-                running.probe.every = every
+            kind, interval = SWITCHES[name]
+            if name in self._probes:
+                self._probes[name].every = intervals[interval]
             else:
-                running = self._running[name] = _Running(name, _make(name, every, trace_dir))
-                call(running.breaker, running.probe.install)
+                probe = self._probes[name] = kind(name, intervals[interval], trace_dir)
+                call(probe.breaker, probe.install)
         self._stop_for_threads()
-        for running in self._running.values():
-            if running.is_due(self.steps):
-                call(running.breaker, running.probe.begin_step)
+        for probe in self._due():
+            call(probe.breaker, probe.begin_step)
 
     def remove(self, names: Any) -> None:
         """Switch off; with the last one the hooks go."""
         for name in names:
-            running = self._running.pop(name, None)
-            if running is not None:
-                _guarded(f"the switch {name} is not put back", running.probe.remove)  # also of one that has failed
-        if not self._running and self._session is not None:
+            probe = self._probes.pop(name, None)
+            if probe is not None:
+                _guarded(f"the switch {name} is not put back", probe.remove)  # also of one that has failed
+        if not self._probes and self._session is not None:
             handles, self._handles = self._handles, []
             _guarded("hooks stay", remove_hooks, handles)
             _guarded("hooks stay", remove_later)
@@ -586,6 +581,9 @@ class _Watch:
     def model(self) -> Any:
         """The model, if it is known and alive."""
         return self._model() if self._model is not None else None
+
+    def _due(self) -> list[SwitchProbe]:
+        return [probe for probe in self._probes.values() if probe.is_due(self.steps)]
 
     def _install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -626,8 +624,8 @@ class _Watch:
             function(optimizer)
 
     def _stop_for_threads(self) -> None:
-        for running in list(self._running.values()) if len(self._threads) > 1 else ():
-            call(running.breaker, running.probe.stop_for_threads)
+        if len(self._threads) > 1:
+            StepProfile.stop_for_threads()
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         import torch
@@ -636,40 +634,42 @@ class _Watch:
         if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss, scale = loss.detach().reshape(()), scale_in_use(None)
             loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
-            for running in list(self._running.values()):
-                call(running.breaker, running.probe.take_loss, loss)
+            for probe in list(self._probes.values()):
+                call(probe.breaker, probe.take_loss, loss)
 
     def _before(self, optimizer: Any) -> None:
         if self.model is None and optimizer not in self._counts:
             _guarded("the model is unknown", lambda: self._take_model(model_of(optimizer)))
-        for running in list(self._running.values()):
-            if running.is_due(self.steps):
-                running.looks += 1
-                call(running.breaker, running.probe.before_step, self.model, optimizer)
+        for probe in self._due():
+            probe.looks += 1
+            call(probe.breaker, probe.before_step, self.model, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         due, self.steps = self.steps, max(self.steps, self._counts[optimizer])
-        for name, running in list(self._running.items()):
-            if running.is_due(due):
-                call(running.breaker, running.probe.after_step)
-            if self.steps > due and running.is_due(self.steps):
-                call(running.breaker, running.probe.begin_step)
-            _log(f"the switch {name} is off", running.breaker)
+        for name, probe in list(self._probes.items()):
+            if probe.is_due(due):
+                call(probe.breaker, probe.after_step)
+            if self.steps > due and probe.is_due(self.steps):
+                call(probe.breaker, probe.begin_step)
+            _log(f"the switch {name} is off", probe.breaker)
 
     def _take_model(self, model: Any) -> None:
-        if model is not None and model is not self.model:
-            self._release_model()
-            self._model = weakref.ref(model)
-            if _is_scripted(model):
-                logger.warning(
-                    "enable: the model is a ScriptModule, which takes no hooks: what looks at forward passes sees none (%s)",
-                    ", ".join(_IN_FORWARD),
-                )
-                return
-            handles = self._model_handles = []
-            handles.append(model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
-            handles.append(model.register_forward_hook(self._end_forward))
+        import torch
+
+        if model is None or model is self.model:
+            return
+        self._release_model()
+        self._model = weakref.ref(model)
+        if isinstance(model, torch.jit.ScriptModule):
+            blind = "forward_pass, mixed_precision, validation"
+            logger.warning(
+                "enable: the model is a ScriptModule, which takes no hooks: what looks at forward passes sees none (%s)", blind
+            )
+            return
+        handles = self._model_handles = []
+        handles.append(model.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
+        handles.append(model.register_forward_hook(self._end_forward))
 
     def _release_model(self) -> None:
         self._model = None
@@ -677,30 +677,28 @@ class _Watch:
             self._model_handles.pop().remove()
 
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        for running in self._due_in_forward():
-            call(running.breaker, running.probe.begin_forward, model, [*args, *kwargs.values()])
+        for probe in self._due_in_forward():
+            call(probe.breaker, probe.begin_forward, model, [*args, *kwargs.values()])
 
     def _end_forward(self, model: Any, _: Any, output: Any) -> None:
-        for running in self._due_in_forward():
-            call(running.breaker, running.probe.end_forward, model, output)
+        for probe in self._due_in_forward():
+            call(probe.breaker, probe.end_forward, model, output)
 
-    def _due_in_forward(self) -> list[_Running]:
+    def _due_in_forward(self) -> list[SwitchProbe]:
         import torch
 
-        if torch.compiler.is_compiling() or get_ident() != self._context.training.thread:
-            return []
-        return [x for x in self._running.values() if x.is_due(self.steps)]
+        return [] if torch.compiler.is_compiling() or get_ident() != self._context.training.thread else self._due()
 
     def status(self) -> SwitchStatus:
         """Return what :func:`status` does."""
         rows = []
-        for name, interval in SWITCHES.items():
-            running = self._running.get(name)
-            if running is None:
+        for name, (_, interval) in SWITCHES.items():
+            probe = self._probes.get(name)
+            if probe is None:
                 rows.append(Switch(name, on=False, every=_INTERVALS[interval]))
-                continue
-            error = "failed, see the log" if running.breaker.is_open else None
-            rows.append(Switch(name, True, running.probe.every, running.looks, running.probe.last, error))  # noqa: FBT003  # a row of a table
+            else:
+                error = "failed, see the log" if probe.breaker.is_open else None
+                rows.append(Switch(name, True, probe.every, probe.looks, probe.last, error))  # noqa: FBT003  # a row of a table
         model = type(self.model).__name__ if self.model is not None else None
         return SwitchStatus(tuple(row.name for row in rows if row.on), self.steps, model, tuple(rows))
 
@@ -719,35 +717,8 @@ def _log(consequence: str, breaker: CircuitBreaker) -> None:
         logger.warning("enable: %s after %s at %s", consequence, failure.exception, failure.location)
 
 
-def _is_scripted(model: Any) -> bool:
-    import torch
-
-    return isinstance(model, torch.jit.ScriptModule)
-
-
 _watch = _Watch()
 """The switches of this process"""
-
-
-def _make(name: str, every: int, trace_dir: str) -> SwitchProbe:
-    """Return a new probe for a switch."""
-    if name == "tensorboard_traces":
-        return StepProfile(every, trace_dir)
-    probes: dict[str, type[SwitchProbe]] = {
-        "autograd_anomaly": AnomalyMode,
-        "autograd_profiler": StepProfile,
-        "memory_usage": Memory,
-        "gradient_norms": GradientNorms,
-        "forward_pass": ForwardPass,
-        "backward_pass": BackwardPass,
-        "device_placement": Placement,
-        "mixed_precision": Precision,
-        "data_loading": DataWait,
-        "validation": Validations,
-        "early_stopping": Stopping,
-        "lr_scheduling": Rates,
-    }
-    return probes[name](every)
 
 
 def _names_of(wanted: object) -> tuple[str, ...]:
