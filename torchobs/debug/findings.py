@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter, deque
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,7 +51,11 @@ def found(kind: str, message: str, *, function: str, name: str = "", **fields: A
         logged, left_out = _log_limiter.take(now, (kind, name)), _log_limiter.held_back((kind, name))
         recorded, unrecorded = _event_limiter.take(now, kind), _event_limiter.held_back(kind)
     if logged:
-        logger.warning("%s: %s", function, message, extra=_extra(kind, function, name, fields, left_out))
+        extra = {"kind": kind, "function": function, "subject": name, "left_out": left_out, **fields}
+        session = current()
+        if session is not None and session.identity is not None and session.context is not None:
+            extra |= {"rank": session.identity.rank, "step": session.context.recorder.step}
+        logger.warning("%s: %s", function, message, extra={f"torchobs_{field}": value for field, value in extra.items()})
     if recorded:
         more = {"left_out": unrecorded} if unrecorded else {}
         about = {"function": function, "kind": kind, "name": name, "message": message[:300], **more}
@@ -68,14 +72,6 @@ def told(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[str, 
             found(kind, text, function=function, name=name)
         texts.append(text)
     return tuple(texts)
-
-
-def _extra(kind: str, function: str, name: str, fields: dict[str, Any], left_out: int) -> dict[str, Any]:
-    session = current()
-    extra = {"kind": kind, "function": function, "subject": name, "left_out": left_out, **fields}
-    if session is not None and session.identity is not None and session.context is not None:
-        extra |= {"rank": session.identity.rank, "step": session.context.recorder.step}
-    return {f"torchobs_{field}": value for field, value in extra.items()}
 
 
 def record_series(values: dict[str, Any]) -> None:
@@ -149,7 +145,8 @@ MOST_OPERATIONS = 16
 """Operations by name; later names count as ``other``"""
 MOST_RECENT = 100
 OTHER = "other"
-_MEASURED = "measured norms"
+_ALL, _ANOMALOUS, _MEASURED = "steps", "anomalous steps", "measured norms"
+_COUNTED = {catalog.STEPS.name: _ALL, catalog.GRAD_NONFINITE_STEPS.name: _MEASURED}
 LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 
 
@@ -207,23 +204,6 @@ class TrainingSummary(Result):
     session (``anomaly_steps`` is a lower bound then: the greatest of the counts by kind)"""
 
 
-@dataclass(slots=True)
-class _Total:
-    count: int = 0
-    time: float = 0.0
-    longest: float = 0.0
-    memory: int = 0
-    gpu_memory: int = 0
-    anomalies: int = 0
-
-
-@dataclass(slots=True)
-class _Steps:
-    total: int = 0
-    anomalous: int = 0
-    kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(catalog.STEP_ANOMALIES, 0))
-
-
 class History:
     """Counts of one process. Every method may be called by any thread."""
 
@@ -233,10 +213,11 @@ class History:
         self._forget()
 
     def _forget(self) -> None:
-        self._operations: dict[str, _Total] = {}
-        self._steps = _Steps()
+        self._operations: dict[str, OperationSummary] = {}
+        self._steps = Counter[str]()
+        """Steps by kind of anomaly; all of them, and those with any, by the names below"""
         self._anomalies: deque[str] = deque(maxlen=MOST_RECENT)
-        self._recorded_before: dict[str, float] = {}
+        self._recorded_before = Counter[str]()
 
     def clear(self) -> None:
         """Forget all; the session's own counts, which never fall, are remembered as the new zero."""
@@ -248,27 +229,26 @@ class History:
     def add_operation(self, name: str, time_s: float, memory: int, gpu_memory: int, anomalies: tuple[str, ...]) -> None:
         """Count an operation that has ended."""
         with self._lock:
-            known = name in self._operations or len(self._operations) < MOST_OPERATIONS
-            name = name if known else OTHER
-            total = self._operations.setdefault(name, _Total())
-            total.count, total.time, total.longest = total.count + 1, total.time + time_s, max(total.longest, time_s)
-            total.memory, total.gpu_memory = max(total.memory, memory), max(total.gpu_memory, gpu_memory)
-            total.anomalies += bool(anomalies)
+            if name not in self._operations and len(self._operations) >= MOST_OPERATIONS:
+                name = OTHER
+            old = self._operations.get(name, OperationSummary(name, 0, 0.0, 0.0, 0, 0, 0))
+            runs, spent = old.count + 1, old.average_time * old.count + time_s
+            longest, anomalous = max(old.longest_time, time_s), old.anomalies + bool(anomalies)
+            peaks = max(old.memory_peak, memory), max(old.gpu_memory_peak, gpu_memory)
+            total = self._operations[name] = OperationSummary(name, runs, spent / runs, longest, *peaks, anomalous)
             self._anomalies.extend(f"{name}: {text}" for text in anomalies)
         api.count(catalog.DEBUG_OPERATIONS, 1, operation=name)
         api.count(catalog.DEBUG_OPERATION_TIME, time_s, operation=name)
         api.count(catalog.DEBUG_OPERATION_ANOMALIES, bool(anomalies), operation=name)
-        api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest, operation=name)
-        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory, operation=name, space="host")
-        if total.gpu_memory:
-            api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.gpu_memory, operation=name, space="device")
+        api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest_time, operation=name)
+        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory_peak, operation=name, space="host")
+        if total.gpu_memory_peak:
+            api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.gpu_memory_peak, operation=name, space="device")
 
     def add_step(self, kinds: frozenset[str], *, anomalous: bool) -> None:
         """Count a step that was checked, with the kinds of ``catalog.STEP_ANOMALIES`` that it has."""
         with self._lock:
-            self._steps.total, self._steps.anomalous = self._steps.total + 1, self._steps.anomalous + anomalous
-            for kind in kinds:
-                self._steps.kinds[kind] += 1
+            self._steps.update([_ALL, *[_ANOMALOUS] * anomalous, *kinds])
         api.count(catalog.DEBUG_STEPS, 1)
         api.count(catalog.DEBUG_ANOMALY_STEPS, anomalous)
         for kind in catalog.STEP_ANOMALIES:
@@ -277,9 +257,9 @@ class History:
     def summary(self) -> DebugSummary:
         """Return what ``debug.summary`` does."""
         with self._lock:
-            rows = tuple(_row(name, total) for name, total in self._operations.items())
-            time_s, texts = sum(total.time for total in self._operations.values()), tuple(self._anomalies)
+            rows, texts = tuple(self._operations.values()), tuple(self._anomalies)
         count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.longest_time, default=None)
+        time_s = sum(row.average_time * row.count for row in rows)
         return DebugSummary(
             total_operations=count, average_time=time_s / count if count else None,
             longest_time=longest.longest_time if longest else None, longest_operation=longest.operation if longest else None,
@@ -291,23 +271,15 @@ class History:
     def training(self) -> TrainingSummary:
         """Return what ``debug.training_summary`` does."""
         with self._lock:
-            steps = _Steps(self._steps.total, self._steps.anomalous, dict(self._steps.kinds))
-            before = self._recorded_before
-        if steps.total or current() is None:
-            counts = steps.kinds
-            found = (counts[kind] for kind in catalog.STEP_ANOMALIES)
-            return _training(steps.total, steps.total, steps.anomalous, *found, source="monitored")
-        now = {name: value - before.get(name, 0) for name, value in _recorded().items()}
-        kinds = [int(now.get(kind, 0)) for kind in catalog.ANOMALY_KINDS]
-        loss = int(sum(now.get(kind, 0) for kind in LOSS_KINDS))
-        explosions, vanishing = (int(now.get(kind, 0)) for kind in catalog.STEP_ANOMALIES[:2])
-        total, measured = int(now.get("", 0)), int(now.get(_MEASURED, 0))
-        return _training(total, measured or total, max(kinds), explosions, vanishing, loss, source="recorded")
-
-
-def _row(name: str, total: _Total) -> OperationSummary:
-    average = total.time / total.count
-    return OperationSummary(name, total.count, average, total.longest, total.memory, total.gpu_memory, total.anomalies)
+            steps, before = self._steps.copy(), self._recorded_before
+        if steps[_ALL] or current() is None:
+            kinds = (steps[kind] for kind in catalog.STEP_ANOMALIES)
+            return _training(steps[_ALL], steps[_ALL], steps[_ANOMALOUS], *kinds, source="monitored")
+        now = Counter({name: int(value - before.get(name, 0)) for name, value in _recorded().items()})
+        loss = sum(now[kind] for kind in LOSS_KINDS)
+        explosions, vanishing = (now[kind] for kind in catalog.STEP_ANOMALIES[:2])
+        anomalous = max(now[kind] for kind in catalog.ANOMALY_KINDS)
+        return _training(now[_ALL], now[_MEASURED] or now[_ALL], anomalous, explosions, vanishing, loss, source="recorded")
 
 
 def _training(
@@ -316,35 +288,31 @@ def _training(
     if not steps:
         return TrainingSummary(0, anomalous, explosions, vanishing, loss, None, None, None, None, source)
     exploded, vanished = explosions / measured, vanishing / measured
-    rate = max(anomalous / steps, exploded, vanished)
-    return TrainingSummary(
-        steps, anomalous, explosions, vanishing, loss, rate, exploded, vanished, loss / steps, source
-    )  # fmt: skip
+    rates = max(anomalous / steps, exploded, vanished), exploded, vanished, loss / steps
+    return TrainingSummary(steps, anomalous, explosions, vanishing, loss, *rates, source)
 
 
-def _recorded() -> dict[str, float]:
-    """Return the session's steps, by the name "", those with a gradient norm, and its anomalies by kind, as in its file now."""
+def _recorded() -> Counter[str]:
+    """Return the session's steps, those with a gradient norm, and its anomalies by kind, as in its file now."""
     from torchobs.flight.reader import reader
 
-    session = current()
+    found, session = Counter[str](), current()
     if session is None or session.writer is None:
-        return {}
+        return found
     try:
         file = reader.open_path(session.writer.path)
     except OSError:  # its directory was removed under the run
-        return {}
+        return found
     with closing(file):
         points = file.read().points
-    found: dict[str, float] = {}
     for series, value in points:
-        if series.scope is None and series.name == catalog.STEPS.name:
-            found[""] = float(value)  # type: ignore[arg-type]
-        elif series.scope is None and series.name == catalog.GRAD_NORM_DISTRIBUTION.name:
-            found[_MEASURED] = found.get(_MEASURED, 0.0) + sum(value.counts)  # type: ignore[union-attr]
-        elif series.scope is None and series.name == catalog.GRAD_NONFINITE_STEPS.name:
-            found[_MEASURED] = found.get(_MEASURED, 0.0) + float(value)  # type: ignore[arg-type]
-        elif series.scope is None and series.name == catalog.ANOMALIES.name:
-            found[str(dict(series.attributes)["kind"])] = float(value)  # type: ignore[arg-type]
+        name: Any = None if series.scope is not None else series.name
+        if name == catalog.GRAD_NORM_DISTRIBUTION.name:
+            found[_MEASURED] += sum(value.counts)  # type: ignore[union-attr]
+        elif name in _COUNTED:
+            found[_COUNTED[name]] += int(value)  # type: ignore[arg-type]
+        elif name == catalog.ANOMALIES.name:
+            found[str(dict(series.attributes)["kind"])] = int(value)  # type: ignore[arg-type]
     return found
 
 
