@@ -11,15 +11,184 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan
+from functools import lru_cache
+from math import inf, isfinite, isinf, isnan
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from torchobs import catalog
 from torchobs.guard.record import Category, Severity, count, record
-from torchobs.guard.tensor_values import TensorValues, Violation, norm_of, rounded, shape_of
 from torchobs.support.arguments import is_number
+from torchobs.support.result import Result
+
+
+@dataclass(frozen=True)
+class Violation(Result):
+    """One thing that a tensor is not."""
+
+    tensor: str
+    """its name"""
+    what: str
+    """``type``, ``shape``, ``dtype``, ``device``, ``finite``, ``min``, ``max`` or ``norm``"""
+    expected: str
+    found: str
+    where: tuple[int, ...] | None = None
+    """index of the first element that is wrong; its first number is the sample, where the first dimension is the batch"""
+
+    def __str__(self) -> str:
+        place = f", the first at {list(self.where)}" if self.where else ""
+        return f"{self.tensor}: {self.what}: {self.found}{place}; expected {self.expected}"
+
+
+class PendingCheck:
+    """A check of values: the least and the largest, and the norm, which a device may not have delivered yet."""
+
+    def __init__(self, contract: Contract, x: torch.Tensor, name: str) -> None:
+        self._contract, self._name, self._shape = contract, name, shape_of(x)
+        self._values = self._dense_values(x)
+        self._event: Any = None
+        self._numbers: torch.Tensor | list[float] = []
+        if self._values.numel():
+            self._start()
+
+    def _dense_values(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values to look at as a dense tensor of ordered numbers; an empty one if there is nothing to look at."""
+        contract = self._contract
+        ordered = contract.min is not None or contract.max is not None
+        floating = x.dtype.is_floating_point or x.dtype.is_complex
+        wanted = ordered or contract.max_norm is not None or (contract.finite and floating)
+        if not wanted or x.device.type == "meta" or type(x).__name__ == "FakeTensor":
+            return torch.empty(0, device="cpu")
+        if ordered and x.dtype.is_complex:
+            raise ValueError(f"{self._name} is complex, and complex numbers are in no order: use max_norm")
+        return dense_values(x.detach())
+
+    def _start(self) -> None:
+        values = self._values
+        numbers = list(torch.aminmax(values))
+        if self._contract.max_norm is not None:
+            numbers.append(norm_of(values))
+        if values.device.type == "cpu":
+            self._numbers = [float(number) for number in numbers]
+            return
+        # MPS has no float64
+        together = torch.stack(
+            [number.to(torch.float32 if values.device.type == "mps" else torch.float64) for number in numbers]
+        )
+        self._numbers = together
+        if values.device.type == "cuda":
+            pinned = torch.empty(len(numbers), dtype=together.dtype, device="cpu", pin_memory=True)
+            self._numbers = pinned.copy_(together, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(values.device))
+
+    def done(self) -> bool:
+        """Return True if :meth:`result` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def result(self) -> None:
+        """Wait for the answer; return if the contract is kept. Raises ``ContractError``, once."""
+        found = tuple(self.violations())
+        self._values, self._event = self._values[:0], None
+        if found:
+            refuse(found)
+
+    def violations(self) -> list[Violation]:
+        """Wait for the answer, and return what is wrong with the values. Where it is, is looked for only if something is."""
+        if not self._values.numel():
+            return []
+        if self._event is not None:
+            self._event.synchronize()
+        least, largest, *norm = self._numbers if isinstance(self._numbers, list) else self._numbers.tolist()
+        contract, found = self._contract, []
+        if contract.finite and (isnan(least) or isinf(least) or isinf(largest)):
+            found.append(self._not_finite())
+        if isnan(least) and (contract.min is not None or contract.max is not None):
+            least, largest = self._extremes_beside_nan()
+        dtype = self._values.dtype
+        if contract.min is not None and least < (low := rounded(contract.min, dtype)):
+            found.append(self._beyond("min", f"{contract.min:g} or more", least, self._values < low))
+        if contract.max is not None and largest > (high := rounded(contract.max, dtype)):
+            found.append(self._beyond("max", f"{contract.max:g} or less", largest, self._values > high))
+        if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
+            found.append(Violation(self._name, "norm", f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
+        return found
+
+    def _not_finite(self) -> Violation:
+        wrong = ~torch.isfinite(self._values)
+        nans = int(torch.isnan(self._values).sum())
+        counts = ((nans, "NaN"), (int(wrong.sum()) - nans, "Inf"))
+        found = f"{' and '.join(f'{number:,} {word}' for number, word in counts if number)} among {wrong.numel():,} values"
+        return Violation(self._name, "finite", "finite values", found, self._place(wrong))
+
+    def _beyond(self, what: str, expected: str, extreme: float, wrong: torch.Tensor) -> Violation:
+        found = f"{extreme:g}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
+        return Violation(self._name, what, expected, found, self._place(wrong))
+
+    def _extremes_beside_nan(self) -> tuple[float, float]:
+        values = self._values
+        least = torch.where(torch.isnan(values), inf, values).min()
+        largest = torch.where(torch.isnan(values), -inf, values).max()
+        return float(least), float(largest)
+
+    def _place(self, wrong: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the index of the first wrong element; None where the values do not have the tensor's own shape."""
+        dimensions = len(self._shape)
+        if wrong.shape[:dimensions] != self._shape:
+            return None
+        flat = int(wrong.reshape(-1).to(torch.uint8).argmax())
+        index: list[int] = []
+        for size in reversed(wrong.shape):
+            flat, position = divmod(flat, size)
+            index.insert(0, position)
+        return tuple(index[:dimensions])
+
+
+@lru_cache(maxsize=256)
+def rounded(bound: float, dtype: torch.dtype) -> float:
+    """Return a bound as the tensor's type has it: 0.1 in float32 is more than 0.1, and keeps ``max=0.1`` all the same."""
+    return float(torch.tensor(bound, dtype=dtype, device="cpu")) if dtype.is_floating_point and isfinite(bound) else bound
+
+
+def norm_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the 2-norm; of half precision in float32, where squares do not overflow."""
+    wide = torch.float64 if not values.is_floating_point() or values.dtype == torch.float64 else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(values.to(wide))
+    return norm
+
+
+def dense_values(x: torch.Tensor) -> torch.Tensor:
+    """Return the values that torch.aminmax takes of any kind of tensor: of a sparse one without zeros, of complex ones pairs."""
+    if hasattr(x, "to_local"):  # a DTensor: each rank checks its part
+        x = x.to_local()
+    if x.is_nested or x.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
+        x = x.values().clone() if x.is_complex() else x.values()  # torch has no real view of a view of such a tensor
+    elif x.is_sparse:
+        x = x.coalesce().values()
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    if x.dtype is torch.bool:
+        return x.to(torch.uint8)
+    if not x.dtype.is_signed and x.dtype.itemsize > 1:  # uint16 to uint64, of which torch knows no extremes
+        return x.to(torch.int64 if x.dtype.itemsize < 8 else torch.float64)  # noqa: PLR2004  # bytes
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def shape_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the shape; ``*`` for a dimension of unequal lengths of a nested tensor, of which torch has none."""
+    if not (x.is_nested and x.layout is torch.strided):
+        return tuple(x.shape)
+    sizes: list[Any] = []
+    for dimension in range(x.dim()):
+        try:
+            sizes.append(x.size(dimension))
+        except RuntimeError:
+            sizes.append("*")
+    return tuple(sizes)
+
 
 _NAME = re.compile(r"\*?[A-Za-z_]\w*", re.ASCII)
 _ANY = "_"
@@ -189,7 +358,7 @@ class Contract:
         self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None
     ) -> tuple[Violation, ...]:
         """Return what :meth:`check` would raise; nothing is recorded."""
-        return tuple(self._outer(x, name, {} if sizes is None else sizes)) or tuple(TensorValues(self, x, name).wait())
+        return tuple(self._outer(x, name, {} if sizes is None else sizes)) or tuple(PendingCheck(self, x, name).violations())
 
     def check_later(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> PendingCheck:
         """Check shape, dtype and device now, and the values once the device has them: nothing waits for it.
@@ -199,7 +368,7 @@ class Contract:
         outer = tuple(self._outer(x, name, {} if sizes is None else sizes))
         if outer:
             refuse(outer)
-        return PendingCheck(TensorValues(self, x, name))
+        return PendingCheck(self, x, name)
 
     async def acheck(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> None:
         """As :meth:`check`; other tasks of the event loop run while a device computes."""
@@ -253,24 +422,6 @@ class Contract:
         if self._device is not None and not _is_on(x.device, self._device):
             found.append(Violation(name, "device", str(self.device), str(x.device)))
         return found
-
-
-class PendingCheck:
-    """A check whose answer a device has not delivered yet."""
-
-    def __init__(self, values: TensorValues) -> None:
-        self._values: TensorValues | None = values
-
-    def done(self) -> bool:
-        """Return True if :meth:`result` would not wait."""
-        return self._values is None or self._values.done()
-
-    def result(self) -> None:
-        """Wait for the answer; return if the contract is kept. Raises ``ContractError``, once."""
-        values, self._values = self._values, None
-        found = tuple(values.wait()) if values is not None else ()
-        if found:
-            refuse(found)
 
 
 def validate_inputs(

@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchobs import catalog
+from torchobs.guard.contracts import dense_values
 from torchobs.guard.record import Category, Severity, count, record
-from torchobs.guard.tensor_values import dense_values
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -181,8 +181,6 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     values = dense_values(tensor)
     if not values.numel():
         return None
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 
 from torchobs import catalog
-from torchobs.guard.contracts import Contract
+from torchobs.guard.contracts import Contract, dense_values, rounded
 from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record
 from torchobs.guard.recovery import free_memory
-from torchobs.guard.tensor_values import dense_values, rounded
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.model_calls import SEQUENCES, parts_of, with_parts
 from torchobs.support.result import Result
@@ -189,7 +188,6 @@ def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float |
     if not (x.dtype.is_floating_point or x.dtype.is_complex) or x.device.type == "meta" or not x.numel():
         return x
     values = dense_values(x.detach())
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     if not values.numel():
         return x
     dtype = x.dtype if x.dtype.itemsize == 1 else values.dtype
