@@ -33,10 +33,10 @@ def test_a_timing_waits_for_the_devices_in_use(monkeypatch: pytest.MonkeyPatch) 
     """Where torch cannot say which these are, for the current one."""
     module: Any = Torch()
     monkeypatch.setattr(operations, "imported", lambda _: module)
-    operations.synchronize()
+    operations.wait_for_devices()
     assert module.waited == [1, 2]
     module._C = SimpleNamespace()
-    operations.synchronize()
+    operations.wait_for_devices()
     assert module.waited == [1, 2, None]
 
 
