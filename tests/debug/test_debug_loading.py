@@ -1,13 +1,17 @@
 """``debug.dataloader``: what a loader gives, how its workers share the work, what is wrong with its batches."""
 
+# ruff: noqa: NPY002  # the global generator, which augmentations draw from
+
+import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
-from torchobs import debug
+from torchobs import debug, tune
 
 
 def samples(classes: list[int]) -> TensorDataset:
@@ -52,14 +56,17 @@ def test_what_is_in_the_batches() -> None:
 
 
 def test_training_s_order_is_not_changed() -> None:
-    """A shuffled loader gives the same batches after it as without it, and an epoch in progress goes on."""
+    """A shuffled loader gives the same batches after it as without it, augmented alike, and an epoch in progress goes on."""
+
+    def augmented(batch: Any) -> Any:
+        return torch.stack([x for x, _ in batch]) + random.random() + float(np.random.rand()), len(batch)
 
     def epochs(*, looked: bool) -> list[Any]:
-        torch.manual_seed(3)
+        tune.seed(3)
         generator, data = torch.Generator().manual_seed(4), samples([0] * 8)
         loaders = [DataLoader(data, batch_size=2, shuffle=True, generator=g) for g in (generator, None)]
         own = RandomSampler(data, generator=torch.Generator().manual_seed(5))
-        loaders.append(DataLoader(data, batch_sampler=BatchSampler(own, 2, drop_last=False)))
+        loaders.append(DataLoader(data, batch_sampler=BatchSampler(own, 2, drop_last=False), collate_fn=augmented))
         orders: list[Any] = []
         for loader in loaders:
             iterator = iter(loader)

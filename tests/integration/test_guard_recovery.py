@@ -103,9 +103,11 @@ def test_a_bad_batch_is_skipped_and_kept() -> None:
     assert (kept.step, bool(torch.isnan(kept.batch["x"][3, 2]))) == (8, True)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_too() -> None:
-    """Promise: a loss may be finite where its gradient is not: a root at 0."""
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
+def test_a_gradient_that_is_not_finite_is_skipped_too(scaler: Any) -> None:
+    """Promise: a loss may be finite where its gradient is not: a root at 0; with a scaler that is off, as for bfloat16, too."""
     trained = Trained(model())
+    trained.recovery.scaler = scaler
     before = weights(trained.network)
     zeros = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 1)}
     outcome = trained.recovery.step(zeros, lambda batch: (trained.network(batch["x"]) * 0).abs().sqrt().mean())
@@ -120,6 +122,12 @@ def test_a_budget_ends_in_the_original_error() -> None:
     assert [trained.step(bad).action for _ in range(2)] == ["skip", "skip"]
     with pytest.raises(guard.NonFiniteLossError, match="the loss is nan"):
         trained.step(bad)
+    none = Trained(model(), oom=0)
+    none.largest = 4
+    with pytest.raises(torch.OutOfMemoryError):
+        none.step(sized(8))
+    none.largest = 8
+    assert none.step(sized(8)).parts == 1
 
 
 @pytest.mark.parametrize("largest", [1, 3, 4, 7])
@@ -360,7 +368,6 @@ def test_with_a_scaler_gradients_are_the_scaler_s_affair() -> None:
     [
         ({"io": -1}, "a budget is 0 or more"),
         ({"nonfinite": nan}, "a whole number"),
-        ({"oom": "many"}, "a whole number"),
         ({"snapshot_every": 0}, "snapshot_every at least 1"),
         ({"backoff_s": nan}, "backoff_s is nan"),
         ({"least_excess": -1.0}, "a number, 0 or more"),
@@ -372,16 +379,6 @@ def test_a_policy_of_nonsense_is_refused(policy: dict[str, Any], message: str) -
     """Promise: a budget that is none is an error where it is written."""
     with pytest.raises(ValueError, match=message):
         guard.RecoveryPolicy(**policy)
-
-
-def test_without_a_budget_nothing_is_split() -> None:
-    """Promise: a budget of 0 does nothing, also for the batches after the one that did not fit."""
-    trained = Trained(model(), oom=0)
-    trained.largest = 4
-    with pytest.raises(torch.OutOfMemoryError):
-        trained.step(sized(8))
-    trained.largest = 8
-    assert trained.step(sized(8)).parts == 1
 
 
 def test_a_failed_attempt_leaves_no_statistics() -> None:
@@ -397,33 +394,6 @@ def test_a_failed_attempt_leaves_no_statistics() -> None:
 
     assert trained.recovery.step(batches(1)[0], compute).parts == 2
     assert int(trained.network[1].num_batches_tracked) == 2  # type: ignore[index]
-
-
-class Cached(torch.nn.Module):
-    """A module whose buffers are replaced, as caches and some running statistics are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 1)
-        self.seen: torch.Tensor
-        self.last: Any
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("last", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen, self.last = self.seen + len(x), x.detach()
-        y: torch.Tensor = self.linear(x)
-        return y
-
-
-def test_buffers_that_are_replaced_are_put_back() -> None:
-    """Promise: of a skipped step nothing is left, whether a forward pass changed a buffer in place or made another one."""
-    trained = Trained(Cached())
-    assert trained.step({"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}).action == "skip"
-    assert float(trained.network.seen) == 0.0  # type: ignore[arg-type]
-    assert "last" not in trained.network.state_dict()  # a buffer that is None is in none
-    trained.step(batches(1)[0])
-    assert float(trained.network.seen) == 8.0  # type: ignore[arg-type]
 
 
 class Counted:
@@ -496,16 +466,6 @@ def test_a_lasting_error_of_data_is_raised() -> None:
         list(Trained(model(), data=2).recovery.batches(DataLoader(Readable(9, dict.fromkeys(range(9), ValueError("all bad"))))))
 
 
-def test_a_disabled_scaler_judges_nothing() -> None:
-    """Promise: with ``enabled=False``, as scripts write it for bfloat16, gradients that are not finite are found here."""
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    recovery = guard.Recovery(network, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False), max_grad_norm=1.0)
-    outcome = recovery.step(torch.zeros(4, 8), lambda batch: (network(batch) * 0).abs().sqrt().mean())
-    assert (outcome.action, outcome.reason) == ("skip", "a gradient is not finite")
-    assert recovery.step(torch.ones(4, 8), lambda batch: network(batch).square().mean()).stepped
-
-
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "resnet"}, "model is str, and a Module is needed"),
     "optimizer": ({"optimizer": 0.1}, "optimizer is float, and a Optimizer is needed"),
@@ -513,7 +473,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "scaler": ({"scaler": 128.0}, "scaler is float"),
     "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
     "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
-    "no norm": ({"max_grad_norm": 0}, "max_grad_norm is 0; it is a number above 0"),
     "another's": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
     "closure": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
 }

@@ -112,6 +112,8 @@ def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
     """Promise: a threshold that is no percentage is an error where it is written."""
     with pytest.raises(ValueError, match=message):
         guard.resources(**arguments)
+    with pytest.raises(FileNotFoundError):
+        guard.resources(path=os.path.join("not", "there"))  # noqa: PTH118  # as users give it
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:
@@ -139,9 +141,3 @@ def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFi
         assert watched._thread is not None
         watched._thread.join(30)
     assert "resources are watched no more: KeyError" in caplog.text
-
-
-def test_a_path_that_is_not_there_is_refused() -> None:
-    """Promise: a misspelt directory is an error at once, not in a thread."""
-    with pytest.raises(FileNotFoundError):
-        guard.resources(path=os.path.join("not", "there"))  # noqa: PTH118  # as users give it
