@@ -278,14 +278,6 @@ def test_training_is_the_same_with_checks(flight_dir: Any) -> None:
     assert all(map(torch.equal, train(checked=False), train(checked=True)))
 
 
-def test_wrong_input_is_an_error_at_once() -> None:
-    """Before a thread is asked."""
-    with pytest.raises(TypeError, match=r"acheck_tensor\(\) takes a torch.Tensor, not int"):
-        asyncio.run(debug.acheck_tensor(3))
-    with pytest.raises(TypeError, match=r"acheck_gradients\(\) takes a torch.nn.Module, not int"):
-        asyncio.run(debug.acheck_gradients(3))
-
-
 def test_bridges_may_be_closed_in_any_order() -> None:
     """Findings reach every one that is open, and after the last they go where they went before; they went nowhere."""
     kept, own = Kept(), logging.getLogger("training of one's own")
@@ -300,12 +292,3 @@ def test_bridges_may_be_closed_in_any_order() -> None:
         own.removeHandler(kept)
     assert len(kept.records) == 1
     assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
-
-
-@pytest.mark.parametrize(
-    ("target", "error"), [("training", TypeError), (logging.getLogger("torchobs.debug"), ValueError)], ids=["name", "itself"]
-)
-def test_a_bridge_to_nowhere_is_refused(target: Any, error: type[Exception]) -> None:
-    """A name is no logger, and a circle no bridge."""
-    with pytest.raises(error):
-        debug.logging_bridge(target)

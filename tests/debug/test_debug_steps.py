@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="comparison-overlap, index, no-untyped-call, operator, union-attr"
 
+import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nan
@@ -151,21 +153,25 @@ def test_inference_leaves_every_mode_as_it_was() -> None:
     assert hooks(model) == 0
 
 
+@dataclass
+class _Output:
+    logits: torch.Tensor
+    hidden: Any = None
+
+
 class Keywords(torch.nn.Module):
     def forward(self, *, tokens: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
-        return {"logits": tokens * scale, "hidden": [tokens, tokens + 1], "loss": None}
+        return {"logits": tokens * scale, "more": _Output(tokens, [tokens.log()]), "loss": None}
 
 
 def test_batches_and_outputs_of_any_nesting() -> None:
-    """Dicts go by keyword, tuples by position; each tensor in them has a name."""
-    found = debug.forward_pass(Keywords(), {"tokens": torch.ones(2), "scale": 2.0})
+    """Dicts go by keyword, tuples by position; each tensor in them, and in a dataclass, has a name, and its NaN is told."""
+    found = debug.forward_pass(Keywords(), {"tokens": torch.tensor([-1.0, 1.0]), "scale": 2.0})
     assert [row.name for row in found.inputs] == ["input.tokens"]
-    assert [row.name for row in found.outputs] == ["output.logits", "output.hidden[0]", "output.hidden[1]"]
-    bilinear = torch.nn.Bilinear(2, 3, 1)
-    assert [row.name for row in debug.forward_pass(bilinear, (torch.ones(1, 2), torch.ones(1, 3))).inputs] == [
-        "input[0]",
-        "input[1]",
-    ]
+    assert [row.name for row in found.outputs] == ["output.logits", "output.more.logits", "output.more.hidden[0]"]
+    assert found.anomalies == ("output.more.hidden[0]: 1 NaN of 2 elements",)
+    bilinear = debug.forward_pass(torch.nn.Bilinear(2, 3, 1), (torch.ones(1, 2), torch.ones(1, 3)))
+    assert [row.name for row in bilinear.inputs] == ["input[0]", "input[1]"]
 
 
 def test_monitored_steps_are_judged_and_counted() -> None:
@@ -379,23 +385,6 @@ def test_scripted_modules_take_no_hooks_and_are_looked_at_from_outside() -> None
         assert debug.trace_nan(model, x) is None
 
 
-@dataclass
-class _Output:
-    logits: torch.Tensor
-    hidden: Any = None
-
-
-def test_what_is_in_a_dataclass_is_looked_at() -> None:
-    """Promise: a NaN in an output that is a dataclass is told."""
-
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> _Output:
-            return _Output(x, [x.log()])
-
-    found = debug.forward_pass(Model(), torch.tensor([-1.0, 1.0]))
-    assert found.anomalies == ("output.hidden[0]: 1 NaN of 2 elements",)
-
-
 wrong: Any = debug
 """To be called as nobody who checks types would"""
 
@@ -404,63 +393,49 @@ def _model() -> nn.Module:
     return nn.Linear(2, 1)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: wrong.trace_nan("model", torch.zeros(1)), r"trace_nan\(\) takes a torch.nn.Module, not str"),
-        (
-            lambda: wrong.training_step(_model(), nn.functional.mse_loss, None, None),
-            "takes a torch.optim.Optimizer, not function",
-        ),
-        (lambda: wrong.training_step(_model(), torch.optim.SGD([torch.zeros(1)]), 3, None), "takes a loss function after"),
-        (lambda: wrong.memory_usage(_model(), torch.zeros(1, 2), optimizer=3), "takes a torch.optim.Optimizer, not int"),
-        (lambda: wrong.devices(_model(), optimizer=3), r"devices\(\) takes a torch.optim.Optimizer, not int"),
-        (lambda: wrong.check_gradients(_model(), scaler=3), "takes a torch.amp.GradScaler as scaler, not int"),
-        (lambda: wrong.optimization_step(torch.optim.SGD([torch.zeros(1)]), scaler=3), "GradScaler as scaler, not int"),
-        (lambda: wrong.backward_pass(torch.zeros(1, requires_grad=True).sum(), scaler=3), "GradScaler as scaler, not int"),
-        (lambda: wrong.check_gradients(_model()).exploding("3"), "a threshold of a norm is above 0, not '3'"),
-        (lambda: wrong.check_gradients(_model()).vanishing(None), "a threshold of a norm is above 0, not None"),
-        (lambda: wrong.enable("basic", memory_every="3"), "whole numbers, 1 or more, not 100, '3', 10, 1000"),
-        (lambda: wrong.operation(3), "takes a name, or stands alone above a function, not int"),
-        (lambda: wrong.dataloader([1], batches="3"), "takes at least one batch, not '3'"),
-        (lambda: wrong.profile(lambda: None, active="3"), "active and top >= 1, whole numbers, not 1, 1, '3', 15"),
-        (lambda: wrong.performance("x", slow_s="3").__enter__(), "slow_s > 0 and samples >= 1, not 'x', '3', None"),
-        (
-            lambda: wrong.early_stopping("loss", patience="3", mode="min"),
-            r"patience >= 1, min_delta >= 0, not \('loss', '3', 0.0\)",
-        ),
-        (lambda: wrong.early_stopping(3, mode="min"), r"needs a name, patience >= 1, min_delta >= 0, not \(3, 10, 0.0\)"),
-        (lambda: wrong.early_stopping("loss", mode="min").load_state_dict({"best": 1.0, "checks": 0}), "state_dict"),
-        (lambda: wrong.forward_pass(3, 3), "takes a torch.nn.Module"),
-        (lambda: wrong.inference(3, 3), "takes a torch.nn.Module"),
-        (lambda: wrong.devices(torch.zeros(3)), r"devices\(\) takes a torch.nn.Module"),
-        (lambda: wrong.backward_pass(1.0), "a loss is a tensor, not float: return what loss_fn computes"),
-        (lambda: wrong.backward_pass(torch.ones(2, requires_grad=True)), "one element, not the shape"),
-        (lambda: wrong.backward_pass(torch.ones(1)), "the loss has no graph"),
-        (lambda: wrong.optimization_step(MODEL), "takes a torch.optim.Optimizer"),
-        (lambda: wrong.training_step(MODEL, SGD, lambda y: y, batch()[0]), "one element, not the shape"),
-        (lambda: wrong.monitor_step(MODEL, None), "takes a loss"),
-        (lambda: wrong.monitor_step(MODEL, 1.0, exploding=0), "a threshold of a norm is above 0"),
-        (lambda: wrong.check_gradients(MODEL, torch.ones(3)), "takes a loss of one number, not .*: reduce it, or leave it out"),
-        (lambda: wrong.check_gradients(MODEL).exploding(0.0), "a threshold of a norm is above 0"),
-        (lambda: wrong.context("x", anomaly="loud"), "loud"),
-        (lambda: wrong.context(3), "an operation's name is a text, not 3"),
-        (
-            lambda: wrong.memory_usage(_model(), {"texts": ["a"]}),
-            "takes a batch with a tensor of at least one sample",
-        ),
-        (lambda: wrong.trace_nan(_model().to("meta"), torch.zeros(1, 2, device="meta")), "on the device meta, where nothing"),
-        (lambda: wrong.dataloader(3), "iterable of batches"),
-        (lambda: wrong.profile(3), "function that takes one step"),
-        (lambda: wrong.profile(lambda: None, trace="absent/x.json"), "no directory"),
-        (lambda: wrong.profile(lambda: None, trace="x.txt"), r"\.json"),
-        (lambda: wrong.analyze_diffusion(object()), "has none"),
-    ],
-)
-def test_wrong_arguments_are_refused_with_a_word(call: Any, words: str) -> None:
+WRONG: dict[str, Callable[[], Any]] = {
+    r"trace_nan\(\) takes a torch.nn.Module, not str": lambda: wrong.trace_nan("model", torch.zeros(1)),
+    r"devices\(\) takes a torch.nn.Module": lambda: wrong.devices(torch.zeros(3)),
+    r"analyze_parameters\(\) takes a torch.nn.Module, not function": lambda: wrong.analyze_parameters(lambda: None),
+    r"acheck_gradients\(\) takes a torch.nn.Module, not int": lambda: asyncio.run(wrong.acheck_gradients(3)),
+    r"acheck_tensor\(\) takes a torch.Tensor, not int": lambda: asyncio.run(wrong.acheck_tensor(3)),
+    r"analyze_tensor\(\) takes a torch.Tensor, not list: convert it by torch.as_t": lambda: wrong.analyze_tensor([1.0]),
+    "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), functional.mse_loss, None, None),
+    r"devices\(\) takes a torch.optim.Optimizer, not int": lambda: wrong.devices(_model(), optimizer=3),
+    "takes a loss function after": lambda: wrong.training_step(_model(), torch.optim.SGD([torch.zeros(1)]), 3, None),
+    "takes a torch.amp.GradScaler as scaler, not int": lambda: wrong.check_gradients(_model(), scaler=3),
+    "a threshold of a norm is above 0, not '3'": lambda: wrong.check_gradients(_model()).exploding("3"),
+    "whole numbers, 1 or more, not 100, '3', 10, 1000": lambda: wrong.enable("basic", memory_every="3"),
+    "takes a name, or stands alone above a function, not int": lambda: wrong.operation(3),
+    "takes at least one batch, not '3'": lambda: wrong.dataloader([1], batches="3"),
+    "active and top >= 1, whole numbers, not 1, 1, '3', 15": lambda: wrong.profile(lambda: None, active="3"),
+    "slow_s > 0 and samples >= 1, not 'x', '3', None": lambda: wrong.performance("x", slow_s="3").__enter__(),
+    r"patience >= 1, min_delta >= 0, not \(3, '3', 0.0\)": lambda: wrong.early_stopping(3, patience="3", mode="min"),
+    "state_dict": lambda: wrong.early_stopping("loss", mode="min").load_state_dict({"best": 1.0, "checks": 0}),
+    "a loss is a tensor, not float: return what loss_fn computes": lambda: wrong.backward_pass(1.0),
+    "one element, not the shape": lambda: wrong.training_step(MODEL, SGD, lambda y: y, batch()[0]),
+    "the loss has no graph": lambda: wrong.backward_pass(torch.ones(1)),
+    "takes a loss": lambda: wrong.monitor_step(MODEL, None),
+    "takes a loss of one number, not .*: reduce it, or leave it out": lambda: wrong.check_gradients(MODEL, torch.ones(3)),
+    "loud": lambda: wrong.context("x", anomaly="loud"),
+    "an operation's name is a text, not 3": lambda: wrong.context(3),
+    "a batch with a tensor of at least one sample": lambda: wrong.memory_usage(_model(), {"texts": ["a"]}),
+    "on the device meta, where nothing": lambda: wrong.trace_nan(_model().to("meta"), torch.zeros(1, 2, device="meta")),
+    "iterable of batches": lambda: wrong.dataloader(3),
+    "function that takes one step": lambda: wrong.profile(3),
+    "no directory": lambda: wrong.profile(lambda: None, trace="absent/x.json"),
+    r"\.json": lambda: wrong.profile(lambda: None, trace="x.txt"),
+    "has none": lambda: wrong.analyze_diffusion(object()),
+    "takes a logging.Logger, not str": lambda: wrong.logging_bridge("training"),
+    "are logged to 'torchobs.debug' already": lambda: wrong.logging_bridge(logging.getLogger("torchobs.debug")),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_refused_with_a_word(words: str) -> None:
     """Promise: a wrong argument is an error that says what to do, before anything is done."""
     with pytest.raises((TypeError, ValueError), match=words):
-        call()
+        WRONG[words]()
 
 
 class Table(nn.Module):

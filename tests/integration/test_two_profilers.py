@@ -68,7 +68,7 @@ def ends_well(code: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("preset", ["full", "expert", "extreme", "performance_profiling", "autograd_profiler"])
+@pytest.mark.parametrize("preset", ["full", "performance_profiling", "autograd_profiler"])
 @pytest.mark.parametrize("own", [OWN_PROFILER, OWN_SCHEDULE], ids=["one", "schedule"])
 def test_a_script_profiles_itself_under_switches(preset: str, own: str) -> None:
     """Its profiler sees what it would see without ours, and the interpreter exits with 0, with the switches on or off."""

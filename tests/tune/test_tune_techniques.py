@@ -134,20 +134,6 @@ def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
     assert "pass example=" in str(tune.optimize(model, mode="memory_efficient", activation_budget=1))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"attention": "fast"}, "unknown attention 'fast': use one of flash"),
-        ({"quantize": "int3"}, "unknown quantize 'int3': use one of dynamic"),
-        ({"activation_budget": 0}, "bytes above 0"),
-    ],
-)
-def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> None:
-    """Promise: a wrong argument is an error of the call."""
-    with pytest.raises(ValueError, match=words):
-        tune.optimize(nn.Linear(2, 2), **options)
-
-
 class Counting(nn.Module):
     """Has a state that no class of torch tells: a moving average, in training alone."""
 
