@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.probes.core.patch import Patch
+from torchobs.support.derivatives import leaves_of, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,6 @@ def _kept_in(thread: int) -> Callable[[Any], Any]:
 
 _REENTRANT = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint: torch's, or one of the same name (Megatron-LM, DeepSpeed)"""
-_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class _ReentrantError(Exception):
@@ -65,11 +65,11 @@ def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
     import torch
 
     def beside(loss: Any) -> None:
-        nodes = _nodes(loss) if loss is not None else []
-        if any(node.name() == _REENTRANT for node in nodes):
+        if loss is None:
+            return
+        if any(node.name() == _REENTRANT for node in nodes_of(loss)):
             raise _ReentrantError
-        leaves = [node.variable for node in nodes if node.name() == _LEAF]
-        if leaves:
+        if leaves := leaves_of(loss):
             torch.autograd.grad(loss, leaves, allow_unused=True)
 
     try:
@@ -78,17 +78,6 @@ def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
         pass  # the frames that hold the first graph are gone after this block
     with _own_parameters(model):
         return passes(torch.autograd.backward)  # of a loss that there is, and that has a graph
-
-
-def _nodes(loss: Any) -> list[Any]:
-    """Return the nodes of the graph of a loss; none of one that has no graph."""
-    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(nodes)
-    for node in nodes:  # which grows meanwhile
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
-        seen |= following
-        nodes += following
-    return nodes
 
 
 @contextmanager

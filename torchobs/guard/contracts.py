@@ -159,7 +159,7 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def dense_values(x: torch.Tensor) -> torch.Tensor:
-    """Return the values that torch.aminmax takes of any kind of tensor: of a sparse one without zeros, of complex ones pairs."""
+    """Return the values that torch.aminmax takes of any tensor: of a sparse one without zeros, of a complex one pairs."""
     if hasattr(x, "to_local"):  # a DTensor: each rank checks its part
         x = x.to_local()
     if x.is_nested or x.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:

@@ -12,10 +12,8 @@ import logging
 import os
 import re
 import stat
-import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 from torchobs.guard.record import Severity, found_wrong, text_of
 from torchobs.support.arguments import is_text
 from torchobs.support.result import Result
+from torchobs.support.torch_files import DAMAGE, damaged_record
 
 if TYPE_CHECKING:
     from fickling.fickle import Pickled
@@ -48,19 +47,6 @@ _LEGACY_PICKLES = 5
 _SERIOUS = ("HIGH", "CRITICAL")
 _WITHOUT_MODELSCAN = (3, 13)
 """Versions of Python from this one on have no release of modelscan (0.8.8 requires Python < 3.13)"""
-_DAMAGE = (
-    RuntimeError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
-    AssertionError,
-)
-"""What torch and zipfile raise for a damaged file"""
 _HARMLESS = frozenset(
     {"__builtin__.set", "collections.OrderedDict", "torch.storage.UntypedStorage", "torch.storage.TypedStorage"}
 )
@@ -176,7 +162,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise _refused(name, str(error)) from error
-    except _DAMAGE as error:
+    except DAMAGE as error:
         why = str(error).strip() or type(error).__name__
         raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
 
@@ -217,13 +203,8 @@ def _check_archive(name: str) -> None:
             what = "a TorchScript program, which torch.jit.load compiles: load that only if you trust its author"
             found_wrong("load", "refused", f"{text_of(Path(name).name)} is {what}")
             raise UnsafeFileError(f"{text_of(name)} is {what}")
-        if (damaged := _damaged_entry(archive)) is not None:
+        if (damaged := damaged_record(archive)) is not None:
             raise zipfile.BadZipFile(f"the checksum of {text_of(damaged)} is another")
-
-
-def _damaged_entry(archive: zipfile.ZipFile) -> str | None:
-    """Return an entry with another checksum than it says; of an archive without checksums (torch can write none) nothing."""
-    return archive.testzip() if any(entry.CRC for entry in archive.infolist()) else None
 
 
 def _refused(name: str, words: str) -> UnsafeFileError:
@@ -234,7 +215,7 @@ def _refused(name: str, words: str) -> UnsafeFileError:
 
     try:
         asked = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(name))
-    except (*_DAMAGE, OSError, pickle.UnpicklingError):  # torch's format before 1.6, or no file of torch's
+    except (*DAMAGE, OSError, pickle.UnpicklingError):  # torch's format before 1.6, or no file of torch's
         asked = ""
     why = asked or words.partition("WeightsUnpickler error: ")[2].partition("\n")[0] or words.partition("\n")[0]
     found_wrong("load", "refused", f"{text_of(Path(name).name)} needs code to be loaded ({text_of(why)})")
@@ -281,7 +262,7 @@ def _read_zip(name: str) -> Iterator[_Finding]:
                 if is_npy or is_named or (content[:1] == _MAGIC_PICKLE and not entry.filename.startswith(memory)):
                     content += part.read(_MOST_BYTES - len(content))
                     yield _npy(content, entry.filename) if is_npy else _by_fickling(content, entry.filename)
-        if (damaged := _damaged_entry(archive)) is not None:
+        if (damaged := damaged_record(archive)) is not None:
             yield _Finding("unreadable", (f"the checksum of {text_of(damaged)} is another",))
 
 

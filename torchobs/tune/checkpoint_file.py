@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import struct
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,21 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-_DAMAGE = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    struct.error,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What torch.load and zipfile raise for a damaged file"""
+from torchobs.support.torch_files import DAMAGE, damaged_record
+
 _COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps"})
 
 
@@ -49,7 +34,7 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     _remove_left(path)
     with _locked(path) as (file, temporary):
         try:
-            with _checksums(), _own_errors():
+            with _own_errors():
                 torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -57,22 +42,6 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         finally:
             temporary.unlink(missing_ok=True)  # it is renamed by then, but for an error
     _sync_folder(path.parent)
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Have torch write the checksums that :func:`load` compares, also where the process has switched them off."""
-    try:
-        from torch.serialization import get_crc32_options, set_crc32_options
-    except ImportError:  # before torch 2.6, which always writes them
-        yield
-        return
-    before = get_crc32_options()
-    set_crc32_options(compute_crc32=True)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 @contextmanager
@@ -140,15 +109,15 @@ def load(path: str | os.PathLike[str], device: torch.device) -> Any:
             return torch.load(file, map_location="cpu" if device.type == "cpu" else None, weights_only=True)
         except torch.OutOfMemoryError:
             raise
-        except _DAMAGE as error:
+        except (*DAMAGE, OSError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is no checkpoint, or damaged: {str(error).partition(chr(10))[0]}") from error
 
 
 def _check_sums(file: IO[bytes]) -> None:
-    """Raise BadZipFile where a record is not what was written, by its checksum: torch reads records without comparing it."""
+    """Raise BadZipFile where a record is not what was written, by its checksum."""
     if zipfile.is_zipfile(file):  # or else it is of torch's former format, or no file of torch's
         with zipfile.ZipFile(file) as archive:
-            if (record := archive.testzip()) is not None:
+            if (record := damaged_record(archive)) is not None:
                 raise zipfile.BadZipFile(f"the checksum of its record {record} is another")
     file.seek(0)
 

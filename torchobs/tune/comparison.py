@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import itemgetter
+from pathlib import Path
 from random import Random
 from statistics import quantiles
 from time import perf_counter
@@ -24,6 +25,7 @@ from torch._C._profiler import _EventType
 from torchobs import api, catalog
 from torchobs.probes.core.torch_profiler import ProfilerBusyError, recorded
 from torchobs.support.arguments import is_number, is_whole
+from torchobs.support.derivatives import leaves_of
 from torchobs.support.kept_state import Buffers, random_states_kept
 from torchobs.support.model_calls import call
 from torchobs.support.result import Result
@@ -70,40 +72,6 @@ def orders(count: int) -> Iterator[list[int]]:
         yield order[::-1]
 
 
-_WIDTH = 24
-
-
-class Progress:
-    """Shows how much of some work is done, as a line of stderr that is written over and over.
-
-    Args:
-        wanted: True to show it whatever stderr is, False not to, None for a terminal alone.
-    """
-
-    def __init__(self, wanted: bool | None = None) -> None:  # noqa: FBT001  # handed on from a keyword
-        self._on = sys.stderr.isatty() if wanted is None else wanted
-        self._started = perf_counter()
-        self._shown = 0
-
-    def show(self, share: float, words: str) -> None:
-        """Show the share that is done, from 0 to 1, and what is being done."""
-        if not self._on:
-            return
-        filled = round(_WIDTH * min(1.0, max(0.0, share)))
-        line = (
-            f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {100 * share:3.0f} %  {perf_counter() - self._started:.0f} s  {words}"
-        )
-        sys.stderr.write(f"\r{line:<{self._shown}}")
-        sys.stderr.flush()
-        self._shown = len(line)
-
-    def end(self) -> None:
-        """Leave the line as it is and begin another."""
-        if self._shown:
-            sys.stderr.write("\n")
-            self._shown = 0
-
-
 @dataclass(frozen=True)
 class ModeResult(Result):
     """One mode's measurements. Times are of one step, in seconds."""
@@ -139,6 +107,10 @@ class LeftOut(Result):
     reason: str
 
 
+_FORMATS = ("pdf", "png", "svg")
+_GAIN, _LOSS, _NOISE = "#2c8a5f", "#b3231d", "#7d8792"
+
+
 @dataclass(frozen=True)
 class Benchmark(Result):
     """Modes compared, and which to use."""
@@ -170,12 +142,29 @@ class Benchmark(Result):
             ValueError: another ending.
         """
         try:
-            from torchobs.tune import picture
+            import matplotlib as mpl
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
         except ModuleNotFoundError as missing:
             raise ImportError(f"{missing.name} is missing: pip install 'torchobs[report]'") from None
-        names, factors = [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
-        speedups = [(each.low, each.median, each.high) for each in factors]
-        return str(picture.draw(names, speedups, [each.peak_bytes for each in self.modes], path))
+        name, names, factors = Path(path), [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
+        if (form := name.suffix.removeprefix(".").lower()) not in _FORMATS:
+            raise ValueError(f"{name.name!r} ends in none of these: {', '.join(f'.{each}' for each in _FORMATS)}")
+        with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "torchobs"}):
+            figure = Figure(figsize=(7.2, 1.3 + 0.35 * len(names)), dpi=150, layout="constrained")
+            FigureCanvasAgg(figure)
+            speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+            around = [[each.median - each.low for each in factors], [each.high - each.median for each in factors]]
+            colours = [_NOISE if each.low <= 1 <= each.high else _GAIN if each.low > 1 else _LOSS for each in factors]
+            bars = {"color": colours, "xerr": around, "error_kw": {"capsize": 3, "elinewidth": 1}}
+            speed.barh(names, [each.median for each in factors], **bars)
+            speed.axvline(1.0, color="black", linewidth=0.8)
+            speed.set_xlabel(f"times as fast as {names[0]} (grey: noise)")
+            speed.invert_yaxis()
+            memory.barh(names, [(each.peak_bytes or 0) / 2**20 for each in self.modes], color="#2f6fdb")
+            memory.set_xlabel("peak memory of a step, MiB")
+            figure.savefig(name, format=form, metadata={"Date": None} if form == "svg" else None)
+        return str(name)
 
 
 def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
@@ -256,7 +245,8 @@ class OthersGradients:
         """Set them aside, before the first backward pass from such a loss; later calls do nothing."""
         if self._kept is not None or not isinstance(loss, torch.Tensor):  # which the backward pass says
             return
-        self._kept = [(leaf, leaf.grad) for leaf in _leaves(loss) if id(leaf) not in self._own]
+        leaves = [loss] if loss.is_leaf else leaves_of(loss)
+        self._kept = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in self._own]
         for leaf, _ in self._kept:
             leaf.grad = None
 
@@ -264,21 +254,6 @@ class OthersGradients:
         """Give each its gradient again, or none."""
         for leaf, gradient in self._kept or ():
             leaf.grad = gradient
-
-
-def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors to which a backward pass adds gradients."""
-    if loss.is_leaf:
-        yield loss
-    nodes: list[Any] = [loss.grad_fn]
-    seen = {None, *nodes}
-    for node in nodes:
-        following = dict.fromkeys(each for each, _ in node.next_functions) if node is not None else {}
-        nodes += [each for each in following if each not in seen]
-        seen.update(following)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
 
 
 def _bound(loss_fn: Any) -> list[nn.Module]:
@@ -371,6 +346,8 @@ def _peak(changes: Iterable[tuple[int, int]]) -> int:
 
 _BEGINNING = 0.5
 """Share of a budget within which modes are tried for the first time; the rest is for rounds"""
+_WIDTH = 24
+"""Characters of the bar that shows how far it is"""
 _LEAST_ROUNDS = 6
 """Of fewer a quartile is hardly more than the second largest value"""
 
@@ -425,7 +402,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     batch = _first_batch(batch)
     with random_states_kept(), originals_kept(model, loss_fn):
         step = _Step(*copied(model, optimizer, loss_fn), batch)
-        trial = _Trial(step, warmup, budget_s, Progress(progress))
+        trial = _Trial(step, warmup, budget_s, shows=sys.stderr.isatty() if progress is None else progress)
         options = {"example": step.input, **options}
         plans = [optimize(step.model, mode=mode, level=level, **options) for mode in modes]
         try:
@@ -511,8 +488,8 @@ class _Step:
 class _Trial:
     """Steps of several plans in turn, within a budget of time where there is one."""
 
-    def __init__(self, step: _Step, warmup: int, budget_s: float | None, progress: Progress) -> None:
-        self._step, self._warmup, self._budget_s, self._progress = step, warmup, budget_s, progress
+    def __init__(self, step: _Step, warmup: int, budget_s: float | None, *, shows: bool) -> None:
+        self._step, self._warmup, self._budget_s, self._shows = step, warmup, budget_s, shows
         self._started = perf_counter()
         self.first_s: dict[str, float] = {}
         self.left_out: list[LeftOut] = []
@@ -552,17 +529,16 @@ class _Trial:
         for done, order in enumerate(islice(orders(len(plans)), rounds)):
             if self._budget_s is not None and done >= _LEAST_ROUNDS and self._passed() > self._budget_s:
                 break
-            self._progress.show(done / rounds, f"round {done + 1} of {rounds}")
+            self._show(done / rounds, f"round {done + 1} of {rounds}")
             for index in order:
                 with plans[index]:
                     self._step()  # brings caches and the allocator's blocks back, which the other modes have used since
                     times[index].append(_timed(self._step, plans[index].device))
-        self._progress.show(1.0, f"{len(times[0])} rounds of {', '.join(plan.mode for plan in plans)}")
-        self._progress.end()
+        self._show(1.0, f"{len(times[0])} rounds of {', '.join(plan.mode for plan in plans)}", end="\n")
         return times, peaks
 
     def _first_steps(self, plan: Plan) -> None:
-        self._progress.show(0.0, f"first step of {plan.mode}")
+        self._show(0.0, f"first step of {plan.mode}")
         with plan:  # before anything else, so that the first has all of the compilation
             self.first_s[plan.mode] = _timed(self._step, plan.device)
             self._step_s[plan.mode] = _timed(self._step, plan.device) if self._budget_s is not None else 0.0
@@ -570,6 +546,13 @@ class _Trial:
     def _least_s(self, plans: list[Plan]) -> float:
         """Return what the fewest rounds of these plans take: two steps each, and those before them."""
         return sum(self._step_s[plan.mode] for plan in plans) * (2 * _LEAST_ROUNDS + self._warmup + 1)
+
+    def _show(self, share: float, words: str, end: str = "") -> None:
+        """Show the share that is done, from 0 to 1, and what is being done, as a line of stderr that is written over."""
+        if self._shows:
+            bar = f"[{'#' * round(_WIDTH * share):.<{_WIDTH}}] {100 * share:3.0f} %  {self._passed():.0f} s  {words:<40}"
+            sys.stderr.write(f"\r{bar}{end}")
+            sys.stderr.flush()
 
     def _passed(self) -> float:
         return perf_counter() - self._started
