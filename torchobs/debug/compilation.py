@@ -100,21 +100,20 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
         if explained is not None:
             recompiles, error = _recompiles(model, batch, more_batches)
         torch._dynamo.reset()  # what was compiled here counts towards no limit
-    breaks = _breaks(explained.break_reasons) if explained is not None else ()
-    guards = Counter(guard.create_fn_name().lower() for guard in explained.out_guards or ()) if explained is not None else {}
-    graphs = explained.graph_count if explained is not None else 0
+    breaks, guards, graphs, operators = tuple[GraphBreak, ...](), dict[str, int](), 0, 0
+    if explained is not None:
+        breaks, graphs, operators = _breaks(explained.break_reasons), explained.graph_count, explained.op_count
+        guards = dict(Counter(guard.create_fn_name().lower() for guard in explained.out_guards or ()))
     texts = [("graph_break", row.location, f"graph break at {row.location}: {row.reason}") for row in breaks]
-    texts += [("recompile", row.function, _recompile_text(row)) for row in recompiles if not row.is_of_evaluation]
+    for row in recompiles:
+        if not row.is_of_evaluation:
+            text = f"{row.function} is compiled anew for {row.call}: {row.expression}. Remedy: {row.remedy}"
+            texts.append(("recompile", row.function, text))
     texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []
     return CompileCheck(
-        model=name, graphs=graphs, operators=explained.op_count if explained is not None else 0,
-        full_graph=graphs == 1 and not breaks, breaks=breaks, recompiles=tuple(recompiles), guards=dict(guards), error=error,
-        anomalies=told("compile", texts),
+        model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=breaks,
+        recompiles=tuple(recompiles), guards=guards, error=error, anomalies=told("compile", texts),
     )  # fmt: skip
-
-
-def _recompile_text(row: Recompile) -> str:
-    return f"{row.function} is compiled anew for {row.call}: {row.expression}. Remedy: {row.remedy}"
 
 
 @contextmanager
@@ -150,20 +149,17 @@ def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[li
         before |= {id(record) for record in fresh}
         if refused:
             continue  # it takes no other size, or differentiates in its forward pass: nobody will call it so
-        # the function that calls the model is ours: what is compiled there is the model
-        names = [type(model).__name__ if record.co_filename == __file__ else record.co_name or "" for record in fresh]
-        rows += [row for record, name in zip(fresh, names, strict=True) if (row := _recompile(what, name, record)) is not None]
+        for record in fresh:
+            # the function that calls the model is ours: what is compiled there is the model
+            name = type(model).__name__ if record.co_filename == __file__ else record.co_name or ""
+            if record.recompile_reason:
+                guard = read_guard(record.recompile_reason)
+                rows.append(Recompile(what, name, guard.kind, guard.expression, REMEDIES[guard.kind]))
+            elif record.fail_type:
+                failure = read_failure(record.fail_type, record.fail_reason or "")
+                rows.append(Recompile(what, name, "other", failure, REMEDIES["other"]))
         first_error = first_error or error
     return rows, first_error
-
-
-def _recompile(what: str, name: str, record: Any) -> Recompile | None:
-    if record.recompile_reason:
-        guard = read_guard(record.recompile_reason)
-        return Recompile(what, name, guard.kind, guard.expression, REMEDIES[guard.kind])
-    if record.fail_type:
-        return Recompile(what, name, "other", read_failure(record.fail_type, record.fail_reason or ""), REMEDIES["other"])
-    return None
 
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:

@@ -162,25 +162,34 @@ def start_gradients(
         at_loss, at_scale = _add_scalar(numbers, loss, function), _add_scalar(numbers, scale_in_use(scaler), function)
     missing = tuple(name for name, x in named if x.grad is None and x.requires_grad)
 
+    def moments_of(gradient: Any, at: int | None, read: list[list[float]]) -> Moments:
+        """Return the moments of all elements of a gradient, of which a sparse one stores some."""
+        if at is None:
+            return UNKNOWN
+        stored = Moments(*read[at])
+        if gradient.layout in {torch.strided, torch.jagged}:
+            return stored
+        return stored.with_zeros(elements_of(gradient) - int(stored.finite + stored.nan + stored.infinite))
+
     def build(read: list[list[float]]) -> GradientCheck:
         scale = 1.0 if at_scale is None else read[at_scale][0]
-        measured = [
-            _Measured(name, x, elements_of(x), x.dim() > 1, UNKNOWN if at is None else _of_all(Moments(*read[at]), x.grad))
-            for name, x, at in rows
-        ]
-        at = None if at_loss is None else read[at_loss][0]
-        return _checked(model, measured, at, scale, missing, function, (exploding, vanishing))
+        measured = [_Measured(name, x, elements_of(x), x.dim() > 1, moments_of(x.grad, at, read)) for name, x, at in rows]
+        stats = tuple(GradientStats(name=one.name, numel=one.numel, **one.moments.described(scale)) for one in measured)
+        check = GradientCheck(
+            model=type(model).__name__, total_norm=total_norm((x.moments for x in measured), scale) if stats else nan,
+            loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in stats),
+            has_inf=any(row.inf_count for row in stats), missing=missing, anomalies=(), remarks=(), parameters=stats,
+        )  # fmt: skip
+        weights = {one.name for one in measured if one.is_weight}
+        zero = [one.name for one in measured if one.is_weight and one.numel and one.moments.zeros == one.numel]
+        first = next((one.name for one in measured if _begins_with_zeros(one)), None) if zero else None
+        if first is not None:
+            weights.difference_update(zero)
+            text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
+            check = replace(check, remarks=(text,))
+        return replace(check, anomalies=told(function, _anomalies(check, weights, exploding, vanishing)))
 
     return numbers, build
-
-
-def _of_all(stored: Moments, gradient: Any) -> Moments:
-    """Return the moments of all elements of a gradient, which may be sparse, by those of what it stores."""
-    import torch
-
-    if gradient.layout in {torch.strided, torch.jagged}:
-        return stored
-    return stored.with_zeros(elements_of(gradient) - int(stored.finite + stored.nan + stored.infinite))
 
 
 def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
@@ -206,36 +215,6 @@ def scale_in_use(scaler: Any) -> Any:
         return seen.scale if seen.waits_for_unscale else None
     stages = [] if own is None else [state["stage"].name for state in scaler._per_optimizer_states.values()]
     return own if all(stage == "READY" for stage in stages) else None
-
-
-def _checked(
-    model: Any,
-    measured: list[_Measured],
-    loss: float | None,
-    scale: float,
-    missing: tuple[str, ...],
-    function: str,
-    limits: tuple[float, float],
-) -> GradientCheck:
-    rows = tuple(GradientStats(name=one.name, numel=one.numel, **one.moments.described(scale)) for one in measured)
-    total = total_norm((one.moments for one in measured), scale) if rows else nan
-    check = GradientCheck(
-        model=type(model).__name__, total_norm=total, loss=loss, loss_scale=scale, has_nan=any(row.nan_count for row in rows),
-        has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), remarks=(), parameters=rows,
-    )  # fmt: skip
-    weights = {one.name for one in measured if one.is_weight}
-    zero = [one.name for one in measured if one.is_weight and _is_zero(one)]
-    first = next((one.name for one in measured if _begins_with_zeros(one)), None) if zero else None
-    if first is not None:
-        weights.difference_update(zero)
-        text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
-        check = replace(check, remarks=(text,))
-    return replace(check, anomalies=told(function, _anomalies(check, weights, *limits)))
-
-
-def _is_zero(one: _Measured) -> bool:
-    """Return True if all of the gradient is exactly zero."""
-    return one.numel > 0 and one.moments.zeros == one.numel
 
 
 def _begins_with_zeros(one: _Measured) -> bool:
@@ -306,7 +285,9 @@ def watch_steps(note: Callable[[Any], None]) -> None:
             del args, kwargs
             if handles is not _handles or torch.compiler.is_compiling():  # removed, but not by torch yet
                 return
-            norm = _norm_of_step(torch, optimizer)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # a fused optimizer under a loss scaler unscales in its kernel
+            norm = norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
             if norm is not None:
                 note(norm)
 
@@ -325,12 +306,6 @@ def unwatch_steps() -> None:
             handles, _handles = _handles, []
             remove_hooks(handles)
             remove_later()
-
-
-def _norm_of_step(torch: Any, optimizer: Any) -> Any:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # a fused optimizer under a loss scaler unscales in its kernel
-    return norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
 
 
 def norm_of_model(model: Any) -> Any:

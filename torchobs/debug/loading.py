@@ -14,7 +14,7 @@ from torchobs.support.arguments import is_whole
 from torchobs.support.kept_state import random_states_kept
 from torchobs.support.model_calls import walk
 from torchobs.support.result import Result
-from torchobs.support.samplers import generators
+from torchobs.support.samplers import generators, length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -125,7 +125,7 @@ def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
         texts.append(("no_batch", "loader", "the loader gives no batch"))
     counts = summary.classes
     return LoaderCheck(
-        dataset=type(dataset).__name__, dataset_size=_length(dataset), batch_size=getattr(loader, "batch_size", None),
+        dataset=type(dataset).__name__, dataset_size=length(dataset), batch_size=getattr(loader, "batch_size", None),
         workers=getattr(loader, "num_workers", 0), batches=len(seconds), samples=summary.samples,
         first_batch=seconds[0] if seconds else nan, batch_median=median(later or seconds or [nan]),
         batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
@@ -143,34 +143,19 @@ def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
         try:
             for _ in range(batches):
-                worker = _next_worker(iterator)
+                tasks = getattr(iterator, "_task_info", {})  # each is its worker, and once it has come its data
+                next_task = tasks.get(getattr(iterator, "_rcvd_idx", None))  # torch hands batches out in order
+                worker = next_task[0] if next_task else None
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-                yield _Fetch(time.perf_counter() - begun, worker, batch, alone=_others_are_done(iterator, worker))
+                seconds = time.perf_counter() - begun
+                others = [len(task) for task in tasks.values() if task[0] != worker]
+                yield _Fetch(seconds, worker, batch, alone=min(others) > 1 if others else None)
                 begun = time.perf_counter()
         finally:
             getattr(iterator, "_shutdown_workers", int)()
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
-
-
-def _next_worker(iterator: Any) -> int | None:
-    """Return the worker whose batch comes next: torch hands them out in order."""
-    task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
-    return task[0] if task else None
-
-
-def _others_are_done(iterator: Any, worker: int | None) -> bool | None:
-    """Return whether all batches asked of the other workers have come already; None where nothing was asked of them."""
-    others = [len(task) for task in getattr(iterator, "_task_info", {}).values() if task[0] != worker]
-    return min(others) > 1 if others else None  # a task is its worker, and once it has come its data
 
 
 class _Batches:

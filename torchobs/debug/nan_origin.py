@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ from torchobs.debug.tensors import require_module, wide
 from torchobs.probes.gradients.parameter_names import clean
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.forward import MASKABLE, RESHAPING
-from torchobs.probes.nonfinite.locate import Place, is_users, memory_of
+from torchobs.probes.nonfinite.locate import Place, memory_of
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, OriginKind, attributes_of
 from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
 from torchobs.runtime.session import current
@@ -32,7 +31,6 @@ from torchobs.support.model_calls import call, is_sequence, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     from torch import nn
 
@@ -53,8 +51,6 @@ class CallSites(TorchFunctionMode):
     """Notes each call of a torch function, with the module that is running and the line of the user's code."""
 
     def __init__(self, model: nn.Module) -> None:
-        import torch
-
         super().__init__()
         self._sites: list[CallSite] = []
         self._running: list[tuple[str, str]] = []
@@ -90,13 +86,11 @@ class CallSites(TorchFunctionMode):
         self._running.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        import torch
-
         number = torch._C._autograd._get_sequence_nr
         first = number()
         result = function(*args, **(kwargs or {}))
         if number() > first:
-            self._sites.append(CallSite(first, number(), *self.running, _user_line()))
+            self._sites.append(CallSite(first, number(), *self.running, user_line()))
         return result
 
 
@@ -106,13 +100,6 @@ def placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> Nonfin
     if site is None or origin.kind == "parameter":
         return origin
     return replace(origin, module=site.module, module_class=site.kind, line=site.line)
-
-
-def _user_line() -> str:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_users(frame.f_code):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 CONSTANT = "an operand is a constant that is not finite"
@@ -183,7 +170,7 @@ class ValueFlow(TorchDispatchMode):
         for x in {id(x): x for x in [*results, *(x for _, x in written)]}.values():
             if name in UNWRITTEN or _condition(x) is not Condition.FINITE:
                 self._note(name, x, func, (args, kwargs), overwritten)
-            elif not written and not _is_view(func):  # memory that was freed may be used again
+            elif not written and not getattr(func, "is_view", False):  # memory that was freed may be used again
                 self._sources.pop(memory_of(x), None)
         return result
 
@@ -269,10 +256,6 @@ def _name(func: Any) -> str:
     return str(getattr(packet, "__name__", packet)).strip("_")
 
 
-def _is_view(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False))
-
-
 def _condition(x: Any) -> Condition:
     """Return what a tensor holds; integers are finite."""
     return condition(x) if x.is_floating_point() or x.is_complex() else Condition.FINITE
@@ -305,8 +288,6 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
         TypeError: ``model`` is no ``torch.nn.Module``.
         ValueError: nothing in the model or the batch takes a gradient, the loss is not one number, or it is on the device meta.
     """
-    import torch
-
     require_module(model, "trace_nan")
     for name in _WRAPPED:
         inner = dict(model.named_children()).get(name)
@@ -344,8 +325,6 @@ def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | N
 
 def _summed(output: Any) -> torch.Tensor:
     """Return the output's own loss, or the sum of its floating-point and complex elements, wherever they are nested."""
-    import torch
-
     if isinstance(getattr(output, "loss", None), torch.Tensor):
         own: torch.Tensor = output.loss
         return own
@@ -358,15 +337,15 @@ def _summed(output: Any) -> torch.Tensor:
 
 
 def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueFlow, batch: Any) -> NonfiniteOrigin | None:
-    import torch
-
     tracer = GraphTracer([loss], [], None, [model], variables=[{"batch": batch}])
     found: list[tuple[GraphNode, NonfiniteOrigin]] = []
     leaves = [node.parameter for node in tracer.nodes if node.parameter is not None and node.parameter.requires_grad]
     if condition(loss) is not Condition.FINITE:
         source = flow.source_of(loss)
         origin = _by_graph(tracer, sites) if source is None else _by_values(source, tracer, sites)
-        if leaves and is_shared() and _is_sharded(model):
+        # ranks call collectives in a backward pass of the model itself: FSDP of either kind
+        sharded = ("set_requires_gradient_sync", "_fsdp_wrapped_module")
+        if leaves and is_shared() and any(hasattr(x, name) for x in model.modules() for name in sharded):
             _go_along(loss, leaves)
         return origin
     breaker = CircuitBreaker("trace_nan")
@@ -381,15 +360,8 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueF
     return placed(found[0][1], found[0][0], sites) if covered is None else _by_values(covered, tracer, sites)
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """Return True if ranks call collectives in a backward pass of the model itself: FSDP of either kind."""
-    return any(hasattr(x, "set_requires_gradient_sync") or hasattr(x, "_fsdp_wrapped_module") for x in model.modules())
-
-
 def _go_along(loss: torch.Tensor, leaves: list[torch.Tensor]) -> None:
     """Go backward from a loss that is not finite: ranks whose loss is finite do, and wait for this one there."""
-    import torch
-
     breaker = CircuitBreaker("trace_nan")
     try:
         torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -417,8 +389,6 @@ def _by_graph(tracer: GraphTracer, sites: CallSites) -> NonfiniteOrigin | None:
 
 def _by_values(source: Source, tracer: GraphTracer, sites: CallSites) -> NonfiniteOrigin | None:
     """Return the origin that was seen while the forward pass ran."""
-    import torch
-
     given, place = source.given, source.place
     if given is not None:
         is_parameter = isinstance(given, torch.nn.Parameter)

@@ -62,17 +62,13 @@ def read() -> Reading:
     """Read the process's resident memory, and what torch's CUDA allocator has given to tensors on all devices."""
     device, device_peak = _devices()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Reading(_process().memory_info().rss, peak, device, device_peak)
+    return Reading(_process(os.getpid()).memory_info().rss, peak, device, device_peak)
 
 
 @functools.lru_cache(maxsize=1)
-def _process_of(pid: int) -> psutil.Process:
-    return psutil.Process(pid)
-
-
-def _process() -> psutil.Process:
+def _process(pid: int) -> psutil.Process:
     """Return this process, which a fork makes another one. Making the object takes longer than reading by it."""
-    return _process_of(os.getpid())
+    return psutil.Process(pid)
 
 
 def _devices() -> tuple[int | None, int]:
@@ -146,24 +142,14 @@ def _torch_raises() -> Iterator[None]:
         _count += 1
         if _count == 1:
             _raising.append((torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()))
-            _set(torch, enabled=True, check_nan=True)
+            torch.autograd.set_detect_anomaly(mode=True, check_nan=True)  # as a function it does not warn
     try:
         yield
     finally:
         with _lock:
             _count -= 1
             if _count == 0:
-                enabled, check_nan = _raising.pop()
-                _set(torch, enabled=enabled, check_nan=check_nan)
-
-
-def _set(torch: Any, *, enabled: bool, check_nan: bool) -> None:
-    torch.autograd.set_detect_anomaly(enabled, check_nan)  # as a function it does not warn
-
-
-def raised_by_torch(error: BaseException) -> bool:
-    """Return True if torch's anomaly mode raised it."""
-    return isinstance(error, RuntimeError) and "returned nan values in its" in str(error)
+                torch.autograd.set_detect_anomaly(*_raising.pop())
 
 
 Anomaly = Literal["off", "warn", "raise"]
@@ -291,7 +277,7 @@ class _Measurement:
         undo.close()
         if error is not None:
             fill(opened.info, error=type(error).__name__)
-            if raised_by_torch(error):
+            if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
                 opened.note(str(error).splitlines()[0])
         _finish(opened, elapsed, before, self._model)
 
@@ -412,8 +398,8 @@ def performance(
     """
     is_named, is_counted = is_text(operation) and bool(operation), samples is None or (is_whole(samples) and samples >= 1)
     if not (is_named and is_counted and is_number(slow_s) and slow_s > 0):
-        found = f"{operation!r}, {slow_s!r}, {samples!r}"
-        raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {found}")
+        given = f"{operation!r}, {slow_s!r}, {samples!r}"
+        raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {given}")
     measured, before = Performance(operation, slow_s, samples), read()
     if synchronize:
         wait_for_devices()
@@ -431,13 +417,8 @@ def performance(
             time_per_sample=elapsed / samples if samples else None,
             throughput=samples / elapsed if samples and elapsed else None,
         )  # fmt: skip
-        _tell(measured, before)
-
-
-def _tell(measured: Performance, before: Reading) -> None:
-    host, device = use(before, read())
-    elapsed, texts = measured.time or 0.0, tuple[str, ...]()
-    if measured.slow:
-        texts = (f"{measured.operation} took {elapsed:.3g} s, more than {measured.slow_s:g} s",)
-        found("slow_operation", texts[0], function="performance", name=measured.operation, seconds=elapsed)
-    history.add_operation(measured.operation, elapsed, host.peak, device.peak if device is not None else 0, texts)
+        (host, device), texts = use(before, read()), tuple[str, ...]()
+        if measured.slow:
+            texts = (f"{operation} took {elapsed:.3g} s, more than {slow_s:g} s",)
+            found("slow_operation", texts[0], function="performance", name=operation, seconds=elapsed)
+        history.add_operation(operation, elapsed, host.peak, device.peak if device is not None else 0, texts)

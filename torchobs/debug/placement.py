@@ -98,28 +98,31 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     inputs = [pair for pair, _ in zip(walk(batch, "input"), range(MOST_TENSORS), strict=False)]
     home = _home([x for _, x in parameters] or [x for _, x in buffers] or [x for _, x in inputs])
-    spread = bool(getattr(model, "hf_device_map", None)) or _by_stage(model)
+    # a pipeline by hand has each child on one device of its own; a lone tensor elsewhere is a mistake
+    stages = [stage for child in model.children() if (stage := {str(x.device) for x in child.parameters()})]
+    is_staged = all(len(stage) == 1 for stage in stages) and len(set().union(*stages)) > 1
+    spread = bool(getattr(model, "hf_device_map", None)) or (is_staged and not {"cpu", "meta"} & set().union(*stages))
     misplaced = [*_elsewhere("input", inputs, home)]
     if not spread:
         misplaced = [*_elsewhere("parameter", parameters, home), *_elsewhere("buffer", buffers, home), *misplaced]
     misplaced += [*_gradients(parameters), *_states(optimizer, {id(x): name for name, x in parameters})]
     copies, error = ((), None) if batch is None else _watched(model, batch)
     rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
-    anomalies = [(f"misplaced_{row.kind.replace(' ', '_')}", row.name, _misplaced_text(row)) for row in misplaced]
-    anomalies += [("silent_copy", row.operator, _copy_text(row)) for row in copies]
+    anomalies = [
+        (
+            f"misplaced_{row.kind.replace(' ', '_')}",
+            row.name,
+            f"{row.kind} {row.name} is on {row.device}, not on {row.expected}",
+        )
+        for row in misplaced
+    ]
+    for row in copies:
+        text = f"{row.operator} copies {row.size} bytes from {row.source} to {row.target} in {row.count} calls"
+        text += ", and the host waits for it" * row.waits + (f" at {row.location}" if row.location else "")
+        anomalies.append(("silent_copy", row.operator, text))
     anomalies += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
     texts = told("devices", anomalies)
     return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, texts)
-
-
-def _misplaced_text(row: Misplaced) -> str:
-    return f"{row.kind} {row.name} is on {row.device}, not on {row.expected}"
-
-
-def _copy_text(row: SilentCopy) -> str:
-    waits = ", and the host waits for it" if row.waits else ""
-    where = f" at {row.location}" if row.location else ""
-    return f"{row.operator} copies {row.size} bytes from {row.source} to {row.target} in {row.count} calls{waits}{where}"
 
 
 def _home(tensors: list[Any]) -> str:
@@ -127,14 +130,6 @@ def _home(tensors: list[Any]) -> str:
     for x in tensors:
         sizes[str(x.device)] += bytes_of(x) + 1
     return sizes.most_common(1)[0][0] if sizes else "cpu"
-
-
-def _by_stage(model: Any) -> bool:
-    """Return True if each child is on one device of its own: a pipeline by hand. A lone tensor elsewhere is a mistake."""
-    stages = [{str(x.device) for x in child.parameters()} for child in model.children()]
-    stages = [stage for stage in stages if stage]
-    used = set[str]().union(*stages) if stages else set()
-    return len(used) > 1 and "cpu" not in used and "meta" not in used and all(len(stage) == 1 for stage in stages)
 
 
 def _elsewhere(kind: str, named: Iterable[tuple[str, Any]], home: str) -> list[Misplaced]:

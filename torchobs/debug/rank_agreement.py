@@ -97,12 +97,14 @@ def _side(model: Any) -> _Side:
     tensors = [(("parameter", name), x) for name, x in replicated]
     tensors += [(("gradient", name), x.grad) for name, x in replicated if x.grad is not None]
     tensors += [(("buffer", name), x) for name, x in model.named_buffers()]
-    whole = [(key, x) for key, x in tensors if not hasattr(x, "placements") and _is_plain(x)]
+    plain = ((key, x) for key, x in tensors if x.layout is torch.strided and not x.is_nested and x.device.type != "meta")
+    whole = [(key, x) for key, x in plain if not hasattr(x, "placements")]
     whole = [(key, x.dequantize() if x.is_quantized else x) for key, x in whole]  # a view of its bits ends the process
     with torch.no_grad():
         sums: dict[Any, list[Any]] = {}
         for key, x in whole:
-            sums.setdefault(x.device, []).append((key, _checksum(torch, x), _norm(torch, x)))
+            magnitudes = (x.detach().abs() if x.is_complex() else x.detach()).to(torch.float32).reshape(-1)
+            sums.setdefault(x.device, []).append((key, _checksum(torch, x), torch.linalg.vector_norm(magnitudes)))
     prints = {}
     for rows in sums.values():
         checksums = torch.stack([checksum for _, checksum, _ in rows]).tolist()
@@ -119,12 +121,6 @@ def _is_part(parameter: Any) -> bool:
     return hasattr(parameter, "placements") or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def _is_plain(x: Any) -> bool:
-    import torch
-
-    return x.layout is torch.strided and not x.is_nested and x.device.type != "meta"
-
-
 def _checksum(torch: Any, x: Any) -> Any:
     """Return a checksum of the bits, on the tensor's device: equal tensors have equal ones, others almost never."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,11 +131,6 @@ def _checksum(torch: Any, x: Any) -> Any:
         weights = torch.arange(1, chunk.numel() + 1, device=x.device) % _PERIOD + 1
         total = total * 31 + (chunk.to(torch.int64) * weights).sum()  # wraps, the same way everywhere
     return total
-
-
-def _norm(torch: Any, x: Any) -> Any:
-    dense = x.detach().abs() if x.is_complex() else x.detach()
-    return torch.linalg.vector_norm(dense.to(torch.float32).reshape(-1))
 
 
 def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> RankAgreement:
@@ -154,16 +145,14 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
             norms = tuple(float("nan") if one is None else one.norm for one in prints)
             rows.append(Disagreement(*key, ranks, norms))
     texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
-    wrong = [row for row in rows if row.kind != "buffer" or not broadcast]
-    texts += [(f"rank_{row.kind}", row.name, _text(row)) for row in wrong]
+    for row in rows:
+        if row.kind != "buffer" or not broadcast:
+            by_rank = ", ".join(f"{norm:.6g}" for norm in row.norms[:8])
+            text = f"{row.kind} {row.name} of rank {_listed(row.ranks)} differs (norms by rank: {by_rank})"
+            texts.append((f"rank_{row.kind}", row.name, text))
     agree = not structure and all(row.kind == "buffer" for row in rows)
     sharded = max(side.sharded for side in sides)
     return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), sharded, told("ddp", texts))
-
-
-def _text(row: Disagreement) -> str:
-    norms = ", ".join(f"{norm:.6g}" for norm in row.norms[:8])
-    return f"{row.kind} {row.name} of rank {_listed(row.ranks)} differs (norms by rank: {norms})"
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The samplers of a loader, and the generators that they and the loader draw from instead of the global one."""
+"""A loader's length, its samplers, and the generators that they and the loader draw from instead of the global one."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def generators(loader: Any) -> list[torch.Generator]:
 
     owned = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
     return list({id(one): one for one in owned if isinstance(one, torch.Generator)}.values())
+
+
+def length(loader: Any) -> int | None:
+    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

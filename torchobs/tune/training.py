@@ -18,7 +18,7 @@ from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.collectives import gradient_sync
 from torchobs.support.import_hooks import imported
 from torchobs.support.model_calls import call, rebuilt
-from torchobs.support.samplers import samplers
+from torchobs.support.samplers import length, samplers
 from torchobs.tune import checkpoint_file
 from torchobs.tune.choices import amp_dtype, outermost, repeated_blocks
 from torchobs.tune.difference import described, pair_of
@@ -112,21 +112,6 @@ class Schedule:
 
     def _warmup(self, step: int) -> float:
         return min(1.0, (step + 1) / (self.warmup_steps + 1))
-
-
-def length(loader: Any) -> int | None:
-    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers that shuffle by the number of the epoch, as a ``DistributedSampler`` does."""
-    for sampler in samplers(loader):
-        if callable(told := getattr(sampler, "set_epoch", None)):
-            told(epoch)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -476,7 +461,9 @@ class Pipeline:
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         """Return the epoch's batches without as many as are done: the very same ones if the loader keeps its order."""
-        set_epoch(loader, self.epoch)
+        for sampler in samplers(loader):
+            if callable(shuffle := getattr(sampler, "set_epoch", None)):  # by the number of the epoch: a DistributedSampler
+                shuffle(self.epoch)
         if not self._batches_done:
             self._loss_sum = torch.zeros((), device=self.device)
         batches: Iterator[Any] = iter(loader)
