@@ -17,8 +17,7 @@ from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
-from torchobs.exporter import access as unix_socket_path
-from torchobs.exporter import unix_socket
+from torchobs.exporter import access, unix_socket
 from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.files.location import find_existing
 
@@ -189,7 +188,7 @@ def socket_of(options: argparse.Namespace) -> Path:
     directory = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR"))
     if directory is None:
         raise CommandError("no training of this user has run here yet; --dir names another flight directory")
-    return Path(directory) / unix_socket_path.NAME
+    return Path(directory) / access.SOCKET_NAME
 
 
 def post(path: Path, what: str, content: object, rank: str | None) -> Any:
