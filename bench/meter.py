@@ -23,7 +23,7 @@ from torch.utils.data import dataloader
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.gradients import GradientProbe
-from torchobs.probes.gradients.updates import UpdateWatch
+from torchobs.probes.gradients.layers import UpdateWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

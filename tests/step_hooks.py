@@ -16,7 +16,7 @@ from torchobs.probes.core.hooks import Hooks
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.data import fetches
-from torchobs.probes.optimizer.hyperparameters import RateSource
+from torchobs.probes.optimizer.optimizer import RateSource
 from torchobs.probes.step import backward, loss, steps
 from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.support.error_guard import CircuitBreaker

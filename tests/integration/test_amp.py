@@ -19,8 +19,7 @@ from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.flight.reader import reader
-from torchobs.probes.precision.loss_scale import LossScales
-from torchobs.probes.precision.overflows import Overflows
+from torchobs.probes.precision.amp import LossScales, Overflows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

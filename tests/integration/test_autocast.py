@@ -13,7 +13,7 @@ from torch.amp import GradScaler, autocast_mode, grad_scaler
 
 import torchobs
 from tests.training import Recording, loss_of, mlp
-from torchobs.probes.precision import autocast
+from torchobs.probes.precision import amp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ def test_bfloat16_without_a_scaler_says_so(run: Recording) -> None:
     """The data type is there, a scale is not, and nobody is warned."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(autocast.UNSCALED_STEPS + 1):
+    for _ in range(amp.UNSCALED_STEPS + 1):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def test_float16_training_without_a_scaler_is_told_once(run: Recording, caplog: 
     """Its small gradients become zero, which no metric would show."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(autocast.UNSCALED_STEPS + 1):
+    for _ in range(amp.UNSCALED_STEPS + 1):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             loss = loss_of(model)
@@ -66,7 +66,7 @@ def test_a_scaler_that_went_with_its_function_was_there(run: Recording) -> None:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for _ in range(autocast.UNSCALED_STEPS + 1):
+        for _ in range(amp.UNSCALED_STEPS + 1):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = loss_of(model)
@@ -84,7 +84,7 @@ def test_float16_evaluation_is_no_training_without_a_scaler(run: Recording) -> N
     """Under no_grad there is nothing to scale."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(autocast.UNSCALED_STEPS + 1):
+    for _ in range(amp.UNSCALED_STEPS + 1):
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
             loss_of(model)
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def test_autocast_costs_nothing_but_now_and_then(run: Recording) -> None:
     """The wrapper goes when it has seen one, or 64 that were disabled; a later look sees what is in use by then."""
     plain = vars(autocast_mode.autocast)["__enter__"].__wrapped__
     run.look()
-    for index in range(autocast.MAX_ENTRIES):
+    for index in range(amp.MAX_ENTRIES):
         assert vars(autocast_mode.autocast)["__enter__"] is not plain, index
         with torch.autocast("cpu", enabled=False):
             pass
@@ -115,14 +115,14 @@ def test_autocast_dtypes_are_capped(run: Recording) -> None:
     """A label is never open-ended, whatever a plug-in device calls itself."""
     context = run.session.context
     assert context is not None
-    watch = autocast.AutocastWatch()
+    watch = amp.AutocastWatch()
     watch.install(context, context.breaker("amp"))
     try:
-        watch._seen = {autocast._Seen(f"device{index}", "bfloat16", training=False) for index in range(20)}
+        watch._seen = {amp._Seen(f"device{index}", "bfloat16", training=False) for index in range(20)}
         watch.observe(scaled=False)
     finally:
         watch.remove()
-    assert len(autocasts(run.look())) == autocast.MAX_SHOWN
+    assert len(autocasts(run.look())) == amp.MAX_SHOWN
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "as a decorator", "an object of its own"])

@@ -23,11 +23,9 @@ from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
-from torchobs.probes.gradients.measurement import Clipping
-from torchobs.probes.gradients.norms import is_l2
+from torchobs.probes.gradients.norms import Clipping, is_l2
 from torchobs.probes.precision import amp
-from torchobs.probes.precision.amp import AmpProbe
-from torchobs.probes.precision.loss_scale import LossScaling
+from torchobs.probes.precision.amp import AmpProbe, LossScaling
 from torchobs.probes.step import backward, steps
 from torchobs.probes.step.loss import LossProbe
 from torchobs.runtime.profiler import Profiles

@@ -13,7 +13,7 @@ import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.optimizer import hyperparameters as probe
+from torchobs.probes.optimizer import optimizer as probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,7 @@ import torch
 
 import torchobs
 from tests.training import Recording, loss_of, mlp
-from torchobs.probes.optimizer.resumed import counted_steps
+from torchobs.probes.optimizer.optimizer import counted_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
-from torchobs.probes.gradients.no_gradients import APART
+from torchobs.probes.gradients.stuck_layers import APART
 
 if TYPE_CHECKING:
     from pathlib import Path

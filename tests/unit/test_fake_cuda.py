@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.slow_device import SlowDevice
 from torchobs.probes.core.pinned_buffers import Cuda
 from torchobs.probes.gradients.devices import Devices
-from torchobs.probes.gradients.measurement import Measurement, from_norms, measure
-from torchobs.probes.gradients.norms import count_on_device, device_norms, host_norms, largest
+from torchobs.probes.gradients.norms import Measurement, count_on_device, device_norms, from_norms, host_norms, largest, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

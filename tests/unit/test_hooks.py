@@ -14,7 +14,7 @@ from tests.training import recording
 from torchobs.config import settings
 from torchobs.probes import factories
 from torchobs.probes.core.hooks import HookList, Hooks
-from torchobs.probes.precision.loss_scale import LossScaling
+from torchobs.probes.precision.amp import LossScaling
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:

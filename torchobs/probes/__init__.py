@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchobs.probes.activations.probe import ActivationProbe
+from torchobs.probes.activations.activations import ActivationProbe
 from torchobs.probes.compile.compile import CompileProbe
 from torchobs.probes.data.epochs import EpochCount, EpochProbe
 from torchobs.probes.data.fetches import DataProbe
@@ -25,8 +25,7 @@ from torchobs.probes.memory.device_memory import DeviceMemoryProbe
 from torchobs.probes.memory.leak import LeakProbe, Suspicion
 from torchobs.probes.memory.process_memory import MemoryProbe
 from torchobs.probes.nonfinite.probe import NonfiniteProbe
-from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, RateSource
-from torchobs.probes.optimizer.resumed import ResumeProbe
+from torchobs.probes.optimizer.optimizer import OptimizerProbe, RateSource, ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
 from torchobs.probes.step.device_times import DeviceTimeProbe
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.probes.core.context import Probe
-    from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.probes.precision.amp import LossScaling
 
     ProbeFactories = dict[str, Callable[[], Probe]]
 

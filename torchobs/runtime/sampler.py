@@ -17,7 +17,7 @@ from torchobs import catalog
 from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.flight.files.create import survive_limits
 from torchobs.flight.files.location import remedy
-from torchobs.probes.gradients.grown_layers import GrownLayers
+from torchobs.probes.gradients.layers import GrownLayers
 from torchobs.runtime.stall_watch import live_phase
 from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child

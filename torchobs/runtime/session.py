@@ -34,7 +34,7 @@ from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
 from torchobs.probes.lifecycle.exits import Ending, ExitProbe
-from torchobs.probes.precision.loss_scale import LossScaling
+from torchobs.probes.precision.amp import LossScaling
 from torchobs.runtime import empty_run, spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.history import GaugeHistory

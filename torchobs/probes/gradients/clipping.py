@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.core.patch import Patch, once
-from torchobs.probes.gradients.measurement import Clipping, from_norms
-from torchobs.probes.gradients.norms import completed_total, is_l2
+from torchobs.probes.gradients.norms import Clipping, completed_total, from_norms, is_l2
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
     from torchobs.probes.gradients.devices import Devices
-    from torchobs.probes.gradients.measurement import Measurement
-    from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.probes.gradients.norms import Measurement
+    from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
     Measure = Callable[[list[Any]], Measurement | None]

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_recorder import StepRecorder
     from torchobs.probes.nonfinite.graph import GraphNode
-    from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
 _log = logging.getLogger("torchobs")

@@ -1,5 +1,15 @@
 """Automatic mixed precision: skipped steps, the loss scale, and the data type that autocast uses.
 
+The sampler thread reads a scale on the CPU directly. One on a device is copied asynchronously after an ``update()``, at most
+ten times a second: ``get_scale()`` would synchronize.
+
+For most optimizers the loss scaler itself waits for the result and then calls them or not. A fused optimizer is always called
+and reads ``found_inf`` on its device: the flag is copied without synchronizing, and the step marked when the copy arrives.
+
+Autocast is thread-local and ends with the forward pass, so neither the sampler thread nor our hooks can see it. Its
+``__enter__`` is wrapped until it was entered once enabled, or 64 times disabled, and again ten seconds later. Dynamo does not
+trace ``__enter__`` but calls it when it compiles a region with autocast inside, so that is seen too.
+
 A step that the scaler skips is recorded as a skipped step. A non-fused skip does not call the optimizer, so no hook fires; a
 fused optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level on ``torch.amp.GradScaler``,
 from which the subclasses for CUDA and the CPU inherit, and on each subclass that overrides a patched method (such as
@@ -9,14 +19,16 @@ from which the subclasses for CUDA and the CPU inherit, and on each subclass tha
 from __future__ import annotations
 
 import functools
+from collections import deque
+from math import inf, isfinite, nan
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs import catalog
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.hook_removal import remove_hooks
+from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.precision.autocast import AutocastWatch
-from torchobs.probes.precision.loss_scale import LossScales
-from torchobs.probes.precision.overflows import Overflows
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.living_objects import subclasses
@@ -28,7 +40,281 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.support.error_guard import CircuitBreaker
+
+
+COLLAPSED = 1.0
+"""Below this a scale shrinks gradients; the documentation of ``GradScaler.update`` calls that "something is likely wrong"."""
+
+
+class LossScaling:
+    """What loss scalers are doing. Written by the AMP probe; read by clipping and by manual steps, in the training thread."""
+
+    __slots__ = ("losses", "scale", "waits_for_unscale")
+
+    def __init__(self) -> None:
+        self.losses = 0
+        """Number of losses that were scaled"""
+        self.scale: Any = None
+        """The scale that was last used, a tensor"""
+        self.waits_for_unscale = False
+        """Whether a loss was scaled since gradients were last unscaled"""
+
+
+class _Scaler:
+    """State of one scaler. ``due``: copy its values at the next update."""
+
+    __slots__ = ("collapsed", "due", "index", "scale", "shown", "tracker")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.due, self.collapsed = True, False
+        self.scale = self.tracker = nan
+        self.shown = (nan, nan)
+
+    def take_scale(self, value: float) -> None:
+        self.scale = value
+
+    def take_tracker(self, value: float) -> None:
+        self.tracker = value
+
+
+class LossScales:
+    """Publishes the scales for the AMP probe."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self.seen = False
+        """True once an enabled scaler was used; the scaler itself may be gone by now."""
+        self._scalers = ObjectIndex(len(catalog.SCALER.values), _Scaler)
+
+    def updated(self, scaler: Any) -> None:
+        """Note that an enabled scaler was updated; copy its values if they are due."""
+        self.seen = True
+        state = self._scalers.of(scaler)
+        if state is None or not state.due:
+            return
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        if scale is None or tracker is None or scale.is_cpu:
+            return
+        state.due = False
+        self._context.device.take(scale, state.take_scale)
+        self._context.device.take(tracker, state.take_tracker)
+
+    def sample(self) -> None:
+        """Publish the scales. For the sampler thread."""
+        for scaler, state in self._scalers.living():
+            scale, tracker = scaler._scale, scaler._growth_tracker
+            if scale is not None and tracker is not None and scale.is_cpu:
+                state.scale, state.tracker = scale.item(), float(tracker.item())
+            state.due = True
+            if (state.scale, state.tracker) != state.shown:
+                self._show(state)
+
+    def _show(self, state: _Scaler) -> None:
+        state.shown = (state.scale, state.tracker)
+        for metric, value in ((catalog.AMP_SCALE, state.scale), (catalog.AMP_GROWTH_TRACKER, state.tracker)):
+            self._context.set_gauge(metric, value, {"scaler": str(state.index)})
+        collapsed = (state.scale if isfinite(state.scale) else inf) < COLLAPSED
+        if collapsed and not state.collapsed:
+            self._report_collapse(state)
+        state.collapsed = collapsed
+
+    def _report_collapse(self, state: _Scaler) -> None:
+        context = self._context
+        attributes = {"scaler": str(state.index), "scale": state.scale}
+        context.event(catalog.EVENT_AMP_SCALE_COLLAPSED, attributes)
+        # a scaler that skips does not call the optimizer, before which gradients are looked at: where are they made?
+        context.hooks.nonfinite_arrived.notify()
+        finds = "the gradients are not finite at any scale, and steps are skipped"
+        context.warn_limited(
+            "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
+        )
+
+
+class _Optimizer:
+    """State of one optimizer under a loss scaler."""
+
+    __slots__ = ("index", "overflows", "shown", "streak")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.overflows = self.shown = self.streak = 0
+
+    def note(self, *, overflow: bool) -> None:
+        self.overflows += overflow
+        self.streak = self.streak + 1 if overflow else 0
+
+
+class _PendingFlag:
+    """``found_inf`` of a fused optimizer, while it is copied from a device."""
+
+    __slots__ = ("arrived", "marked", "optimizer", "step")
+
+    def __init__(self, step: int, optimizer: _Optimizer | None, *, marked: bool) -> None:
+        self.step, self.optimizer = step, optimizer
+        self.marked = marked
+        """True if another optimizer already marked the step as skipped"""
+        self.arrived: list[float] = []
+
+
+class Overflows:
+    """Counts overflows for the AMP probe and marks skipped steps."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._optimizers = ObjectIndex(len(catalog.OPTIMIZER.values), self._make)
+        self._pending: deque[_PendingFlag] = deque()
+        self._late_step = 0
+        self._shown_streak: int | None = None
+        """``None`` before the first optimizer"""
+
+    def _make(self, index: int) -> _Optimizer:
+        """Return a new optimizer's state. Its counter exists, at 0, before anything is counted."""
+        if self._shown_streak is None:
+            self._shown_streak = 0
+            self._context.set_gauge(catalog.AMP_SKIP_STREAK, 0.0)
+        self._context.count(catalog.AMP_OVERFLOWS, 0, {"optimizer": str(index)})
+        return _Optimizer(index)
+
+    def stepped(self, optimizer: object) -> None:
+        """Note that the optimizer found all gradients finite."""
+        state = self._optimizers.of(optimizer)
+        if state is not None:
+            state.streak = 0
+
+    def skipped(self, optimizer: object) -> None:
+        """Note that the optimizer did not step; mark the step in progress."""
+        recorder = self._context.recorder
+        recorder.flag(StepFlag.SKIPPED)
+        for other in self._pending:
+            other.marked = other.marked or other.step == recorder.step + 1
+        state = self._optimizers.of(optimizer)
+        if state is not None:
+            state.note(overflow=True)
+
+    def fused(self, optimizer: object, found_inf: Any) -> None:
+        """Note a fused step with ``found_inf`` (one element, nonzero for an overflow) on the CPU or on a device."""
+        if found_inf.device.type == "cpu":
+            note = self.skipped if found_inf.item() else self.stepped
+            note(optimizer)
+            return
+        recorder = self._context.recorder
+        marked = bool(recorder.values.flags & StepFlag.SKIPPED)
+        pending = _PendingFlag(recorder.step + 1, self._optimizers.of(optimizer), marked=marked)
+        if self._context.device.take(found_inf, pending.arrived.append):
+            self._pending.append(pending)
+
+    def sample(self) -> None:
+        """Mark ended steps that fused optimizers have skipped; publish the counts. For the sampler thread."""
+        waiting, recorder = self._pending, self._context.recorder
+        while waiting and waiting[0].arrived and waiting[0].step <= recorder.step:
+            done = waiting.popleft()
+            overflow = done.arrived[0] > 0.0
+            if done.optimizer is not None:
+                done.optimizer.note(overflow=overflow)
+            if overflow and not done.marked and done.step != self._late_step:
+                self._late_step = done.step  # once, even if several of its optimizers overflowed
+                recorder.late(done.step, StepFlag.SKIPPED, 0.0, 0.0)
+        self._show()
+
+    def _show(self) -> None:
+        states = [state for _, state in self._optimizers.living()]
+        for state in states:
+            fresh = state.overflows - state.shown
+            if fresh and self._context.count(catalog.AMP_OVERFLOWS, fresh, {"optimizer": str(state.index)}):
+                state.shown += fresh
+        streak = max((state.streak for state in states), default=0)
+        if streak != (self._shown_streak or 0) and self._context.set_gauge(catalog.AMP_SKIP_STREAK, streak):
+            self._shown_streak = streak
+
+
+MAX_ENTRIES = 64
+MAX_SHOWN = 8
+UNSCALED_STEPS = 100
+"""Steps after which a float16 run would have used its loss scaler"""
+
+
+class _Seen(NamedTuple):
+    device: str
+    dtype: str
+    training: bool
+
+
+class AutocastWatch:
+    """Part of the AMP probe, which installs and removes it."""
+
+    def __init__(self) -> None:
+        self._patch: Patch | None = None
+        self._entries_left = 0
+        self._seen: set[_Seen] = set()
+        self._shown: set[tuple[str, str]] = set()
+        self._reported = self._removed = False
+
+    def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        """Wrap autocast. Raises ``AttributeError`` where torch has no such class."""
+        import torch
+        from torch.amp import autocast_mode
+
+        self._context, self._owner, self._is_grad_enabled = context, autocast_mode.autocast, torch.is_grad_enabled
+        self._note_safely = breaker.guard(self._note)
+        self._wrap()
+
+    def remove(self) -> None:
+        """Restore autocast for good; the rank's last round calls :meth:`observe` once more."""
+        self._removed = True
+        if self._patch is not None:
+            self._patch.undo()
+
+    def _wrap(self) -> None:
+        if self._patch is not None or self._removed:
+            return
+        self._entries_left = MAX_ENTRIES
+        self._patch = Patch(self._owner, "__enter__", self._watched_enter)
+
+    def _watched_enter(self, original: Any) -> Any:
+        note = self._note_safely
+
+        @functools.wraps(original)
+        def enter(context: Any) -> Any:
+            entered = original(context)
+            note(context)
+            return entered
+
+        return enter
+
+    def _note(self, context: Any) -> None:
+        self._entries_left -= 1
+        if context._enabled:
+            dtype = str(context.fast_dtype).removeprefix("torch.")
+            self._seen.add(_Seen(context.device, dtype, self._is_grad_enabled()))
+            if self._is_grad_enabled():
+                self._context.training.autocast[context.device] = dtype
+        if (context._enabled or self._entries_left <= 0) and self._patch is not None:
+            self._patch.undo()
+            self._patch = None  # only now, since the sampler thread may wrap it again
+
+    def observe(self, *, scaled: bool) -> None:
+        """Publish the data types seen and wrap autocast again. ``scaled``: a loss scaler was used. For the sampler thread."""
+        for seen in sorted(self._seen.copy()):
+            self._show(seen.device, seen.dtype)
+        in_float16 = any(seen.training and seen.dtype == "float16" for seen in self._seen.copy())
+        if in_float16 and not scaled and not self._reported and self._context.recorder.step >= UNSCALED_STEPS:
+            self._report_unscaled()
+        self._wrap()
+
+    def _show(self, device: str, dtype: str) -> None:
+        if (device, dtype) in self._shown or len(self._shown) >= MAX_SHOWN:
+            return
+        self._shown.add((device, dtype))
+        self._context.set_gauge(catalog.AMP_AUTOCAST, 1.0, {"device_type": device, "dtype": dtype})
+
+    def _report_unscaled(self) -> None:
+        self._reported = True
+        context = self._context
+        context.event(catalog.EVENT_AMP_UNSCALED, {"steps": context.recorder.step})
+        context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")
+
 
 SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 

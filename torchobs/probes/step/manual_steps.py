@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_recorder import StepRecorder
-    from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.probes.precision.amp import LossScaling
 
 _SAMPLED = 64
 """Elements of a parameter that are compared"""

@@ -26,7 +26,7 @@ from torchobs.probes.core.boundaries import (
 )
 from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.model_tracker import ModelChanges
-from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, number_of
+from torchobs.probes.optimizer.optimizer import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.optimizer.hyperparameters import RateSource
-    from torchobs.probes.precision.loss_scale import LossScaling
+    from torchobs.probes.optimizer.optimizer import RateSource
+    from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
     Hook = Callable[..., Any]

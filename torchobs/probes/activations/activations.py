@@ -12,31 +12,54 @@ nor interrupted, and its modules are silent. A module that is silent in two wind
 compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
 part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
 selective checkpointing.
+
+Not looked at are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted
+ones, and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way, whose
+results differ in the last bits. Of these the whole encoder's output is looked at.
+
+Such a unit has no gradient and learns nothing any more (Lu et al. 2019, "Dying ReLU and Initialization"). The gradient norms of
+its layer do not show it, for those of the living units are in them. That some units are dead is ordinary; of a layer of which
+half are, the learning rate or a bias has killed them. A unit that fires seldom is alive: so a verdict takes many samples.
+
+A unit is a column of a matrix, a channel of an image, and an element of the last dimension of a sequence.
+
+The file is written at once, since the rank may end soon, and once more when two later steps have been looked at. For one cause
+at most once in ten minutes.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections import deque
 from functools import partial
+from math import isfinite
 from threading import get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.flight.files import artifacts
 from torchobs.flight.writer.series_table import LAYERS
-from torchobs.probes.activations.dead_units import DeadUnits, FiredUnits, Since, is_rectifier
-from torchobs.probes.activations.history import Around, StepRow
-from torchobs.probes.activations.modules import Chosen, choose
-from torchobs.probes.activations.statistics import NUMBERS, SAMPLED, combine, first_tensor, numbers
+from torchobs.probes.activations.statistics import FIELDS, MOST_ELEMENTS, NUMBERS, SAMPLED, combine, first_tensor, numbers
 from torchobs.probes.core.pinned_buffers import PendingCopies
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL, SamplingInterval
 from torchobs.probes.gradients.layers import WIDER
-from torchobs.probes.gradients.parameter_names import all_modules, roots
+from torchobs.probes.gradients.parameter_names import all_modules, clean, layer_of, roots
 from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torchobs.flight.files.artifacts import ArtifactName
+    from torchobs.flight.metrics.totals import Anomaly
+    from torchobs.probes.activations.statistics import ActivationStats
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.pinned_buffers import PendingCopy
+
 
 EXTREME = 3
 MOST_LAYERS = 64
@@ -330,3 +353,268 @@ def _trains(model: Any, trained: set[int]) -> bool:
         return any(id(parameter) in trained for parameter in model.parameters())
     except RuntimeError:  # a dictionary changed size
         return False
+
+
+_WHOLE = frozenset({"MultiheadAttention", "TransformerEncoder"})
+"""Modules that compute with the parameters of their children, which are never called, and the one of above"""
+_COMPILED, _CLOSED = "OptimizedModule", frozenset({"TransformerEncoderLayer", "ScriptModule"})
+_PASSING = frozenset(
+    {
+        *("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"),
+        *("Identity", "Flatten", "Unflatten", "ParameterList", "ParameterDict", "ModuleList", "ModuleDict", "_Loss"),
+    }
+)
+"""What computes nothing, or is never called"""
+
+
+class Watched(NamedTuple):
+    """A module whose outputs are looked at."""
+
+    name: str
+    module: ref[Any]
+
+
+class Chosen(NamedTuple):
+    """The modules of a model that are looked at, and how many others there are."""
+
+    modules: list[Watched]
+    left_out: int
+    """Beyond the limit"""
+    compiled: int
+    """In a compiled module"""
+
+
+def choose(roots: Iterable[Any], room: int) -> Chosen:
+    """Choose at most ``room`` modules below these ones."""
+    roots, compiled, found = list(roots), [0], list[Watched]()
+    for root in roots:
+        title = f"{type(root).__name__}." if len(roots) > 1 else ""
+        for path, module in _leaves(root, "", set(), compiled):
+            name = layer_of(clean(path + ".weight")) if path else type(module).__name__
+            found.append(Watched(title + name, ref(module)))
+    kept = [found[index * len(found) // room] for index in range(room)] if len(found) > room else found
+    return Chosen(kept, len(found) - len(kept), compiled[0])
+
+
+def _leaves(module: Any, path: str, seen: set[int], compiled: list[int]) -> Iterator[tuple[str, Any]]:
+    names = {kind.__name__ for kind in type(module).__mro__}  # never isinstance, which runs code of lazy objects
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if _COMPILED in names or getattr(module, "_compiled_call_impl", None) is not None:
+        compiled[0] += sum(1 for each in module.modules() if not any(True for _ in each.children()))
+        return
+    if names & _CLOSED or (names & _PASSING and not vars(module).get("_modules")):
+        return
+    children = [(name, child) for name, child in list(vars(module)["_modules"].items()) if child is not None]
+    if names & _WHOLE or not children:
+        yield path, module
+        return
+    for name, child in children:
+        yield from _leaves(child, f"{path}.{name}" if path else name, seen, compiled)
+
+
+RECTIFIERS = frozenset({"ReLU", "ReLU6"})
+DEAD_SHARE = 0.5
+LEAST_UNITS, LEAST_LOOKS, LEAST_SAMPLES = 8, 16, 1024
+"""Before a verdict"""
+_MATRIX, _SEQUENCE = 2, 3
+_MOST_TOLD = 16
+
+
+class Since(NamedTuple):
+    """What a count of units that have not fired rests on."""
+
+    units: int
+    looks: int
+    samples: int
+    steps: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether that is long enough for a verdict."""
+        return self.looks >= LEAST_LOOKS and self.samples >= LEAST_SAMPLES and self.steps >= LASTING_STEPS
+
+
+class FiredUnits:
+    """Which units of one module have fired; in the training thread, where the outputs are. Begins anew after a verdict."""
+
+    __slots__ = ("_begun", "_fired", "_looks", "_samples")
+
+    def __init__(self) -> None:
+        self._fired: Any = None
+        self._begun = self._looks = self._samples = 0
+
+    def add(self, output: Any, step: int) -> tuple[Any, Since] | None:
+        """Take in an output; return the number of units that have not fired, a tensor of one element, and since when.
+
+        ``None`` for an output without units. To be called without grad.
+        """
+        dimensions = output.dim()
+        if dimensions < _MATRIX:
+            return None
+        axis = dimensions - 1 if dimensions <= _SEQUENCE else 1
+        samples, units = output.shape[0], output.shape[axis]
+        if units < LEAST_UNITS:
+            return None
+        part = output.detach().narrow(0, 0, min(samples, max(1, MOST_ELEMENTS * samples // output.numel())))
+        fired = (part > 0).movedim(axis, -1).reshape(-1, units).any(0)
+        if self._fired is None or self._fired.shape != fired.shape or self._fired.device != fired.device:
+            self._fired, self._begun, self._looks, self._samples = fired, step, 0, 0
+        else:
+            self._fired = self._fired | fired
+        self._looks, self._samples = self._looks + 1, self._samples + part.shape[0]
+        since = Since(units, self._looks, self._samples, step - self._begun)
+        silent = (~self._fired).sum().reshape(1)
+        if since.enough:
+            self._fired = None
+        return silent, since
+
+
+class DeadUnits:
+    """Judges the counts; in the sampler thread."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._told: set[str] = set()
+
+    def judge(self, layer: str, silent: float, since: Since, step: int) -> None:
+        """Tell a layer once."""
+        if not since.enough or silent < DEAD_SHARE * since.units or layer in self._told or len(self._told) >= _MOST_TOLD:
+            return
+        self._told.add(layer)
+        told = {"layer": layer, "units_dead": int(silent), "units": since.units, "steps": since.steps}
+        self._context.writer.event(catalog.EVENT_DEAD_UNITS.name, told, step)
+        what = f"{int(silent)} of {since.units} units of {layer} gave zero for every sample of {since.steps} steps"
+        self._context.warn_limited("dead units", f"{what}: they learn nothing any more")
+
+
+def is_rectifier(module: Any) -> bool:
+    """Return True for a module whose units may die, by the names of its classes."""
+    return any(kind.__name__ in RECTIFIERS for kind in type(module).__mro__)
+
+
+MOST_STEPS = 16
+"""Steps kept. With 64 layers of 32 elements each that is half of 65,536 elements"""
+AFTER = 2
+"""Steps looked at after the anomaly that are waited for"""
+_AGAIN_S = 600.0
+_DIGITS = 6
+
+
+class StepRow(NamedTuple):
+    """One step's layers: statistics, and some elements as they were."""
+
+    step: int
+    layers: dict[str, tuple[ActivationStats, list[float]]]
+
+
+class _Wanted(NamedTuple):
+    anomaly: Anomaly
+    evidence: ArtifactName
+    seen: int
+    """Number of rows at the time"""
+
+
+class Around:
+    """The last rows, and the history that is being written. In the sampler thread."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._rows: deque[StepRow] = deque(maxlen=MOST_STEPS)
+        self._seen = 0
+        self._wanted: _Wanted | None = None
+        self._limiter = RateLimiter(_AGAIN_S)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a history waits for more steps."""
+        return self._wanted is not None
+
+    def add(self, step: int, layers: dict[str, tuple[ActivationStats, list[float]]]) -> StepRow:
+        """Keep a step; what several devices have sent of one step is one row."""
+        if self._rows and self._rows[-1].step == step:
+            self._rows[-1].layers.update(layers)
+        else:
+            self._rows.append(StepRow(step, layers))
+            self._seen += 1
+        return self._rows[-1]
+
+    def note(self, anomaly: Anomaly) -> bool:
+        """Write the history of an anomaly; return True if more steps are wanted."""
+        place, writer = self._context.writer.place, self._context.writer
+        if self._wanted is not None or place is None or not self._limiter.take(time.monotonic(), _cause(anomaly)):
+            return False
+        evidence = artifacts.named(writer.name, artifacts.LAYERS, time.time_ns() // 1_000_000)
+        wanted = _Wanted(anomaly, evidence, self._seen)
+        refused = self._write(wanted)
+        told: dict[str, object] = {"kind": anomaly.kind, "steps": len(self._rows)}
+        told |= {"evidence": evidence.id} if refused is None else refused
+        writer.event(catalog.EVENT_LAYER_HISTORY.name, told, anomaly.step)
+        self._wanted = wanted if refused is None else None
+        return self.waits
+
+    def proceed(self, *, now: bool) -> None:
+        """Write the history once more when later steps have come, or ``now`` with what there is."""
+        wanted = self._wanted
+        if wanted is not None and (now or self._seen >= wanted.seen + AFTER):
+            self._wanted = None
+            if self._seen > wanted.seen:
+                self._write(wanted)
+
+    def _write(self, wanted: _Wanted) -> dict[str, str] | None:
+        """Write the file, without the oldest steps where it would be too large; return why it could not be written."""
+        rows = list(self._rows)
+        texts = [self._text(row) for row in rows]
+        while True:
+            text = ",\n".join(texts)
+            data = f'{self._head(wanted.anomaly)},\n"steps": [\n{text}\n]}}\n'.encode()
+            if len(data) <= artifacts.LIMITS[artifacts.LAYERS] or not texts:
+                break
+            del texts[0]
+        place = self._context.writer.place
+        return None if place is None else artifacts.write(place, wanted.evidence, data)
+
+    def _head(self, anomaly: Anomaly) -> str:
+        """Return the beginning of the document: the anomaly, and the gradient norms of the last steps measured."""
+        origin = self._context.origins.get(anomaly.step)
+        head = {
+            "kind": anomaly.kind,
+            "step": anomaly.step,
+            "value": _number(anomaly.value),
+            "usual": _number(anomaly.baseline),
+            "module": origin.module if origin is not None else "",
+            "gradient_norms": [
+                {"step": step, "layers": {name: _number(norm) for name, norm in norms.items()}} for step, norms in self._norms()
+            ],
+        }
+        return json.dumps(head, allow_nan=False)[:-1]
+
+    def _norms(self) -> Iterator[tuple[int, dict[str, float]]]:
+        for recent in self._context.layer_norms:
+            for entry in recent(MOST_STEPS):
+                self._context.yield_gil()
+                yield entry
+
+    def _text(self, row: StepRow) -> str:
+        """Return a step as JSON, made layer by layer, since this thread must not keep the GIL."""
+        layers = []
+        for name, (stats, samples) in row.layers.items():
+            fields: dict[str, Any] = {field: _number(value) for field, value in zip(FIELDS, stats, strict=True)}
+            if samples:
+                fields["samples"] = [_number(value) for value in samples]
+            layers.append(f"{json.dumps(name)}: {json.dumps(fields, allow_nan=False)}")
+            self._context.yield_gil()
+        return f'{{"step": {row.step}, "layers": {{{", ".join(layers)}}}}}'
+
+
+def _cause(anomaly: Anomaly) -> str:
+    """Return what it has in common with others: after a loss that is NaN come gradients that are."""
+    return "nonfinite" if anomaly.kind.startswith("nonfinite") else anomaly.kind
+
+
+def _number(value: float) -> float | int | str:
+    """Return a number of six digits, or ``nan``, ``inf`` or ``-inf`` as text, for which JSON has no number."""
+    if not isfinite(value):
+        return str(value)
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
