@@ -16,7 +16,7 @@ from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_STEPS
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
-from torchobs.probes.gradients import loop_mistakes
+from torchobs.probes.gradients import lints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,8 +177,8 @@ def test_a_mode_that_is_meant_so(run: Recording, change: Callable[[nn.Sequential
 
 def test_train_that_was_forgotten_in_a_later_fold(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer that gets the id of one that is gone, as in a cross-validation, trains another model."""
-    monkeypatch.setattr(loop_mistakes, "_LOOK_S", 0.0)  # no matter how fast the folds follow
-    monkeypatch.setattr(loop_mistakes, "_MOST_LOOKS", 1000)
+    monkeypatch.setattr(lints, "SCAN_S", 0.0)  # no matter how fast the folds follow
+    monkeypatch.setattr(lints, "MAX_SCANS", 1000)
     for fold in range(20):
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -464,6 +464,23 @@ def test_a_second_loss_of_gradients_is_reported_as_well(run: Recording, another:
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 2.0
 
 
+@pytest.mark.parametrize(("before", "count"), [(sound, 20), (detached, 1)])
+def test_an_optimizer_that_is_never_fed_is_reported_whatever_trained_before(run: Recording, before: Step, count: int) -> None:
+    """After twenty trainings, and beside one whose gradients are lost as well: the event has the layers of both."""
+    alive = list[Built]()
+    for compute in [before] * count + [detached]:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        alive = [*alive[-1:], (model, optimizer)]
+        for _ in range(APART + 10):
+            compute(model, optimizer)
+            optimizer.step()
+        run.look()
+    last = without(run)[-1][1]
+    assert len(last) == (4 if before is detached else 2)
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == len(last)
+
+
 @pytest.mark.parametrize("interval", [1, 16])
 def test_an_optimizer_that_steps_in_each_of_many_micro_batches(flight_dir: Path, interval: int) -> None:
     """Only every fortieth has a gradient, and no look may fall on one."""

@@ -21,11 +21,8 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.devices import Devices
-from torchobs.probes.gradients.kept_graphs import KeptGraphs
-from torchobs.probes.gradients.late_clipping import LateClipping
 from torchobs.probes.gradients.layers import WIDER, Layers, UpdateWatch
-from torchobs.probes.gradients.left_out import LeftOutParameters
-from torchobs.probes.gradients.loop_mistakes import LoopMistakes
+from torchobs.probes.gradients.lints import Lints, Measured
 from torchobs.probes.gradients.norms import PendingNorms, largest, measure, scaled
 from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
 from torchobs.probes.gradients.stuck_layers import NoGradients, StuckLayersWatch
@@ -93,7 +90,7 @@ class GradientPublisher:
         self._begin_model()
         self._receive()
         pace.most = self.stuck_layers.wanted_interval()
-        self.stuck_layers.check_zeros()
+        self.stuck_layers.judge()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
             return
@@ -101,8 +98,8 @@ class GradientPublisher:
         step, parts = self._latest
         if not self.layers.show(parts, step, now=now):
             return
-        self.stuck_layers.check_zeros(now=now)  # they are earlier, and may have waited for the layers' names
-        self.stuck_layers.check(parts, step, now=now)
+        if now:
+            self.stuck_layers.judge((step, parts))
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
         for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)):
@@ -190,8 +187,6 @@ class GradientPublisher:
 
 
 _RECOUNT_EVERY = 64
-_WITHOUT_EVERY = 8
-"""Steps between two looks for parameters without gradients at optimizers that have some"""
 _NOTED_STEPS = 8
 """How many steps to leave alone where clipping has computed the norm, and nothing is left to measure"""
 _ROUNDING = 2.0**-8
@@ -221,12 +216,9 @@ class GradientProbe:
         self._updates = UpdateWatch(context, self._publisher.layers)
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
-        self._late_clipping = LateClipping(context, self._clip, breaker)
-        self._mistakes = LoopMistakes(context, breaker.guard, self._publisher.layers.names.built_modules.modules)
+        self._lints = Lints(context, breaker, self._publisher.layers.names, self._clip)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
-        self._left_out, self._kept = LeftOutParameters(context), KeptGraphs(context, breaker)
         self._no_gradients = NoGradients(context, self._publisher.stuck_layers)
-        self._without_last = -_WITHOUT_EVERY
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
@@ -240,7 +232,7 @@ class GradientProbe:
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
-        self._mistakes.remove()
+        self._lints.remove()
         self._publisher.layers.names.built_modules.remove()
 
     def sample(self) -> None:
@@ -268,13 +260,9 @@ class GradientProbe:
         self._look_at_loop(last=True)
 
     def _look_at_loop(self, *, last: bool = False) -> None:
-        modules = self._publisher.layers.names.outermost
-        self._mistakes.sample(modules)
-        self._late_clipping.sample()
+        self._lints.sample()
         self._weights.sample()
-        self._kept.sample()
-        self._left_out.sample(modules)
-        if self._left_out.due or self._mistakes.due:
+        if self._lints.due:
             self._step_hook.due_at = 0
         self._no_gradients.sample(self._publisher.layers, last=last)
 
@@ -306,28 +294,17 @@ class GradientProbe:
         if due:
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
-            self._mistakes.before_step(optimizer, sample, step + 1)
-            if sample is not None:
-                self._no_gradients.trained = step
-                if not 0 < step - self._without_last < _WITHOUT_EVERY:
-                    self._look_for_gradients(optimizer, sample, step)
-            else:
-                self._look_for_gradients(optimizer, sample, step)
+            self._lints.before_step(Measured(step + 1, optimizer, sample), within=False)
+            self._no_gradients.before_step(optimizer, sample)
             pace.spend(monotonic_ns() - begun_ns)
-        if self._left_out.due or id(optimizer) in self._mistakes.due:
-            self._look_at_once(optimizer, step)
+        if self._lints.due:
+            begun_ns = monotonic_ns()
+            self._lints.before_any_step(optimizer, step + 1)
+            pace.spend(monotonic_ns() - begun_ns)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
         hook = self._step_hook
         hook.due_at, hook.last = min(pace.due_at, self._updates.due_at, self._weights.due_at), pace.step
-
-    def _look_at_once(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Do what the sampler thread has asked for, which does not wait for a measured step."""
-        begun_ns = monotonic_ns()
-        self._left_out.before_step()
-        if id(optimizer) in self._mistakes.due:
-            self._mistakes.look_at_modes(optimizer, None, step + 1)
-        self._pace.spend(monotonic_ns() - begun_ns)
 
     def _after_backward(self) -> None:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
@@ -337,20 +314,11 @@ class GradientProbe:
             begun_ns = monotonic_ns()
             sample = _last_with_gradient(optimizer)
             step = self._context.recorder.step
-            self._mistakes.look_at_modes(optimizer, sample, step + 1)
-            self._left_out.before_step()
-            if sample is not None:
-                self._no_gradients.trained = step
-            self._look_for_gradients(optimizer, sample, step)
+            self._lints.before_step(Measured(step + 1, optimizer, sample), within=True)
+            self._no_gradients.before_step(optimizer, sample)
             self._pace.spend(monotonic_ns() - begun_ns)
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
-
-    def _look_for_gradients(self, optimizer: torch.optim.Optimizer, sample: torch.Tensor | None, step: int) -> None:
-        """Look for parameters without gradients, now and then where there are some."""
-        self._no_gradients.before_step(optimizer, sample)
-        if step - self._without_last >= _WITHOUT_EVERY:
-            self._without_last = step
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""

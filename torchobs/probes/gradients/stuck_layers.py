@@ -1,18 +1,20 @@
-"""Layers that learn nothing: of missing, zero or tiny gradients.
+"""Layers that learn nothing, since their gradients are missing, zero, or too small to move a weight.
 
-The distance that a step moves a weight, relative to its size, is for SGD the learning rate times the gradient; for an optimizer
-with an ``eps`` (Adam, RMSprop, Adafactor) the learning rate, less where the gradient is below ``eps``. One with neither uses
-signs or curvature, and is not judged. A weight's usual size is assumed to be one over the root of its inputs, which all
-initialisations have (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor, so that no weight is read.
+*Too small*: the distance that a step moves a weight, relative to its size, is for SGD the learning rate times the gradient;
+for an optimizer with an ``eps`` (Adam, RMSprop, Adafactor) the learning rate, less where the gradient is below ``eps``. One
+with neither uses signs or curvature, and is not judged. A weight's usual size is assumed to be one over the root of its
+inputs, which all initialisations have (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor, so that no
+weight is read.
 
-*All*: nothing is learned. The loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value),
-``backward`` is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or
-replaced since. Healthy, and left alone: an optimizer that changes its parameters without gradients; one whose parameters are
-frozen; a dummy for a scheduler, whose parameter belongs to no module; players that train in turn, for one that has had
-gradients is reported only where no other one has any meanwhile.
+*All missing*: the loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward``
+is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or replaced since.
+Healthy, and left alone: an optimizer that changes its parameters without gradients; one whose parameters are frozen; a dummy
+for a scheduler, whose parameter belongs to no module; players that train in turn, for one that has had gradients is reported
+only where no other one has any meanwhile.
 
-*A part* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under ``no_grad``). By its
-version, or its state, a parameter was not stepped in between either, as an expert that is seldom chosen would be.
+*A part that never had one* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under
+``no_grad``). By its version, or its state, a parameter was not stepped in between either, as an expert that is seldom chosen
+would be.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from functools import partial
 from math import inf, isfinite, sqrt
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
+from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 from torchobs.probes.gradients.parameter_names import layer_of
 from torchobs.support.tensor_reference import TensorReference
@@ -37,12 +39,10 @@ if TYPE_CHECKING:
     from torchobs.probes.gradients.layers import Layers
     from torchobs.probes.gradients.norms import Measurement
 
-
 _QUIET_S = 60.0
-_RELAXED_S = 10.0
-"""Between two measurements without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every second"""
-_ZEROS_S = 0.001
-"""Time for zero gradients in one round of the sampler, which come every 100 ms"""
+_USUAL_S, _RELAXED_S = 1.0, 10.0
+"""Between two steps that are judged, and without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every
+second"""
 _APART, _LOOKS = LASTING_STEPS // 4, 9
 """Steps that are judged after other first gradients are zero than before: so many, so far apart. A fast training does thousands
 of steps in the three seconds that three measurements take, and a short one ends before"""
@@ -61,8 +61,13 @@ _REASONS = {
 }
 
 
-def _leading_zeros(norms: Sequence[float]) -> int:
-    return next((index for index, norm in enumerate(norms) if norm), 0)
+class _Presence:
+    """Which of an optimizer's parameters have always had a gradient, by id, and for how many measured steps one is missing."""
+
+    __slots__ = ("absences", "had", "steps")
+
+    def __init__(self, keys: Sequence[int]) -> None:
+        self.had, self.steps, self.absences = set(keys), 0, 0
 
 
 class MissingGradients:
@@ -73,46 +78,43 @@ class MissingGradients:
     since. One used in a random half of the steps looks like that in one run of 500.
     """
 
-    __slots__ = ("_absences", "_had", "_noted")
-
     def __init__(self) -> None:
-        self._had: dict[int, set[int]] = {}
-        self._noted: dict[int, int] = {}
-        self._absences: dict[int, int] = {}
+        self._optimizers: dict[int, _Presence] = {}
 
     def note(self, measurement: Measurement) -> int:
         """See a step's measurement; return how many such parameters there are, certain or not."""
         optimizer = measurement.optimizer() if measurement.optimizer is not None else None
         if optimizer is None or not measurement.keys:
             return 0
-        key = id(optimizer)
-        if self._noted.get(key, 0) < _PRESENT:
-            self._noted[key] = self._noted.get(key, 0) + 1
-            keys = set(measurement.keys)
-            self._had[key] = self._had.get(key, keys) & keys
+        presence = self._optimizers.setdefault(id(optimizer), _Presence(measurement.keys))
+        if presence.steps < _PRESENT:
+            presence.steps += 1
+            presence.had.intersection_update(measurement.keys)
             return 0
         missing = self.of(measurement, optimizer)
         if missing:
-            self._absences[key] = self._absences.get(key, 0) + 1
-        elif self._absences.pop(key, 0):
-            self._had[key] = set()  # they come and go
+            presence.absences += 1
+        elif presence.absences:
+            presence.had, presence.absences = set(), 0  # they come and go
         return len(missing)
 
     def of(self, measurement: Measurement, optimizer: Any) -> list[Any]:
         """Return them, in the optimizer's order."""
-        if self._noted.get(id(optimizer), 0) < _PRESENT:
+        presence = self._optimizers.get(id(optimizer))
+        if presence is None or presence.steps < _PRESENT:
             return []
-        found, had, first = [], self._had[id(optimizer)], measurement.keys[:1]
+        missing, first = [], measurement.keys[:1]
         for parameter in (each for group in list(optimizer.param_groups) for each in group["params"]):
             if [id(parameter)] == first:
                 break
-            if id(parameter) in had and parameter.requires_grad:
-                found.append(parameter)
-        return found
+            if id(parameter) in presence.had and parameter.requires_grad:
+                missing.append(parameter)
+        return missing
 
     def certain(self, optimizer: Any) -> bool:
         """Return True if they have had none for long enough."""
-        return self._absences.get(id(optimizer), 0) >= _ABSENT
+        presence = self._optimizers.get(id(optimizer))
+        return presence is not None and presence.absences >= _ABSENT
 
 
 class _Part(NamedTuple):
@@ -136,7 +138,7 @@ class _UpdateScale(NamedTuple):
 
 
 class StuckLayersWatch:
-    """Judges measured steps in the sampler thread. A part of ``publish.GradientPublisher``."""
+    """Judges measured steps in the sampler thread, and reports. A part of :class:`~.gradients.GradientPublisher`."""
 
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
         self._context, self._layers = context, layers
@@ -145,14 +147,14 @@ class StuckLayersWatch:
         """When layers were last reported; since which step first gradients were zero or missing when measurements were last
         made more often, and when that was"""
         self._due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_LOOKS)
-        """Steps to judge because of them, oldest first"""
+        """Steps to judge as soon as their layers are known, oldest first"""
         self.begin()
 
     def begin(self) -> None:
         """Begin with a model, the first or another."""
-        self._judge, self._due_s = StuckLayerDetector(), -inf
+        self._judge, self._due_s, self._judged = StuckLayerDetector(), -inf, -1
         self._reported: frozenset[str] = frozenset()
-        self._missing, self._judged = MissingGradients(), -1
+        self._missing = MissingGradients()
         self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
         """First gradients that are zero or missing; since which step there are so many, looks since then, and the step of the
         last one; the last step in which there were none"""
@@ -164,13 +166,17 @@ class StuckLayersWatch:
 
     def note(self, measurements: Sequence[Measurement], step: int) -> None:
         """See the measurements of every step, which in a fast run are too many to be judged each: 0.3 µs."""
-        zeros = sum(self._missing.note(measurement) + _leading_zeros(measurement.norms) for measurement in measurements)
+        zeros = sum(self._missing.note(one) + next((i for i, norm in enumerate(one.norms) if norm), 0) for one in measurements)
         if not zeros:
             self._whole = step
         if zeros != self._zeros:
             self._zeros, self._begun, self._looks = zeros, step, 0
-        if self._looks < _LOOKS and step - self._looked >= _APART:
+        is_look = self._looks < _LOOKS and step - self._looked >= _APART
+        if is_look:
             self._looks, self._looked = self._looks + 1, step
+        if is_look or monotonic() >= self._due_s:
+            is_calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts and not is_look
+            self._due_s = monotonic() + (_RELAXED_S if is_calm else _USUAL_S)
             self._due.append((step, measurements))
 
     def wanted_interval(self) -> int:
@@ -184,36 +190,20 @@ class StuckLayersWatch:
             self._hurried, self._hurried_s = self._begun, monotonic()
         return _APART if self._begun == self._hurried else MAX_INTERVAL
 
-    def check_zeros(self, *, now: bool = False) -> None:
-        """Judge the steps in which other gradients are zero than before, one in any case; ``now``: all that wait."""
-        until_s = inf if now else monotonic() + _ZEROS_S
-        while self._waits():
+    def judge(self, last: tuple[int, Sequence[Measurement]] | None = None) -> None:
+        """Judge the next step that waits, or, as the rank ends, all up to its ``last``; report new findings."""
+        if last is not None:
+            self._due.append(last)
+        while self._due and all(self._layers.find(measurement) is not None for measurement in self._due[0][1]):
             step, measurements = self._due.popleft()
             self._context.yield_gil()
-            self._check(measurements, step)
-            self._due_s = -inf
-            if monotonic() >= until_s:
+            if step > self._judged:  # one step is one sample
+                self._judged = step
+                self._judge_step(measurements, step)
+            if last is None:
                 return
 
-    def _waits(self) -> bool:
-        """Return True if there are such steps, and their layers are known."""
-        return bool(self._due) and all(self._layers.find(measurement) is not None for measurement in self._due[0][1])
-
-    def check(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
-        """Judge a measured step with known layers, if due or ``now``; set the gauge and report new findings.
-
-        Not before earlier ones that wait, which would be no samples any more: on a busy machine a round may end without them.
-        """
-        if now or (monotonic() >= self._due_s and not self._waits()):
-            self._context.yield_gil()
-            self._check(measurements, step)
-            calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts
-            self._due_s = monotonic() + _RELAXED_S * calm
-
-    def _check(self, measurements: Sequence[Measurement], step: int) -> None:
-        if step <= self._judged:
-            return  # one step is one sample
-        self._judged = step
+    def _judge_step(self, measurements: Sequence[Measurement], step: int) -> None:
         seen: dict[str, LayerSample] = {}
         unsure: set[str] = set()
         for measurement in measurements:
@@ -221,23 +211,19 @@ class StuckLayersWatch:
             if optimizer is None or not all(map(isfinite, measurement.norms)):
                 return
             groups = list(optimizer.param_groups)  # the training thread may change them meanwhile
-            plan = self._plan(measurement, groups)
             missing = [layer for each in self._missing.of(measurement, optimizer) if (layer := self._layers.known(each))]
             if missing and not self._missing.certain(optimizer):
                 unsure.update(missing)
-            seen.update(_layer_samples(plan, measurement.weighted(), _update_scales(optimizer, groups), missing))
-        found = self._judge.judge(step, seen, self._whole)
-        found = self._without_frozen(found._replace(cut=tuple(name for name in found.cut if name not in unsure)))
-        self._unmoved = len(found.all)
+            plan, scales = self._plan(measurement, groups), _update_scales(optimizer, groups)
+            seen.update(_layer_samples(plan, measurement.weighted(), scales, missing))
+        stuck = self._judge.judge(step, seen, self._whole)
+        # without those that are cut off on purpose: frozen after ``zero_grad(set_to_none=False)``
+        cut = tuple(name for name in stuck.cut if name not in unsure and self._layers.trains(name))
+        stuck = stuck._replace(cut=cut)
+        self._unmoved = len(stuck.all)
         self._show()
-        if set(found.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
-            self._report(found, step)
-
-    def _without_frozen(self, found: StuckLayers) -> StuckLayers:
-        """Return the findings without layers cut off on purpose: frozen after ``zero_grad(set_to_none=False)``."""
-        if not found.cut:
-            return found
-        return found._replace(cut=tuple(name for name in found.cut if self._layers.trains(name)))
+        if set(stuck.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
+            self._report(stuck, step)
 
     def _plan(self, measurement: Measurement, param_groups: Sequence[dict[str, Any]]) -> list[_Part]:
         keys = tuple(measurement.keys), tuple(len(group["params"]) for group in param_groups)
@@ -258,7 +244,7 @@ class StuckLayersWatch:
         self._context.warn_limited("unmoved layers", f"{len(stuck.all)} of {total} layers learn nothing: {'; '.join(reasons)}")
 
     def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
-        """Report layers of an optimizer to whose ``parameters`` no gradient comes; no layers: some have come after all."""
+        """Report layers of optimizers to whose ``parameters`` no gradient comes; no layers: some have come after all."""
         total, at = max(self._layers.count(parameters), len(layers)), layers[-1] if layers else ""
         self._write(cause, layers, total, at, step)
         if cause == "no_gradient":
@@ -343,18 +329,19 @@ def _update_scale(group: dict[str, Any], *, plain: bool) -> _UpdateScale | None:
 
 APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps without a gradient, from the first one on; an optimizer that has had some is waited for longer"""
+_EVERY = 8
+"""Steps between two looks at optimizers that have some gradients"""
 _MOST_OPTIMIZERS = 16
 _CHOSEN, _COMPARED = 3, 16
 """Parameters of an optimizer that must stay as they are, and their elements that are compared"""
 
 
 class _Optimizer:
-    """An optimizer, and since when it has no gradient."""
+    """Since when an optimizer has no gradient."""
 
-    __slots__ = ("before", "done", "due", "had", "looks", "optimizer", "resumed", "since", "without")
+    __slots__ = ("before", "done", "due", "had", "looks", "resumed", "since", "without")
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = ref(optimizer)
+    def __init__(self) -> None:
         self.done = self.had = False
         """Whether there is a verdict; whether it has had gradients"""
         self.resumed = 0
@@ -377,16 +364,16 @@ class _Optimizer:
 class _Missing(NamedTuple):
     """Parameters to which no gradient comes."""
 
-    known: _Optimizer
+    state: _Optimizer
     cause: str
     step: int
     parameters: list[TensorReference]
 
 
 class NoGradients:
-    """A part of the gradient probe; the training thread looks, the sampler thread names and reports.
+    """Optimizers without a gradient; the training thread looks, the sampler thread names and reports.
 
-    Once of each kind, and again where gradients came after all and then no longer.
+    Each event has the layers of all optimizers that get none, so that one is not hidden by another.
     """
 
     def __init__(self, context: ProbeContext, stuck_layers: StuckLayersWatch) -> None:
@@ -394,70 +381,73 @@ class NoGradients:
 
         self._context, self._torch, self._stuck_layers = context, torch, stuck_layers
         self._plain = {torch.Tensor, torch.nn.Parameter}
-        self._optimizers: dict[int, _Optimizer] = {}
+        self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Optimizer())
         self._others_train = False
-        self.trained = 0
-        """Step in which any optimizer was last seen with a gradient; written by the gradient probe"""
+        self._trained, self._looked = 0, -_EVERY
+        """Step in which any optimizer was last seen with a gradient, and of the last look at one"""
         self._found: list[_Missing] = []
-        self._reported = set[str]()
-        """Causes, without those taken back"""
-        self._open: _Optimizer | None = None
-        """The one that is reported to get no gradient, until some come after all"""
+        self._unused = False
+        """Whether unused parameters were reported"""
+        self._open: dict[_Optimizer, tuple[list[str], set[int]]] = {}
+        """Layers, and ids of parameters, of those reported to get no gradient, until some come after all"""
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, sample: Any) -> None:
         """Look at an optimizer that is about to take a measured step. ``sample``: a parameter of it with a gradient."""
-        known, step = self._optimizers.get(id(optimizer)), self._context.recorder.step
-        if known is None or known.optimizer() is not optimizer:
-            if known is None and len(self._optimizers) >= _MOST_OPTIMIZERS:
-                return
-            known = self._optimizers[id(optimizer)] = _Optimizer(optimizer)
+        step = self._context.recorder.step
         if sample is not None:
-            self._note_gradient(known, step)
-            if 0 <= known.due <= step:
-                self._look_at_parts(known, optimizer, step)
-        elif not known.done:
-            self._look(known, optimizer, step)
+            self._trained = step
+            if 0 < step - self._looked < _EVERY:
+                return
+        self._looked = step if step - self._looked >= _EVERY else self._looked
+        state = self._optimizers.of(optimizer)
+        if state is None:
+            return
+        if sample is not None:
+            self._note_gradient(state, step)
+            if 0 <= state.due <= step:
+                self._look_at_parts(state, optimizer, step)
+        elif not state.done:
+            self._look(state, optimizer, step)
 
-    def _note_gradient(self, known: _Optimizer, step: int) -> None:
-        if known.done and not known.resumed:
-            known.resumed = step + 1
-        known.looks = 0
-        known.had = self._others_train = True
+    def _note_gradient(self, state: _Optimizer, step: int) -> None:
+        if state.done and not state.resumed:
+            state.resumed = step + 1
+        state.looks = 0
+        state.had = self._others_train = True
 
-    def _look_at_parts(self, known: _Optimizer, optimizer: Any, step: int) -> None:
+    def _look_at_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         without = [one for one in parameters_of(optimizer) if one.grad is None and one.requires_grad]
-        if known.without is None:
-            known.without = [(TensorReference(one), one._version) for one in without]
-            known.due = step + LASTING_STEPS if without else -1
+        if state.without is None:
+            state.without = [(TensorReference(one), one._version) for one in without]
+            state.due = step + LASTING_STEPS if without else -1
             return
-        versions = {id(one): version for reference, version in known.without if (one := reference()) is not None}
+        versions = {id(one): version for reference, version in state.without if (one := reference()) is not None}
         stepped = _possibly_stepped(optimizer)
-        without = [one for one in without if id(one) not in stepped]
-        never = [TensorReference(one) for one in without if versions.get(id(one)) == one._version]
-        known.due, known.without = -1, []
+        never = [one for one in without if id(one) not in stepped and versions.get(id(one)) == one._version]
+        state.due, state.without = -1, []
         if never:
-            self._found.append(_Missing(known, "unused", step + 1, never))
+            self._found.append(_Missing(state, "unused", step + 1, list(map(TensorReference, never))))
 
-    def _look(self, known: _Optimizer, optimizer: Any, step: int) -> None:
-        known.looks += 1
-        if known.looks == 1:
-            known.since, known.before = step, self._chosen(optimizer)
-        if known.had and self.trained >= known.since:  # this one now and then, or others, in turn
-            known.looks = 0
+    def _look(self, state: _Optimizer, optimizer: Any, step: int) -> None:
+        state.looks += 1
+        if state.looks == 1:
+            state.since, state.before = step, self._chosen(optimizer)
+        if state.had and self._trained >= state.since:  # this one now and then, or others, in turn
+            state.looks = 0
             return
-        if known.looks <= LASTING_SAMPLES or step - known.since < (LASTING_STEPS if known.had else APART):
+        if state.looks <= LASTING_SAMPLES or step - state.since < (LASTING_STEPS if state.had else APART):
             return
-        before, known.before, now = known.before, [], self._chosen(optimizer)
+        before, state.before, now = state.before, [], self._chosen(optimizer)
         if [version for version, _ in now] != [version for version, _ in before]:
-            known.looks, known.done = 0, not known.had  # gradients in steps that were not measured, or it needs none
+            state.looks, state.done = 0, not state.had  # gradients in steps that were not measured, or it needs none
             return
-        known.done = True
+        state.done = True
         trained = [TensorReference(one) for one in parameters_of(optimizer) if one.requires_grad]
         if not trained:
             return
-        note = partial(self._note, _Missing(known, "no_gradient", known.since + 1, trained))
+        note = partial(self._note, _Missing(state, "no_gradient", state.since + 1, trained))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
             differ = [(old != new).any().float() for old, new in pairs]
@@ -466,9 +456,9 @@ class NoGradients:
             elif len({one.device for one in differ}) == 1:
                 self._context.device.take(self._torch.stack(differ).sum(), note)
 
-    def _note(self, found: _Missing, differ: float) -> None:
+    def _note(self, missing: _Missing, differ: float) -> None:
         if not differ:
-            self._found.append(found)
+            self._found.append(missing)
 
     def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
         """Return versions of some parameters, and copies of some of their elements."""
@@ -485,34 +475,38 @@ class NoGradients:
 
     def sample(self, layers: Layers, *, last: bool) -> None:
         """Name and report what was found, or take it back. ``last``: do not wait for names."""
-        if self._open is not None and self._open.resumed:
-            self._stuck_layers.report_missing("no_gradient", (), self._open.resumed)
-            self._reported.discard("no_gradient")
-            self._open.look_again()
-            self._open = None
+        resumed = [state for state in self._open if state.resumed]
+        for state in resumed:
+            step = state.resumed
+            del self._open[state]
+            state.look_again()
+            self._report(step)
         if not self._found:
             return
-        found = self._found[0]
-        parameters = [one for reference in found.parameters if (one := reference()) is not None]
+        state, cause, step, references = self._found[0]
+        parameters = [one for reference in references if (one := reference()) is not None]
         if not layers.names.look_for(parameters, now=last):
             return
         self._found.pop(0)
         names = list(dict.fromkeys(layer_of(name) for one in parameters if (name := layers.names.get(one)) is not None))
-        if found.cause in self._reported or self._is_meant(found, named=bool(names)):
-            if found.known.resumed and found.known is not self._open:
-                found.known.look_again()
-            return
-        self._reported.add(found.cause)
-        self._open = found.known if found.cause == "no_gradient" else self._open
-        names = names or [f"parameter{number}" for number in range(len(found.parameters))]  # all may be gone when a rank ends
-        self._stuck_layers.report_missing(found.cause, names, found.step, set(map(id, parameters)))
+        ids = set(map(id, parameters))
+        is_dummy = not names and (len(references) == 1 or (self._others_train and not state.had))
+        if cause == "unused":
+            if names and not self._unused:
+                self._unused = True
+                self._stuck_layers.report_missing(cause, names, step, ids)
+        elif state.resumed:
+            state.look_again()
+        elif not is_dummy:
+            names = names or [f"parameter{number}" for number in range(len(references))]  # all may be gone when a rank ends
+            living = {one for _, one in self._optimizers.living()}
+            self._open = {one: open_ for one, open_ in self._open.items() if one in living} | {state: (names, ids)}
+            self._report(step)
 
-    def _is_meant(self, found: _Missing, *, named: bool) -> bool:
-        """Return whether these may be without a gradient on purpose, or have got one since."""
-        if found.cause == "unused":
-            return not named
-        is_dummy = not named and (len(found.parameters) == 1 or (self._others_train and not found.known.had))
-        return is_dummy or bool(found.known.resumed)
+    def _report(self, step: int) -> None:
+        layers = [name for names, _ in self._open.values() for name in names]
+        parameters = {key for _, ids in self._open.values() for key in ids}
+        self._stuck_layers.report_missing("no_gradient", layers, step, parameters)
 
 
 def _possibly_stepped(optimizer: Any) -> set[int]:
