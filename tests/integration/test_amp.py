@@ -1,12 +1,12 @@
-"""Loss scalers of every kind: what they say of themselves is what is shown, and nothing of theirs is changed."""
+"""Mixed precision: skipped steps, the loss scale and its mistakes; the type that autocast uses, and compiled regions."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import logging
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,11 +14,10 @@ import torch
 from torch.amp import GradScaler, autocast_mode, grad_scaler
 from torch.optim import optimizer as torch_optimizer
 
-import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
-from torchobs.flight.reader import reader
+from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import LossScales, Overflows
 
 if TYPE_CHECKING:
@@ -28,6 +27,12 @@ if TYPE_CHECKING:
 
 STREAK = ("torchobs.amp.skip_streak",)
 SKIPPED = ("torchobs.amp.steps_skipped",)
+
+
+def sgd(seed: int = 0) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    """A model and its optimizer."""
+    model = mlp(seed)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def overflow(model: torch.nn.Module) -> None:
@@ -74,26 +79,6 @@ def test_scale_tracker_streak_and_skips_are_the_scaler_s_own(run: Recording, fus
     assert run.look()[SKIPPED] == 3
 
 
-def test_float16_autocast_overflows_are_seen(run: Recording) -> None:
-    """A real overflow of float16, at a scale that is too large: skipped until the scale has come down."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = GradScaler("cpu", init_scale=2.0**20)
-    for _ in range(12):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = loss_of(model) * 64
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    values = run.look()
-    halvings = values[SKIPPED]
-    assert 2 <= halvings < 12
-    assert values["torchobs.amp.scale", "0"] == 2.0 ** (20 - halvings) == scaler.get_scale()
-    assert values["torchobs.amp.autocast", "cpu", "float16"] == 1.0
-    assert run.frames("torchobs.amp.scale_collapsed") == []
-
-
 def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
     """The one whose gradients overflow is skipped, the other one is not; the scale is of both."""
     one, two = mlp(0), mlp(1)
@@ -124,8 +109,7 @@ def test_two_scalers_have_their_own_scales(run: Recording) -> None:
 
 def test_scalers_are_capped_and_a_new_one_takes_a_dead_one_s_place(run: Recording) -> None:
     """A scaler per fold of a cross-validation is one series, and many at once are four."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sgd()
     for scale in range(10, 16):
         scaler = GradScaler("cpu", init_scale=float(scale))
         step(model, optimizer, scaler)
@@ -159,8 +143,7 @@ class Halving(GradScaler):
 
 def test_a_subclass_that_overrides_everything_counts_once(run: Recording) -> None:
     """Its method and its parent's are one call."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sgd()
     scaler = Halving("cpu", init_scale=64.0)
     losses = []
     for index in range(4):
@@ -172,28 +155,9 @@ def test_a_subclass_that_overrides_everything_counts_once(run: Recording) -> Non
     assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, True, False, False]
 
 
-def test_a_subclass_defined_later_is_found(run: Recording) -> None:
-    """One that calls no parent is seen from the next look on, ten seconds later at most."""
-
-    class Own(GradScaler):
-        def update(self, new_scale: Any = None) -> None:
-            del new_scale
-            self._scale.fill_(8.0)  # type: ignore[union-attr]
-            self._per_optimizer_states.clear()
-
-    run.look()
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = Own("cpu")
-    step(model, optimizer, scaler)
-    scaler.update()
-    assert scale_of(run.look()) == (8.0, 0.0)
-
-
 def test_a_disabled_scaler_shows_nothing(run: Recording) -> None:
     """It has no scale; whether it is there makes no difference."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sgd()
     scaler = GradScaler("cpu", enabled=False)
     for _ in range(3):
         step(model, optimizer, scaler)
@@ -201,16 +165,6 @@ def test_a_disabled_scaler_shows_nothing(run: Recording) -> None:
     values = run.look()
     assert [name for name in values if name[0].startswith("torchobs.amp.")] == [SKIPPED]
     assert (values[SKIPPED], len(run.steps())) == (0, 3)
-
-
-def test_a_scaler_made_before_init_is_seen(flight_dir: Path) -> None:
-    """The patches sit on the class."""
-    model, scaler = mlp(), GradScaler("cpu", init_scale=32.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for run in recording(flight_dir):
-        step(model, optimizer, scaler)
-        scaler.update()
-        assert scale_of(run.look()) == (32.0, 1.0)
 
 
 class SlowDevice:
@@ -281,29 +235,6 @@ def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
         assert scale_of(run.look()) == (4.0 * looks, float(looks))
 
 
-def test_the_last_moment_is_in_the_file(flight_dir: Path) -> None:
-    """A run that ends before the sampler has ever looked leaves its scale, its overflows and its streak all the same."""
-    session = torchobs.init(flight_dir=flight_dir)
-    assert session.writer is not None
-    path = session.writer.path
-    try:
-        found = Recording(session)
-        assert session._sampler is not None
-        session._sampler.stop()
-        model, scaler = mlp(), GradScaler("cpu", init_scale=32.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for index in range(3):
-            step(model, optimizer, scaler, overflows=index == 2)
-            scaler.update()
-        assert found.errors() == []
-    finally:
-        torchobs.shutdown()
-    with contextlib.closing(reader.open_path(path)) as file:
-        values = {point.series.name: point.value for point in file.read().points}
-    shown = [values[name] for name in ("torchobs.amp.scale", "torchobs.amp.overflows", "torchobs.amp.skip_streak")]
-    assert shown == [16.0, 1, 1.0]
-
-
 def test_an_optimizer_that_is_none_of_torch_s_is_not_called_skipped(run: Recording) -> None:
     """It fires no hooks, so that nobody knows whether it stepped."""
 
@@ -325,8 +256,7 @@ def test_an_optimizer_that_is_none_of_torch_s_is_not_called_skipped(run: Recordi
 
 def test_an_error_of_the_scaler_s_reaches_the_user_and_changes_nothing(run: Recording) -> None:
     """Stepping twice without an update raises as it always did; the next step counts."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sgd()
     scaler = GradScaler("cpu")
     step(model, optimizer, scaler)
     with pytest.raises(RuntimeError, match="already been called"):
@@ -339,8 +269,7 @@ def test_an_error_of_the_scaler_s_reaches_the_user_and_changes_nothing(run: Reco
 
 def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
     """A run whose every step is skipped dies quietly: the scale falls below 1, and that is an event and one line."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sgd()
     scaler = GradScaler("cpu", init_scale=4.0)
     with caplog.at_level(logging.WARNING, "torchobs"):
         for _ in range(6):
@@ -369,8 +298,7 @@ def test_a_sharded_scaler_on_one_process(flight_dir: Path, tmp_path: Path) -> No
     try:
         for run in recording(flight_dir):
             assert vars(sharded_grad_scaler.ShardedGradScaler)["update"] is not before["update"]
-            model = mlp()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = sgd()
             scaler = sharded_grad_scaler.ShardedGradScaler("cpu", init_scale=128.0, growth_interval=2)
             losses = []
             for index in range(5):
@@ -390,15 +318,14 @@ def test_removal_is_exact(flight_dir: Path) -> None:
     owners = (grad_scaler.GradScaler, Halving, autocast_mode.autocast)
     before = [dict(vars(owner)) for owner in owners]
     hooks = dict(torch_optimizer._global_optimizer_pre_hooks)
+    scaler = GradScaler("cpu", init_scale=32.0)  # before init(): the patches sit on the class
     for run in recording(flight_dir):
         assert [dict(vars(owner)) != was for owner, was in zip(owners, before, strict=True)] == [True] * 3
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = GradScaler("cpu")
+        model, optimizer = sgd()
         with torch.autocast("cpu"):
             step(model, optimizer, scaler)
         scaler.update()
-        run.look()
+        assert scale_of(run.look()) == (32.0, 1.0)
     assert [dict(vars(owner)) for owner in owners] == before
     assert dict(torch_optimizer._global_optimizer_pre_hooks) == hooks
 
@@ -406,8 +333,7 @@ def test_removal_is_exact(flight_dir: Path) -> None:
 def test_without_a_scaler_nobody_pays(run: Recording) -> None:
     """The hook on optimizers comes with the first scaler's first step."""
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sgd()
     loss_of(model).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
@@ -490,4 +416,115 @@ def test_a_scaler_s_methods_take_what_they_take_without(run: Recording) -> None:
     assert scaler.get_scale(2.0) == scaler.get_scale(default=2.0) == 8.0
     scaler.step(optimizer)
     scaler.update()
+    assert run.errors() == []
+
+
+def autocasts(values: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
+    """What is shown of autocast."""
+    return {name[1:] for name, value in values.items() if name[0] == "torchobs.amp.autocast" and value == 1.0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "evaluates", "told"),
+    [
+        (torch.float16, False, False, 1),
+        (torch.bfloat16, False, False, 0),
+        (torch.float16, True, False, 0),
+        (torch.float16, False, True, 0),
+    ],
+    ids=["float16", "bfloat16", "with a scaler that is gone by then", "an evaluation"],
+)
+def test_float16_training_without_a_scaler_is_told_once(
+    run: Recording, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, told: int, *, scaled: bool, evaluates: bool
+) -> None:
+    """Its small gradients become zero, which no metric would show. Nobody is warned where there is nothing to scale."""
+
+    def main() -> None:
+        model, optimizer = sgd()
+        scaler = GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        for _ in range(amp.UNSCALED_STEPS + 1):
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(not evaluates), torch.autocast("cpu", dtype=dtype):
+                loss = loss_of(model)
+            scaler.scale(loss_of(model) if evaluates else loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+    main()
+    gc.collect()
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        for _ in range(3):
+            values = run.look()
+    assert autocasts(values) == {("cpu", str(dtype).removeprefix("torch."))}
+    assert scaled or not [name for name in values if name[0] == "torchobs.amp.scale"]
+    assert len(run.frames("torchobs.amp.unscaled")) == told
+    text = "torchobs: float16 autocast is in use without a GradScaler: small gradients become zero"
+    assert [line for line in caplog.messages if "float16" in line] == [text] * told
+
+
+def test_autocast_costs_nothing_but_now_and_then(run: Recording) -> None:
+    """The wrapper goes when it has seen one, or 64 that were disabled; a later look sees what is in use by then."""
+    plain = vars(autocast_mode.autocast)["__enter__"].__wrapped__
+    run.look()
+    for index in range(amp.MAX_ENTRIES):
+        assert vars(autocast_mode.autocast)["__enter__"] is not plain, index
+        with torch.autocast("cpu", enabled=False):
+            pass
+    assert vars(autocast_mode.autocast)["__enter__"] is plain
+    assert autocasts(run.look()) == set()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            pass
+        assert vars(autocast_mode.autocast)["__enter__"] is plain
+        assert ("cpu", str(dtype).removeprefix("torch.")) in autocasts(run.look())
+
+
+@pytest.mark.parametrize("where", ["inside", "around", "as a decorator", "an object of its own"])
+def test_compiled_regions_stay_whole(run: Recording, where: str) -> None:
+    """``fullgraph=True`` with autocast in every place, while it is being looked at and when it is not; compiled once."""
+    torch._dynamo.reset()
+    layer, inputs = torch.nn.Linear(8, 8), torch.ones(2, 8)
+    own = torch.autocast("cpu", dtype=torch.bfloat16)
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        del example
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def inside(given: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.as_tensor(layer(given))
+
+    def with_own(given: torch.Tensor) -> torch.Tensor:
+        with own:
+            return torch.as_tensor(layer(given))
+
+    decorated = torch.autocast("cpu", dtype=torch.bfloat16)(layer.forward)
+    functions: dict[str, Any] = {
+        "inside": inside, "around": layer.forward, "as a decorator": decorated, "an object of its own": with_own,
+    }  # fmt: skip
+    compiled: Any = torch.compile(functions[where], backend=backend, fullgraph=True)
+    for _ in range(3):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "around"):
+                result = compiled(inputs)
+            assert result.dtype == torch.bfloat16
+        run.look()
+    assert len(graphs) == 1
+    assert autocasts(run.look()) == {("cpu", "bfloat16")}
+    torch._dynamo.reset()
+
+
+def test_torchscript_still_knows_autocast(run: Recording) -> None:
+    """It compiles the class from its source, while the wrapper is in place."""
+
+    def product(given: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
+            return given @ given
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(product)
+    assert scripted(torch.ones(4, 4)).dtype == torch.bfloat16
     assert run.errors() == []
