@@ -84,21 +84,26 @@ MAKERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "overriding": Overriding,
     "calling": lambda o: Calling(o, 2),
     "composite": lambda o: Composite(o, lrs.StepLR(o, 2)),
+    "plateau": lambda o: lrs.ReduceLROnPlateau(o, patience=2),
 }
 
 
-def train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int, *, metric: bool = False
-) -> list[float]:
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
     """Train in the right order; return the rates."""
     rates = []
     for index in range(steps):
         optimizer.zero_grad()
         loss_of(model, index).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        scheduler.step(*([1.0] if metric else []))
+        scheduler.step(*([1.0] if isinstance(scheduler, lrs.ReduceLROnPlateau) else []))
         rates.append(float(optimizer.param_groups[0]["lr"]))
     return rates
+
+
+def sgd() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer."""
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def told(run: Recording) -> list[dict[str, Any]]:
@@ -125,28 +130,9 @@ def test_every_scheduler_is_counted_once_and_does_what_it_always_did(flight_dir:
     assert results[0] == results[1]
 
 
-def test_a_plateau_is_stepped_with_a_metric(run: Recording) -> None:
-    """``ReduceLROnPlateau`` computes no rates, and has a step of its own."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    rates = train(model, optimizer, lrs.ReduceLROnPlateau(optimizer, patience=2), 9, metric=True)
-    assert len(set(rates)) > 1
-    assert run.look()[STEPS] == 9
-
-
-def test_warm_restarts_within_an_epoch(run: Recording) -> None:
-    """``step(epoch + batch / batches)`` is a step each time."""
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
-    scheduler = lrs.CosineAnnealingWarmRestarts(optimizer, 4)
-    for index in range(10):
-        scheduler.step(index / 10)
-    assert run.look()[STEPS] == 10
-
-
 def test_schedulers_made_before_init_are_counted(flight_dir: Path) -> None:
     """Those of a class that is defined by then; nothing is held against them that was not seen."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     several = [lrs.StepLR(optimizer, 2), Overriding(optimizer), lrs.ChainedScheduler([lrs.StepLR(optimizer, 3)])]
     optimizer.step()
     for run in recording(flight_dir):
@@ -157,18 +143,9 @@ def test_schedulers_made_before_init_are_counted(flight_dir: Path) -> None:
         assert told(run) == []
 
 
-def test_without_a_scheduler_there_are_no_series(run: Recording) -> None:
-    """Nobody reads a zero that means nothing."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    optimizer.step()
-    assert not [name for name in run.look() if name[0].startswith("torchobs.scheduler.")]
-
-
 def test_loading_a_state_is_no_step(run: Recording) -> None:
     """A run that goes on from a checkpoint has made no step yet, and used nothing wrongly."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     several = [MAKERS[name](optimizer) for name in ("StepLR", "LambdaLR", "SequentialLR")]
     for scheduler in several:
         state = scheduler.state_dict()
@@ -185,8 +162,7 @@ def test_loading_a_state_is_no_step(run: Recording) -> None:
 
 def test_a_scheduler_stepped_first_is_told(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
     """The order of before PyTorch 1.1: counted, an event, one line; and torch's warning names the user's line."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     scheduler = lrs.StepLR(optimizer, 2)
     with caplog.at_level(logging.WARNING, "torchobs"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -206,8 +182,7 @@ def test_a_scheduler_stepped_first_is_told(run: Recording, caplog: pytest.LogCap
 
 def test_a_first_step_that_the_loss_scaler_skips_is_no_misuse(run: Recording) -> None:
     """PyTorch warns of it, wrongly; we know that the optimizer's turn came first."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     scheduler, scaler = lrs.StepLR(optimizer, 2), torch.amp.GradScaler("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -233,8 +208,7 @@ def unscheduled(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps:
 def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, after many steps of its optimizer."""
     monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     forgotten = lrs.CosineAnnealingLR(optimizer, 100)
     unscheduled(model, optimizer, 15)
     run.look()
@@ -248,8 +222,7 @@ def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Reco
 @pytest.mark.parametrize("stepped", [True, False])
 def test_two_whole_epochs_are_enough_to_tell(run: Recording, *, stepped: bool) -> None:
     """One that is stepped after each epoch has been by then; nothing is said before the third begins."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     scheduler = lrs.StepLR(optimizer, 10)
     batches: Any = DataLoader(torch.ones(6, 8), batch_size=2)  # type: ignore[arg-type]
     for epoch in range(3):
@@ -267,8 +240,7 @@ def test_two_whole_epochs_are_enough_to_tell(run: Recording, *, stepped: bool) -
 def test_one_that_a_wrapper_moves_on_is_not_forgotten(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytorch-ignite's does: it counts itself, asks for the rates, and sets them."""
     monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = sgd()
     wrapped = lrs.ExponentialLR(optimizer, 0.9)
     for _ in range(30):
         unscheduled(model, optimizer, 1)
@@ -304,12 +276,9 @@ def test_one_that_was_never_stepped_is_told_at_the_end(
     monkeypatch.delattr("sys.last_type", raising=False)
     session = torchobs.init(flight_dir=flight_dir)
     assert session.writer is not None
-    path, model = session.writer.path, mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    path, (model, optimizer) = session.writer.path, sgd()
     scheduler: lrs.LRScheduler | None = lrs.StepLR(optimizer, 2)
-    for index in range(25):
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    unscheduled(model, optimizer, 25)
     if gone:
         scheduler = None
     with contextlib.suppress(KeyboardInterrupt), session:
