@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from dataclasses import dataclass
-from typing import Any
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.activations import Extreme, by_hand, outputs_of, perceptron, trainer
+from tests.activations import Extreme, by_hand, hooks, outputs_of, perceptron, trainer
+from tests.training import loss_of, recording
 from torchobs import catalog
-from torchobs.probes.activations.statistics import MOST_ELEMENTS
+from torchobs.probes.activations.statistics import MOST_ELEMENTS, NUMBERS, ActivationStats, combine, first_tensor, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 class Convolutional(nn.Module):
@@ -120,19 +132,6 @@ def test_values_that_are_not_finite_do_not_hide_the_others(extreme: Extreme) -> 
     output = outputs_of(model, inputs, model[0])
     assert extreme.stats()["0"] == pytest.approx(by_hand(output), rel=1e-4)
     assert by_hand(output)["nonfinite"] == 2 / 32
-
-
-def test_of_a_large_output_the_first_part_is_looked_at(extreme: Extreme) -> None:
-    """The memory that it takes is bounded: of a batch the first samples."""
-    model = nn.Sequential(nn.Linear(1, 1000))
-    inputs = torch.linspace(-1.0, 1.0, 400)[:, None]
-    step = trainer(model, inputs)
-    extreme.start(step)
-    step(4)
-    (found,) = extreme.stats().values()
-    output = model(inputs)[: MOST_ELEMENTS // 1000]
-    assert found["std"] == pytest.approx(by_hand(output)["std"], rel=1e-3)
-    assert found["std"] != pytest.approx(by_hand(model(inputs))["std"], rel=1e-3)
 
 
 @dataclass
@@ -243,6 +242,217 @@ def test_evaluation_is_not_counted(extreme: Extreme) -> None:
     model.train()
     step(4)
     assert extreme.stats()["0"] == pytest.approx(by_hand(model[0](inputs)), rel=1e-4)
+
+
+class Wild(nn.Module):
+    """Draws random numbers, checkpoints, changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.drop, self.act = nn.Dropout(0.3), nn.ReLU(inplace=True)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return one number for each row."""
+        values = self.act(self.first(values))
+        values = checkpoint(lambda one: self.drop(self.act(self.second(one))), values, use_reentrant=False)
+        found: torch.Tensor = self.last(values)
+        return found
+
+
+def trained(look: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
+    """Weights and random state after some steps of everything that might be disturbed."""
+    torch.manual_seed(5)
+    model = Wild()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index in range(30):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if index == 4:
+            look()
+    return [*model.parameters(), torch.get_rng_state()]
+
+
+def test_training_is_the_same_to_the_last_bit(flight_dir: Path) -> None:
+    """Weights and the state of the random numbers, with looks at many steps and without torchobs."""
+    expected = trained()
+    for run in recording(flight_dir, level="extreme", overhead_budget=0.2):
+        extreme = Extreme(run)
+
+        assert all(map(torch.equal, trained(extreme.look_at_every_step), expected))
+        run.look()
+        assert len(extreme.probe._around._rows) >= 10
+
+
+def test_ddp_s_modules_are_those_within_it(extreme: Extreme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the names of their gradients, and nothing is sent to other ranks for it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(perceptron())
+        inputs = torch.randn(4, 8)
+        step = trainer(model, inputs)
+        extreme.start(step)
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object"):
+            monkeypatch.delattr(dist, name)
+        step(4)
+        found = extreme.stats()
+        assert found.keys() == {"0", "1", "2"}
+        assert found["0"] == pytest.approx(by_hand(model.module[0](inputs)), rel=1e-4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["basic", "advanced"])
+def test_below_extreme_nothing_has_a_hook(flight_dir: Path, level: str) -> None:
+    """Neither a module, nor the list of what is called when a backward begins."""
+    for run in recording(flight_dir, level=level):
+        model = perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert run.session.context is not None
+        for index in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, index)
+            assert hooks(model) == 0
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert hooks(model) == 0
+            optimizer.step()
+            if index == 4:
+                run.look()
+        assert "activations" not in {probe for probe, _ in run.session.context.hooks.takes_loss._by_probe}
+        assert not any("activation" in key[0] for key in run.look())
+
+
+def test_hooks_go_with_the_window_the_level_and_the_session(flight_dir: Path) -> None:
+    """They are there in a window, and gone when the level is lowered; shutdown in the midst of one leaves none."""
+    model = perceptron()
+    step = trainer(model, torch.randn(4, 8))
+    for run in recording(flight_dir, level="extreme"):
+        extreme = Extreme(run)
+        extreme.start(step)
+        assert hooks(model) == 3
+        assert run.session.context is not None
+        run.session.context.hooks.level.value = 2
+        run.look()
+        step(4)
+        assert hooks(model) == 0
+        run.session.context.hooks.level.value = 3
+        run.look()
+        for index in range(3):
+            step(index)
+            run.look()
+        assert hooks(model) == 3
+    assert hooks(model) == 0
+
+
+def test_a_copy_of_a_model_with_hooks_can_be_loaded_without_torchobs(extreme: Extreme) -> None:
+    """Saved as a whole in the midst of a window, and copied: both have no part in it."""
+    model = perceptron()
+    inputs = torch.randn(4, 8)
+    step = trainer(model, inputs)
+    extreme.start(step)
+    assert hooks(model) == 3
+    kept = io.BytesIO()
+    torch.save(model, kept)
+    names = {str(name) for name in pickle.dumps(model).split(b"\n") if b"torchobs" in name}
+    assert not names
+    assert b"torchobs" not in kept.getvalue()
+    twin = copy.deepcopy(model)
+    kept.seek(0)
+    loaded = torch.load(kept, weights_only=False)
+    for other in (twin, loaded):
+        other(inputs * 100).sum()
+    step(4)
+    assert extreme.stats()["0"] == pytest.approx(by_hand(model[0](inputs)), rel=1e-4)
+
+
+def test_an_evaluation_of_torch_s_own_transformer_is_as_fast_and_as_exact(extreme: Extreme) -> None:
+    """Its layers have no hooks, for with one they would take another way; the encoder as a whole is looked at."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    inputs = torch.randn(2, 5, 8)
+    step = trainer(model, inputs)
+    extreme.start(step)
+    assert hooks(model[1].layers) == 0  # type: ignore[arg-type]  # a module
+    step(4)
+    assert extreme.stats().keys() == {"0", "1"}
+
+
+def test_an_operation_of_ours_is_in_no_graph_and_no_cache(extreme: Extreme) -> None:
+    """Selective checkpointing caches operators in their order, and ``torch.func`` has tensors that end with their level."""
+    model = perceptron()
+    inputs = torch.randn(4, 8)
+    seen: list[str] = []
+
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def call(values: torch.Tensor) -> Any:
+        with Watching():  # type: ignore[no-untyped-call]
+            found = model(values)
+        torch.func.vmap(model)(values)
+        with pytest.warns((DeprecationWarning, FutureWarning), match="trace"):  # the latter since torch 2.14
+            torch.jit.trace(model, (values,), check_trace=False)  # type: ignore[no-untyped-call]
+        return found
+
+    with Watching():  # type: ignore[no-untyped-call]
+        model(inputs)
+    expected, seen[:] = list(seen), []
+    step = trainer(model, inputs, call)
+    extreme.start(step)
+    step(4)
+    assert seen == expected * 6
+    assert extreme.stats() == {}
+
+
+def stats(*outputs: torch.Tensor) -> ActivationStats:
+    """The statistics of some calls."""
+    rows = [numbers(torch, output, 0) for output in outputs]
+    return combine([(row.double().tolist(), count) for row, count in rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_several_calls_are_as_one(dtype: torch.dtype, offset: float) -> None:
+    """Of different sizes, with zeros and values that are not finite in some; nothing cancels where the mean is large."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(size, generator=generator) + offset for size in (10, 1000, 7)]
+    parts[1][::3] = 0.0
+    parts[2][0], parts[0][3] = float("nan"), float("-inf")
+    parts = [part.to(dtype) for part in parts]
+    found = stats(*parts)
+    assert found._asdict() == pytest.approx({**by_hand(torch.cat(parts)), "elements": 1017}, rel=1e-4)
+
+
+def test_the_greatest_numbers_raise_nothing() -> None:
+    """A square that overflows is infinite, or unknown; of an output without any finite value there is nothing to average."""
+    assert stats(torch.full((5,), float("inf"))) == ActivationStats(0.0, 0.0, 0.0, 0.0, 1.0, 5)
+    found = stats(torch.tensor([1e300, -1e300], dtype=torch.float64), torch.tensor([1e300], dtype=torch.float64))
+    assert found.max_abs == 1e300
+    assert found.std == float("inf") or isnan(found.std)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0x9000, 64), (1, 1 << 20), (2, 3, 1 << 18), (1 << 19, 1)])
+def test_no_more_is_looked_at_than_the_limit(shape: tuple[int, ...]) -> None:
+    """Whatever the shape, and with elements from all of what is looked at."""
+    output = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    row, count = numbers(torch, output, 32)
+    assert count == output.numel() or MOST_ELEMENTS // 2 < count <= MOST_ELEMENTS
+    assert len(row) - NUMBERS <= 32
+    assert len(row) - NUMBERS >= min(count, 17)
+
+
+def test_the_first_tensor_is_found_in_bounds() -> None:
+    """No output is searched for longer than a moment."""
+    kind, wanted = torch.Tensor, torch.ones(1)
+    assert first_tensor({"a": [1, (wanted,)]}, kind) is wanted
+    assert first_tensor([[[[[wanted]]]]], kind) is None
+    assert first_tensor([0] * 100 + [wanted], kind) is None
+    assert first_tensor(torch.nn.Parameter(wanted), kind) is None
 
 
 def test_autocast_and_accumulation(extreme: Extreme) -> None:
