@@ -1,8 +1,10 @@
-"""The culprit is the first, where a later step, clipping or the way in which code is written could hide it."""
+"""The culprit of a NaN is the first, however code is written; what a loss or a function made of finite values is explained."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from tests.diagnosis.observing import Look, Observed, observe
+from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
+from torchobs.debug import trace_nan
+from torchobs.probes.nonfinite.backward import likely_node
+from torchobs.probes.nonfinite.graph import read_graph
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
 
 AT = 5
 Step = Callable[[nn.Module, int], torch.Tensor]
@@ -106,51 +113,39 @@ def test_each_player_of_an_iteration_has_its_step(sick: int, gradient: bool) -> 
     assert origin(observe(train, grad_interval=1))["step"] == AT
 
 
-def test_a_constant_of_the_code_is_no_input() -> None:
-    """``loss * float("inf")`` is the operator's fault."""
-
-    def loss(model: nn.Module, number: int) -> torch.Tensor:
-        logits = model(torch.randn(8, 4))
-        return torch.as_tensor((logits * (float("inf") if number == AT else 1.0)).square().mean())
-
-    told = origin(run(nn.Linear(4, 4), loss))
-    assert (told["origin"], told["operator"], told["step"]) == ("operator", "mul", AT)
-    assert "constant" in told["note"]
+def much(ill: bool) -> torch.Tensor:  # noqa: FBT001  # of the step
+    """A number so large that twice of it is none."""
+    return torch.full((8, 4), 3e38 if ill else 0.0, requires_grad=True)
 
 
 @pytest.mark.parametrize(
-    ("operator", "join"),
+    ("origin_", "operator", "join"),
     [
-        ("sub", lambda made, given: made - given),
-        ("sub", lambda made, given: given - made),
-        ("add", lambda made, given: made + given),
-        ("cat", lambda made, given: torch.cat([made, given], 1)),
-        ("where", lambda made, given: torch.where(given > 0, made, given)),
+        ("operator", "mul", lambda made, _, ill: made * (float("inf") if ill else 1.0)),
+        ("operator", "add", lambda made, _, ill: made * 0.0 + much(ill) + much(ill).detach()),
+        ("input", "sub", lambda made, given, _: made - given),
+        ("input", "sub", lambda made, given, _: given - made),
+        ("input", "add", lambda made, given, _: made + given),
+        ("input", "cat", lambda made, given, _: torch.cat([made, given], 1)),
+        ("input", "where", lambda made, given, _: torch.where(given > 0, made, given)),
     ],
 )
-def test_an_operand_that_nobody_keeps_is_the_input(operator: str, join: Callable[..., torch.Tensor]) -> None:
-    """Sums and choices keep no operand, and make nothing of finite ones: a squared difference has what came with the target."""
+def test_an_operand_that_nobody_keeps_is_the_input(origin_: str, operator: str, join: Callable[..., torch.Tensor]) -> None:
+    """Sums and choices keep no operand, and make nothing of finite ones: a squared difference has what came with the target.
+
+    Not so a sum that overflows, and a constant of the code, which are the operator's.
+    """
 
     def loss(model: nn.Module, number: int) -> torch.Tensor:
         given = torch.randn(8, 4)
         if number == AT:
             given[3, 1] = float("nan")
-        difference = join(model(torch.randn(8, 4)), given)
-        return torch.as_tensor(difference.square().mean())
+        return torch.as_tensor(join(model(torch.randn(8, 4)), given, number == AT).square().mean())
 
     told = origin(run(nn.Linear(4, 4), loss))
-    assert (told["origin"], told["operator"], told["sample"], told["step"]) == ("input", operator, 3, AT)
-
-
-def test_a_sum_that_overflows_is_the_operators() -> None:
-    """Its operands were finite."""
-
-    def loss(model: nn.Module, number: int) -> torch.Tensor:
-        much = torch.full((8, 4), 3e38 if number == AT else 0.0)
-        return torch.as_tensor((model(torch.randn(8, 4)) * 0.0 + much.requires_grad_() + much.detach()).square().mean())
-
-    told = origin(run(nn.Linear(4, 4), loss))
-    assert (told["origin"], told["operator"], told["step"]) == ("operator", "add", AT)
+    assert (told["origin"], told["operator"], told["step"]) == (origin_, operator, AT)
+    assert told.get("sample") == (3 if origin_ == "input" else None)
+    assert ("constant" in told.get("note", "")) == (operator == "mul")
 
 
 _TRAINER = """
@@ -291,20 +286,15 @@ def test_a_line_of_a_script_is_none_of_a_function_that_it_defines() -> None:
 
 def test_a_loss_module_has_the_line_that_calls_it() -> None:
     """It has no parameters, and is called by a name of the user's."""
-    model = nn.Linear(4, 5)
+    criterion = nn.CTCLoss()
 
-    def train(look: Look) -> None:
-        optimizer, criterion = torch.optim.SGD(model.parameters(), lr=0.01), nn.CTCLoss()
-        for number in range(1, AT + 3):
-            lengths = torch.tensor([2 if number == AT else 6])
-            likely = model(torch.randn(6, 1, 4)).log_softmax(2)
-            loss = criterion(likely, torch.tensor([[1, 2, 3]]), lengths, torch.tensor([3]))
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            look.stepped()
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        lengths = torch.tensor([2 if number == AT else 6])
+        return torch.as_tensor(
+            criterion(model(torch.randn(6, 1, 4)).log_softmax(2), torch.tensor([[1, 2, 3]]), lengths, torch.tensor([3]))
+        )
 
-    told = origin(observe(train))
+    told = origin(run(nn.Linear(4, 5), loss))
     assert (told["operator"], told["step"]) == ("ctc_loss", AT)
     assert "test_nan_culprits.py:" in told["location"]
 
@@ -384,3 +374,388 @@ def test_a_target_is_named_in_a_list_of_dictionaries_with_its_sample() -> None:
 
     told = origin(observe(train))
     assert (told["origin"], told["parameter"], told["sample"]) == ("input", "targets[2]['boxes']", 2)
+
+
+class Shift(torch.autograd.Function):
+    """Keeps nothing of what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A sum."""
+        del ctx
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Of the weight alone."""
+        del ctx
+        return None, gradients[0].sum(0)
+
+
+class Log(Shift):
+    """Keeps nothing, and is none of torch's logarithms."""
+
+
+class Scale(torch.autograd.Function):
+    """Keeps what it was given, what it made on its way, and its result."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A product."""
+        between = x * Scale.factor
+        result = between * weight
+        ctx.save_for_backward(x, weight, between, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Of the weight, and of what is given with a gradient."""
+        _, weight, between, _ = ctx.saved_tensors
+        return gradients[0] * weight if ctx.needs_input_grad[0] else None, (gradients[0] * between).sum(0)
+
+
+class Average(torch.autograd.Function):
+    """Keeps what it was given; one bad sample spoils all results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A product with the batch's mean."""
+        ctx.save_for_backward(x)
+        return x.mean() * weight.expand(len(x), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Of the weight alone."""
+        return None, gradients[0].sum(0) * ctx.saved_tensors[0].mean()
+
+
+class Net(nn.Module):
+    """Gives its input to a function at once, or behind a layer."""
+
+    def __init__(self, function: Any, *, behind: bool = False) -> None:
+        super().__init__()
+        self.function, self.behind = function, behind
+        self.weight, self.first, self.out = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of four."""
+        return torch.as_tensor(self.out(self.function.apply(self.first(x) if self.behind else x, self.weight)))
+
+
+def batch(number: int) -> torch.Tensor:
+    """With a NaN in the step in question."""
+    x = torch.randn(8, 4)
+    if number == AT:
+        x[3, 1] = float("nan")
+    return x
+
+
+def held(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
+    """A batch that a variable of the loop holds, with a NaN."""
+    x = batch(number)
+    step(model(x).square().mean())
+
+
+def gone(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
+    """A batch that nobody holds any more."""
+    step(model(batch(number)).square().mean())
+
+
+def faulty(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
+    """A batch that is finite, and labels of which some are missing."""
+    x, labels = torch.randn(8, 4), torch.randn(8, 1)
+    labels[2] = float("nan")
+    Scale.factor = float("inf") if number == AT else 1.0
+    x[1:] *= 0.0 if number == AT else 1.0  # times infinity: NaN
+    made = model(x)
+    step(torch.where(labels.isnan(), 0.0, made - labels.nan_to_num()).square().mean())
+
+
+def changed(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
+    """The NaN is removed after the function has been given it; torch refuses the backward pass."""
+    x = batch(number)
+    loss = model(x).square().mean()
+    if number == AT:
+        x.nan_to_num_()
+    with suppress(RuntimeError):
+        step(loss)
+
+
+Script = Any
+
+
+def run_script(model: nn.Module, script: Script) -> Observed:
+    """Train with the faults of a script."""
+
+    def train(look: Look) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(loss: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+
+        for number in range(1, AT + 3):
+            script(model, number, step)
+            look.stepped()
+        Scale.factor = 1.0
+
+    torch.manual_seed(0)
+    return observe(train)
+
+
+@pytest.mark.parametrize(
+    ("function", "behind", "script", "wanted"),
+    [
+        (Shift, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
+        (Log, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
+        (Scale, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
+        (Average, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
+        (Shift, False, gone, {"origin": "unknown", "operator": "shift", "module": "Net"}),
+        (Scale, False, gone, {"origin": "unknown", "operator": "scale", "module": "Net"}),
+        (Scale, False, faulty, {"origin": "operator", "operator": "scale", "module": "Net"}),
+        (Scale, True, faulty, {"origin": "operator", "operator": "scale", "module": "Net"}),
+        (Scale, False, changed, {"origin": "unknown", "operator": "scale", "module": "Net"}),
+    ],
+)
+def test_a_function_is_blamed_for_what_it_makes_of_finite_inputs(
+    function: Any, script: Script, wanted: dict[str, object], *, behind: bool
+) -> None:
+    """What it was given is looked for among what it has saved and in variables; else it is said that it was not seen."""
+    observed = run_script(Net(function, behind=behind), script)
+    told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
+    assert {name: told.attributes.get(name) for name in wanted} == wanted
+    assert told.step == AT
+    text = observed.text("nonfinite_origin")
+    if wanted["origin"] == "unknown":
+        assert f"Where the NaN or infinity of step {AT} began was not found: it passed {wanted['operator']} in Net" in text
+        assert "not all inputs of this function were seen" in text
+        assert "born in" not in text
+
+
+def test_hooks_on_what_a_function_has_saved_are_left_alone() -> None:
+    """Those of the user's may be run_script once only: by the backward pass."""
+    calls = [0, 0]
+
+    def unpack(value: Any) -> Any:
+        calls[1] += 1
+        return value
+
+    def pack(value: Any) -> Any:
+        calls[0] += 1
+        return value
+
+    def hooked(*given: Any) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            held(*given)
+
+    model = Net(Scale)
+    assert run_script(model, hooked).events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert calls[0] == calls[1]
+
+
+def test_the_tool_says_so_too() -> None:
+    """``trace_nan`` has the batch, which a function that keeps nothing was given."""
+    x = batch(AT)
+    told = trace_nan(Net(Shift), x)
+    assert told is not None
+    assert (told.kind, told.parameter, told.sample) == ("input", "batch", 3)
+    told = trace_nan(Net(Shift), x, partial(_of_another, x.clone()))
+    assert told is not None
+    assert told.kind in {"input", "unknown"}
+
+
+def _of_another(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return output.mean() + x.nan_to_num().mean()
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+IGNORED = "all 4 targets of the batch (tags) are ignored (ignore_index=-100), and the mean over none is NaN"
+SELECTION = "it is over nothing, since the selection (index) before it left no element, and the mean over none is NaN"
+EMPTY = "it is over nothing, since the batch is empty, and the mean over none is NaN"
+INFINITY = float("inf")
+
+
+def origin_of(loss: torch.Tensor) -> NonfiniteOrigin:
+    """What is said of a loss that is not finite, by the caller's variables."""
+    assert not loss.isfinite()
+    found = GraphTracer([loss], user_frames(sys._getframe(1)), 1).forward()
+    assert found is not None
+    return found
+
+
+def entropy(**settings: Any) -> Loss:
+    """A cross entropy of all targets."""
+    return lambda scores, tags, _: functional.cross_entropy(scores, tags, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "operator", "why"),
+    [
+        (entropy(), "nll_loss", IGNORED),
+        (entropy(label_smoothing=0.1), "nll_loss", IGNORED),
+        (lambda y, t, _: functional.nll_loss(y.log_softmax(1), t) / 2, "nll_loss", IGNORED),
+        (lambda y, t, _: functional.cross_entropy(y.view(1, 4, 7).transpose(1, 2), t.view(1, 4)), "nll_loss2d", IGNORED),
+        (lambda y, t, _: functional.cross_entropy(y, t * 0, ignore_index=0), "nll_loss", "are ignored (ignore_index=0)"),
+        (
+            lambda y, t, _: functional.cross_entropy(y, t * 0, weight=torch.tensor([0.0, 1, 1, 1, 1, 1, 1])),
+            "nll_loss",
+            "the class weights of all 4 targets of the batch are 0, and 0 / 0 is NaN",
+        ),
+        (lambda y, t, _: functional.cross_entropy(y[:0], t[:0]), "nll_loss", "the selection (slice) before it"),
+        (lambda y, t, m: functional.cross_entropy(y[m], t[m]), "nll_loss", SELECTION),
+        (lambda y, _, m: y[m].mean(), "mean", SELECTION),
+        (lambda y, _, m: y[m].mean(0).sum(), "mean", SELECTION),
+        (lambda y, t, m: functional.cross_entropy(y, t * 0, reduction="none")[m].mean(), "mean", SELECTION),
+        (lambda y, _, m: y.masked_select(m[:, None]).mean(), "mean", "the selection (masked_select) before it"),
+        (lambda y, _, m: functional.mse_loss(y[m], torch.zeros(0, 7)), "mse_loss", SELECTION),
+        (lambda y, _, m: functional.l1_loss(y[m], torch.zeros(0, 7)), "mean", SELECTION),
+        (lambda y, _, m: functional.huber_loss(y[m], torch.zeros(0, 7)), "huber_loss", SELECTION),
+        (
+            lambda y, _, m: functional.binary_cross_entropy_with_logits(y[m], torch.zeros(0, 7)),
+            "binary_cross_entropy_with_logits",
+            SELECTION,
+        ),
+    ],
+)
+def test_a_mean_over_nothing_is_named_as_that(loss: Loss, operator: str, why: str) -> None:
+    """With what left nothing to average: ignored targets, weights of zero, an empty selection or batch, a mask."""
+    tags, nobody = torch.full((4,), -100), torch.zeros(4, dtype=torch.bool)
+    origin = origin_of(loss(nn.Linear(5, 7)(torch.randn(4, 5)), tags, nobody))
+    assert (origin.kind, origin.operator) == ("operator", operator)
+    assert why in origin.note
+    assert why in origin.sentence()
+    assert origin.parameter == ("tags" if "(tags)" in why else "")
+
+
+def test_a_batch_without_a_sample_is_named_as_that() -> None:
+    """The model has made an empty output of it. A mean over columns of no rows is no NaN: the logarithm beside it is."""
+    scores = nn.Linear(5, 7)(torch.randn(0, 5))
+    assert origin_of(functional.cross_entropy(scores, torch.zeros(0, dtype=torch.long))).note == EMPTY
+    assert origin_of(functional.mse_loss(scores, torch.zeros(0, 7))).note == EMPTY
+    errors, logits = nn.Linear(5, 7)(torch.ones(0, 5)), nn.Linear(3, 3)(torch.ones(2, 3))
+    origin = origin_of(torch.cat([(errors**2).mean(-1), (logits @ torch.zeros(3, 1)).log().mean(-1)]).mean())
+    assert (origin.kind, origin.operator) == ("operator", "log")
+    assert "nothing" not in origin.note
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: (y * 0).sum().log(),
+        lambda y: (y * 0 - 1).sum().sqrt(),
+        lambda y: (y * 1e30).exp().mean() * 0,
+        lambda y: (y * 1e38 * 1e38).softmax(-1).mean(),
+    ],
+)
+def test_what_has_another_cause_has_no_such_explanation(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Values outside of a function's domain, or too large."""
+    note = origin_of(loss(nn.Linear(5, 7)(torch.ones(4, 5)).abs() + 1)).note
+    assert "nothing" not in note
+    assert "masked" not in note
+    assert "divisor" not in note
+
+
+class Attention(nn.Module):
+    """Self-attention that puts its mask on in one of several ways; sample 2 is padding alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.MultiheadAttention(8, 2, batch_first=True)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, pad: torch.Tensor) -> Any:
+        """Of shape (batch, time, 8)."""
+        if self.way.startswith("multihead"):
+            given = torch.zeros(pad.shape).masked_fill(pad, -INFINITY) if "float" in self.way else pad
+            return self.out(self.inner(x, x, x, key_padding_mask=given)[0])
+        query, key, value = self.qkv(x).chunk(3, -1)
+        scores, mask = query @ key.transpose(-1, -2), pad[:, None]
+        if self.way == "masked_fill":
+            scores = scores.masked_fill(mask, -INFINITY)
+        elif self.way == "add":
+            scores = scores + torch.zeros(mask.shape).masked_fill(mask, -INFINITY)
+        elif self.way == "where":
+            scores = torch.where(mask, torch.tensor(-INFINITY), scores)
+        return self.out(scores.softmax(-1) @ value)
+
+
+def padded() -> torch.Tensor:
+    """A mask of four sequences."""
+    pad = torch.zeros(4, 6, dtype=torch.bool)
+    pad[:, 5] = pad[2] = True
+    return pad
+
+
+@pytest.mark.parametrize("way", ["masked_fill", "add", "where", "multihead", "multihead float"])
+def test_a_softmax_of_a_row_that_is_all_masked_is_named_as_that(way: str) -> None:
+    """However the mask was put on; the elements are those of the row."""
+    model = Attention(way)
+    origin = origin_of(model(torch.randn(4, 6, 8), padded()).square().mean())
+    assert (origin.kind, origin.operator) == ("operator", "softmax")
+    assert "every value of a row that it was given was masked (negative infinity)" in origin.note
+    assert origin.module in {"inner", "Attention"}
+    assert origin.elements[0][0] == (4 if "multihead" in way else 2)  # of batch times heads there
+
+
+@pytest.mark.parametrize(
+    ("operator", "hint"),
+    [
+        ("sqrt", " That derivative is infinite at 0."),
+        ("div", " That derivative is infinite where its divisor is 0."),
+        ("mul", ""),
+    ],
+)
+def test_where_a_derivative_is_infinite_is_said_of_the_operator_that_is_meant(operator: str, hint: str) -> None:
+    """Of others it says nothing; and one that nobody saw at work is the likely one."""
+    for note, born in (("", "born"), ("from the graph's structure", "most likely born")):
+        event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head", note=note)
+        text = told(facts(steps(3), events=[event]))["nonfinite_origin"]
+        assert text == f"The NaN or infinity was {born} in the derivative of {operator} in head.{hint}"
+
+
+BOUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x * 0),
+    "norm": lambda x: functional.pairwise_distance(x, x, eps=0).sum(),
+    "std": lambda x: (x * 0).std(),
+    "std_mean": lambda x: torch.std_mean(x * 0)[0],
+    "cdist": lambda x: torch.cdist(x, x, 1.0).sum(),
+    "euclidean_dist": lambda x: torch.cdist(x, x, 2.0, "use_mm_for_euclid_dist").sum(),
+    "atan2": lambda x: torch.atan2(x * 0, x * 0).sum(),
+    "binary_cross_entropy": lambda x: functional.binary_cross_entropy(x * 0, torch.ones(3, 3)),
+}
+
+
+@pytest.mark.parametrize("operator", BOUNDED)
+def test_a_derivative_that_torch_bounds_is_not_called_infinite(operator: str) -> None:
+    """Promise: where mathematics has none, torch's derivative is finite; such an operator is neither blamed nor explained."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    nodes = read_graph([BOUNDED[operator](weight).grad_fn])
+    assert operator in {node.operator for node in nodes}
+    assert torch.autograd.grad(BOUNDED[operator](weight), weight)[0].isfinite().all()
+    assert likely_node(nodes, {id(weight)}) is None
+    event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator)
+    assert "That derivative is" not in told(facts(steps(3), events=[event]))["nonfinite_origin"]
+
+
+def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:
+    """With the variable's name, and as past after fifty steps: the gradients of ignored targets are zero."""
+
+    def train(look: Look) -> None:
+        model = nn.Linear(5, 7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, 80):
+            tags = torch.full((4,), -100) if number == 15 else torch.randint(0, 7, (4,))
+            optimizer.zero_grad()
+            torch.autograd.backward(functional.cross_entropy(model(torch.randn(4, 5)), tags))
+            optimizer.step()
+            look.stepped()
+
+    observed = observe(train, grad_interval=1)
+    text = observed.text("nonfinite_origin")
+    assert "of step 15 was born in nll_loss" in text
+    assert IGNORED in text
+    assert observed.diagnosis.verdict.text.startswith("All well.")

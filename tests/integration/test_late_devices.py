@@ -58,6 +58,14 @@ class Late:
         for probe in self.probes:
             probe.sample()
 
+    def step_within_backward(self, optimizers: list[torch.optim.Optimizer], count: int = TENSORS) -> None:
+        """Have the first of some optimizers step within a backward pass, in which all are expected to."""
+        recorder = self.context.recorder
+        recorder.pending.update(map(id, optimizers))
+        for optimizer in optimizers[:count]:
+            recorder.pending.discard(id(optimizer))
+            self.context.hooks.before_step.notify(optimizer, False)  # noqa: FBT003  # a listener
+
     def late(self, flag: int) -> list[Any]:
         """The late records with this flag."""
         self.context.recorder.flush()
@@ -172,13 +180,9 @@ def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
 
 def test_optimizers_within_a_backward_pass_send_one_copy_for_a_step(late: Late, parameters: list[torch.nn.Parameter]) -> None:
     """There are hundreds: two events are recorded, around the largest once that is known, and used again."""
-    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
-    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
+    recorder, optimizers = late.context.recorder, [OPTIMIZERS["foreach"]([one]) for one in parameters]
     for step in range(1, 5):
-        recorder.pending.update(map(id, optimizers))
-        for optimizer in optimizers:
-            recorder.pending.discard(id(optimizer))
-            notify(optimizer, False)  # noqa: FBT003  # a listener
+        late.step_within_backward(optimizers)
         assert [len(values) for values, _ in late.device.sent] == [TENSORS]
         late.device.land_as([2.0, 3.0, 6.0 * step])
         recorder.step = step
@@ -191,14 +195,10 @@ def test_a_step_in_which_not_all_optimizers_stepped_is_sent_before_the_next(
     late: Late, parameters: list[torch.nn.Parameter]
 ) -> None:
     """A layer that was not used: its optimizer is expected in vain."""
-    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
     optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
     for step, count in ((1, 2), (2, 3)):
-        recorder.pending.update(map(id, optimizers))
-        for optimizer in optimizers[:count]:
-            recorder.pending.discard(id(optimizer))
-            notify(optimizer, False)  # noqa: FBT003  # a listener
-        recorder.step = step
+        late.step_within_backward(optimizers, count)
+        late.context.recorder.step = step
     assert [len(values) for values, _ in late.device.sent] == [2, 3]
     late.device.land_as([3.0, 4.0])
     late.device.land_as([2.0, 3.0, 6.0])
