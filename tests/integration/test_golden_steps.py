@@ -1,0 +1,115 @@
+"""What is recorded of each step of many loops, as golden columns; `pytest -n 0 --update-golden` writes them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.diagnosis import test_healthy_zoo as zoo
+from tests.diagnosis.observing import Look
+from tests.golden_steps import LOOPS, EventLoop, assert_alike, columns
+from tests.integration.test_frameworks import RUN, SCRIPTS, reports, seen, start
+from tests.support import free_port
+from tests.training import recording
+from torchobs.flight.reader import reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.flight.format.step_record import StepRecord
+
+    Compare = Callable[[str, list[StepRecord]], None]
+
+GOLDEN = Path(__file__).parent / "golden" / "steps.json"
+LONG = {"folds": 110, "distillation": 260, "gradual_unfreezing": 280, "low_rank_adapters": 210, "wasserstein_gan": 60}
+"""Steps that are done of loops in which something changes late; 45 of the others"""
+
+
+class Enough(Exception):  # noqa: N818  # it is no error
+    """So many steps have been done."""
+
+
+class Counted(Look):
+    """Ends the training after some steps."""
+
+    left = 45
+
+    def stepped(self) -> None:
+        """Do a round if it is time."""
+        super().stepped()
+        self.left -= 1
+        if not self.left:
+            raise Enough
+
+
+@pytest.fixture
+def compare(pytestconfig: pytest.Config) -> Compare:
+    """Compare the records of a loop with the golden ones of that name, or write these."""
+
+    def compare(name: str, records: list[StepRecord]) -> None:
+        golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        found = columns(records)
+        if pytestconfig.getoption("--update-golden"):
+            golden[name] = found
+            GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
+        assert_alike(found, golden[name])
+
+    return compare
+
+
+def steps_of(flight_dir: Path, train: Callable[[Counted], None], count: int = 45) -> list[StepRecord]:
+    """Train so many steps under a session of its own; return all records of the file that it leaves."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    for run in recording(flight_dir):
+        look = Counted(run.session)
+        look.left = count
+        with contextlib.suppress(Enough):
+            train(look)
+        look.observe()
+    (path,) = flight_dir.glob("*.flight")
+    file = reader.open_path(str(path))
+    try:
+        return file.steps()
+    finally:
+        file.close()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_steps_of_events(flight_dir: Path, compare: Compare, loop: str) -> None:
+    """Each way in which optimizers and backward passes follow each other."""
+    compare(f"events: {loop}", steps_of(flight_dir, lambda _: EventLoop(LOOPS[loop]).run()))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before:UserWarning")
+@pytest.mark.parametrize("train", zoo.TRAININGS, ids=lambda each: each.__name__)
+def test_steps_of_healthy_trainings(flight_dir: Path, compare: Compare, train: zoo.Train) -> None:
+    """Whatever people train."""
+    compare(f"zoo: {train.__name__}", steps_of(flight_dir, train, LONG.get(train.__name__, 45)))
+
+
+@pytest.mark.parametrize("name", ["loops", "with_lightning", "with_transformers", "with_accelerate"])
+def test_steps_of_scripts(flight_dir: Path, compare: Compare, name: str) -> None:
+    """Frameworks, and loops that are not the plain one."""
+    for word in ("lbfgs", "gan", "low_rank", "recomputed", "gradient_penalty") if name == "loops" else ("plain",):
+        folder = flight_dir / word
+        folder.mkdir()
+        reports(start(*RUN, str(SCRIPTS / f"{name}.py"), word, flight_dir=folder))
+        (rank,) = seen(folder)
+        compare(f"script: {name} {word}", rank.steps)
+
+
+def test_steps_of_ranks_that_accumulate(flight_dir: Path, compare: Compare) -> None:
+    """Under `no_sync`, the last pass of each step with DDP's exchange."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    how = (*RUN, str(SCRIPTS / "accumulate.py"))
+    reports(*(start(*how, flight_dir=flight_dir, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01"))
+    for number, rank in enumerate(seen(flight_dir)):
+        compare(f"script: accumulate {number}", rank.steps)
