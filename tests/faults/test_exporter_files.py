@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Snapshot
 
 
-NOBODY = 65534
-
-
 @pytest.fixture
 def clock() -> Clock:
     """Just after the files' birth."""
@@ -56,11 +52,6 @@ def file(flight_dir: Path) -> Iterator[File]:
     made.writer.fold()
     yield made.save().hold()
     made.release()
-
-
-def steps_of(snapshot: Snapshot) -> float | None:
-    """The steps of the first rank."""
-    return next((value for series, value in snapshot.ranks[0].view.points if series.name == catalog.STEPS.name), None)  # type: ignore[return-value]  # a counter
 
 
 def steps(client: Client) -> float | None:
@@ -129,73 +120,6 @@ def test_what_cannot_be_asked_for_at_present_makes_nobody_dead(
     file.release()
     clock.seconds = 6.0
     assert states(scanner.scan()) == {"0": "lost"}
-
-
-@pytest.mark.parametrize("replacement", ["garbage", "shorter", "another's"])
-def test_a_file_that_is_replaced_between_two_reads_is_what_it_is_now(
-    scanner: Scanner, flight_dir: Path, file: File, monkeypatch: pytest.MonkeyPatch, replacement: str
-) -> None:
-    """Another inode of the same name, in the middle of a scan: that scan serves what it has open, the next what is there."""
-    sound = file.path.read_bytes()
-    other = File(flight_dir, rank=7, seed=7)
-    content = {"garbage": os.urandom(len(sound)), "shorter": sound[:5000], "another's": bytes(other.buffer)}
-    pread, reads = os.pread, 0
-
-    def replacing(fd: int, length: int, offset: int) -> bytes:
-        nonlocal reads
-        reads += 1
-        if reads == 2:
-            new = flight_dir / ".new"
-            new.write_bytes(content[replacement])
-            new.rename(file.path)
-        return pread(fd, length, offset)
-
-    assert states(scanner.scan()) == {"0": "alive"}
-    monkeypatch.setattr(os, "pread", replacing)
-    assert states(scanner.scan()) == {"0": "alive"}
-    assert reads > 2
-    snapshot = scanner.scan()
-    assert (states(snapshot), snapshot.files["bad"]) == ({}, 1)
-    file.path.write_bytes(sound)
-
-
-@contextlib.contextmanager
-def powerless() -> Iterator[None]:
-    """Without root's rights over other people's files."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(before)
-
-
-def test_a_directory_that_is_shut_for_a_while(flight_dir: Path, file: File, clock: Clock) -> None:
-    """Mode 000 and back: what is open is served on, what is wrong is said, and what came meanwhile is found."""
-    if os.geteuid() == 0:
-        for path in (flight_dir, *flight_dir.iterdir()):
-            os.chown(path, NOBODY, NOBODY)
-    writing = os.open(file.path, os.O_RDWR)
-    with powerless():
-        scanner = scanner_of(flight_dir, clock)
-        assert states(scanner.scan()) == {"0": "alive"}
-        flight_dir.chmod(0)
-        file.step(2, 0.08)
-        file.writer.publish()
-        os.pwrite(writing, file.buffer, 0)
-        shut = scanner.scan()
-        assert (states(shut), steps_of(shut)) == ({"0": "alive"}, 2)
-        assert "Permission denied" in shut.problems[0]
-        assert not scanner_of(flight_dir, clock).scan().ranks, "who comes now sees nothing"
-        flight_dir.chmod(0o700)
-    other = File(flight_dir, rank=1, seed=2).save()
-    os.chown(other.path, *((NOBODY, NOBODY) if os.geteuid() == 0 else (-1, -1)))
-    with powerless():
-        again = scanner.scan()
-        assert (sorted(states(again)), len(again.problems)) == (["0", "1"], 0)
-        scanner.close()
-    os.close(writing)
 
 
 CHURN_S = 3.0
@@ -303,21 +227,6 @@ def test_no_scrape_fails_while_the_directory_is_vandalised(flight_dir: Path, ste
         finally:
             done.set()
             thread.join()
-
-
-def test_the_rank_of_a_full_scan_is_not_crowded_out_by_garbage(flight_dir: Path) -> None:
-    """Bad files are tried again, and the sound one is served whatever their number."""
-    for number in range(500):
-        (flight_dir / f"r{number}-{number:032x}.flight").touch()
-    file = File(flight_dir, rank=0, seed=1, boot=BOOT).save().hold()
-    clock = Clock(0.1)
-    scanner = scanner_of(flight_dir, clock)
-    snapshot = scanner.scan()
-    assert (len(snapshot.ranks), snapshot.files["bad"], snapshot.errors["header"]) == (1, 500, 500)
-    clock.seconds = 6.0
-    assert len(scanner.scan().ranks) == 1
-    file.release()
-    scanner.close()
 
 
 DAY_S = 86_400.0

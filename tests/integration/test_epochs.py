@@ -304,29 +304,6 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
     assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
 
 
-def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> None:
-    """An evaluation alone: the start, and that."""
-    path, begun, life_s, born_s = "", 0.0, 0.0, 0.0
-    for run in recording(flight_dir):
-        assert run.session.writer is not None
-        path = run.session.writer.path
-        loop = Loop()
-        loop.model.eval()
-        begun = time.monotonic()
-        loop.evaluate(loader(), NAP_S)
-        begun = time.monotonic() - begun
-        born_s = run.session.writer.header.begun_s
-        life_s = time.time() - born_s
-    longest_s = time.time() - born_s
-    values = {
-        str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
-        for point in reader.open_path(path).read(final=True).points
-        if point.series.name == "torchobs.goodput.time"
-    }
-    assert values["evaluation"] >= 0.9 * begun
-    assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
-
-
 class OwnOrder(DistributedSampler[Any]):
     """Draws in its own way."""
 

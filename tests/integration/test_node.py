@@ -50,7 +50,6 @@ os.mkdir(flight_dir + "/cwd"), os.chdir(flight_dir + "/cwd"), os.rmdir(flight_di
 os.environ.update(LD_PRELOAD="/gone.so", PYTHONPATH="/gone", PYTHONHOME="/gone", RANK="7", TORCHOBS_RUN_ID="mine", LC_TIME="C")
 """
 
-NOBODY = 65534
 Trainer = Callable[..., subprocess.Popen[str]]
 
 
@@ -220,14 +219,6 @@ def test_it_leaves_when_the_last_state_was_scraped(trainer: Trainer, flight_dir:
     assert "has left" in log(flight_dir)
 
 
-def test_it_leaves_after_the_grace_if_nobody_scrapes(trainer: Trainer, flight_dir: Path) -> None:
-    """A laptop without a Prometheus keeps no daemon."""
-    child = trainer(grace_s=0.5)
-    announced(flight_dir)
-    child.communicate("\n", timeout=10)
-    wait_until(lambda: not exporters(flight_dir))
-
-
 def test_ranks_that_start_together_have_one_exporter(
     start: Callable[..., subprocess.Popen[str]], trainer: Trainer, flight_dir: Path
 ) -> None:
@@ -284,50 +275,6 @@ def test_an_address_that_was_asked_for_and_is_taken_is_an_error(trainer: Trainer
     assert not (flight_dir / announcement.NAME).exists()
 
 
-def someone_else() -> tuple[str, dict[str, object]]:
-    """A Python, and the options to run it as another user; as this one where it cannot be done."""
-    if os.getuid() != 0:
-        return sys.executable, {}
-    packages = [str(Path(str(module.__file__)).parents[1]) for module in (torchobs, psutil)]
-    options = {
-        "user": NOBODY,
-        "group": NOBODY,
-        "extra_groups": [],
-        "env": clean_environment() | {"PYTHONPATH": os.pathsep.join(packages)},
-    }
-    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
-        try:
-            subprocess.run([python, "-c", "import torchobs"], check=True, cwd="/", **options)  # type: ignore[call-overload]
-        except (OSError, subprocess.CalledProcessError):
-            continue  # this Python lies in root's own home
-        return python, options
-    return sys.executable, {}
-
-
-def test_two_users_on_one_machine_are_both_served(trainer: Trainer, flight_dir: Path) -> None:
-    """The default address wanted by two users' jobs: each has its own exporter, which shows no other's ranks."""
-    theirs = flight_dir.with_name(f"{flight_dir.name}-theirs")
-    theirs.mkdir(0o700)
-    python, options = someone_else()
-    try:
-        if options:
-            os.chown(theirs, NOBODY, NOBODY)
-        trainer("")
-        mine = announced(flight_dir)
-        trainer("", rank=1, at=theirs, python=python, **options)
-        other = announced(theirs)
-        assert mine.address != other.address
-        assert psutil.Process(other.pid).uids().real == (NOBODY if options else os.getuid())
-        wait_until(lambda: ups(mine) == {"0": 1.0})
-        wait_until(lambda: ups(other) == {"1": 1.0})
-    finally:
-        for process in exporters(theirs):  # which would make its socket anew while the directory is removed
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        wait_until(lambda: not exporters(theirs))
-        shutil.rmtree(theirs)
-
-
 def test_sigterm_ends_it(trainer: Trainer, flight_dir: Path) -> None:
     """Whoever does not want it ends it like any daemon; the training goes on."""
     child = trainer(hostile=HOSTILE)
@@ -336,18 +283,6 @@ def test_sigterm_ends_it(trainer: Trainer, flight_dir: Path) -> None:
     wait_until(lambda: not psutil.pid_exists(found.pid))
     assert not (flight_dir / announcement.NAME).exists()
     assert child.poll() is None
-
-
-def test_the_next_rank_replaces_a_killed_one(trainer: Trainer, flight_dir: Path) -> None:
-    """Nothing was lost with it: its successor serves the rank that was there before as well."""
-    trainer()
-    killed = announced(flight_dir)
-    os.kill(killed.pid, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(killed.pid))
-    trainer(rank=1)
-    wait_until(lambda: announced(flight_dir).pid != killed.pid)  # elected, it takes away what the killed one announced
-    found = announced(flight_dir)
-    wait_until(lambda: ups(found) == {"0": 1.0, "1": 1.0})
 
 
 def test_it_runs_the_trainer_s_own_torchobs(trainer: Trainer, flight_dir: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import torchobs
 from torchobs.flight.files import create
-from torchobs.flight.files.location import NoPlaceError
 from torchobs.runtime import session
 
 if TYPE_CHECKING:
@@ -80,8 +79,3 @@ def test_a_file_that_cannot_be_made_is_named_with_what_to_do(
     assert remedy in message
     assert message.endswith("training is not affected")
     assert session.logger.filters == []
-
-
-def test_what_is_raised_for_a_place_is_one_kind_of_error() -> None:
-    """Whoever catches ``OSError`` catches it."""
-    assert issubclass(NoPlaceError, OSError)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -128,21 +127,6 @@ def spent(run: Recording) -> dict[str, float]:
     return dict(zip(PHASE_NAMES, map(sum, columns), strict=True))
 
 
-@pytest.mark.parametrize("loop", [reinforce, dqn])
-def test_acting_without_a_name_cannot_be_told_from_the_forward_pass(run: Recording, loop: Callable[..., int]) -> None:
-    """As documented; steps are the optimizer's, however many of the environment there were."""
-    cart, before_s = Cart(), list[float]()
-
-    def rollout() -> AbstractContextManager[None]:
-        before_s.append(cart.spent_s)
-        return nullcontext()
-
-    assert loop(cart, rollout) == len(run.steps())
-    times = spent(run)
-    assert times["forward"] >= (cart.spent_s - before_s[1]) * (1 - 1e-6)  # nothing was seen before the first backward
-    assert (times["data"], times["evaluation"]) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("loop", "name", "phase"),
     [(reinforce, "rollout", "other"), (ppo, "rollout", "other"), (dqn, "rollout", "other"), (dqn, "data", "data")],
@@ -155,15 +139,3 @@ def test_a_word_of_the_script_splits_it(run: Recording, loop: Callable[..., int]
     assert times[phase] >= cart.spent_s * (1 - 1e-6)
     assert 0 < times["forward"] < took_s - cart.spent_s
     assert times["evaluation"] == 0
-
-
-def test_a_rollout_in_eval_mode_without_a_name_is_an_evaluation(run: Recording) -> None:
-    """As documented: nothing tells it from one, once something was trained."""
-    cart, before_s = Cart(), list[float]()
-
-    def rollout() -> AbstractContextManager[None]:
-        before_s.append(cart.spent_s)
-        return nullcontext()
-
-    ppo(cart, rollout)
-    assert spent(run)["evaluation"] >= (cart.spent_s - before_s[1]) * (1 - 1e-6)

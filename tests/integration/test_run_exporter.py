@@ -42,30 +42,6 @@ while len(glob.glob("trained-*")) < int(os.environ.get("WORLD_SIZE", "1")):
 sys.exit(int(sys.argv[2 + int(rank)]))
 """
 
-LOADER = """
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Squares(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return Item(index)
-
-class Item:
-    def __init__(self, x):
-        self.square = x * x
-
-def collate(items):
-    return items
-
-if __name__ == "__main__":
-    for method in ("spawn", "forkserver", "fork"):
-        loader = DataLoader(Squares(), num_workers=1, collate_fn=collate, multiprocessing_context=method)
-        print(method, [item.square for items in loader for item in items])
-"""
-
 
 @pytest.fixture
 def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
@@ -187,19 +163,3 @@ def test_options_reach_init(environ: dict[str, str], flight_dir: Path, tmp_path:
         assert (done.stdout, done.stderr) == ("trained\n", "")
         assert len(files(tmp_path / "elsewhere")) == number
     assert list(flight_dir.iterdir()) == []
-
-
-def test_data_loader_workers_find_what_main_defines(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:
-    """Dataset, items and collate function of the script itself, in workers of every kind; none of them becomes a rank."""
-    (tmp_path / "train.py").write_text(LOADER)
-    argv = [*RUN, "--no-exporter", "train.py"]
-    done = fork_server.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
-    expected = "".join(f"{method} [0, 1, 4, 9]\n" for method in ("spawn", "forkserver", "fork"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
-    assert len(files(flight_dir)) == 1
-
-
-def test_the_program_without_a_script_is_torchobs_itself() -> None:
-    """`torchobs run --help` needs no torch and no extra, and answers on standard output."""
-    done = subprocess.run([*RUN, "--help"], capture_output=True, text=True, check=True, timeout=60)
-    assert "instead of: python train.py" in done.stdout

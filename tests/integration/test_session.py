@@ -382,18 +382,6 @@ def test_what_a_probe_has_counted_is_kept_when_it_is_switched_off(flight_dir: Pa
         assert run.values()[("torchobs.scheduler.steps",)] == 4
 
 
-def test_a_rank_that_starts_off_can_be_switched_on(flight_dir: Path) -> None:
-    """It has a file and a heartbeat, and no hook until then."""
-    before = torch_hooks()
-    for run in recording(flight_dir, level="off"):
-        with commanding(run, flight_dir) as give:
-            train(3)
-            assert torch_hooks() == before
-            give(control.Command(level=1))
-            train(3)
-            assert len(run.steps()) == 3
-
-
 def test_a_rank_says_whether_it_records_steps(flight_dir: Path) -> None:
     """So that the exporter calls no rank hung whose steps nobody counts: by the level, or by the probe alone."""
     for run in recording(flight_dir, level="off"):

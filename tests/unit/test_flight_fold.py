@@ -348,13 +348,6 @@ def test_what_is_usual_is_so_of_healthy_steps(field: str, healthy: int) -> None:
     assert all(2.0 <= anomaly.baseline <= 3.0 for anomaly in found)
 
 
-def test_another_model_has_a_start_of_its_own() -> None:
-    """A fold whose losses are ten thousand times the last one's has not diverged."""
-    given = [{"loss": 0.5, "flags": StepFlag.LOSS} for _ in range(30)]
-    given += [{"loss": 5e3, "flags": StepFlag.LOSS | (0 if n else StepFlag.NEW_MODEL)} for n in range(30)]
-    assert fold_steps(*given)[1] == []
-
-
 @pytest.mark.parametrize(("loss", "vanishes"), [(0.0, False), (0.3, True)])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_zero_gradient_has_vanished_unless_the_loss_is_zero(*, loss: float, vanishes: bool, apart: bool) -> None:

@@ -438,14 +438,6 @@ def test_series_are_there_at_zero_from_the_beginning(image: flights.Image) -> No
     file.close()
 
 
-@pytest.fixture
-def image_cells(flight_dir: Path) -> Iterator[flights.Image]:
-    """A file with a ring of 16 records."""
-    made = flights.Image(flight_dir, flights.header(16))
-    yield made
-    made.close()
-
-
 def metric(kind: Kind, *, integer: bool = False, bounds: tuple[float, ...] = (), name: str = "x") -> catalog.Metric:
     """A metric of that kind."""
     return catalog.Metric(name, kind, "", "", bounds=bounds, integer=integer)
@@ -458,23 +450,23 @@ def cell(writer: FlightWriter, of: catalog.Metric, *, either: bool = False) -> C
     return made
 
 
-def shown(image_cells: flights.Image) -> object:
+def shown(image: flights.Image) -> object:
     """What a reader sees of x."""
-    file = image_cells.open()
+    file = image.open()
     try:
         return flights.values(file.read()).get(("x", ()))
     finally:
         file.close()
 
 
-def test_counters_are_there_at_zero_and_gauges_are_not_there(image_cells: flights.Image) -> None:
+def test_counters_are_there_at_zero_and_gauges_are_not_there(image: flights.Image) -> None:
     """Before the first change."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     cell(writer, metric(Kind.COUNTER, integer=True))
-    assert shown(image_cells) == 0
+    assert shown(image) == 0
     writer.table.cell(metric(Kind.GAUGE, name="g"), {}, USER)
     writer.table.open(metric(Kind.GAUGE, name="e"), {}, USER, either=True)
-    file = image_cells.open()
+    file = image.open()
     assert {"g", "e"} & {name for name, _ in flights.values(file.read())} == set()
     file.close()
 
@@ -494,16 +486,16 @@ def test_counters_are_there_at_zero_and_gauges_are_not_there(image_cells: flight
     ],
 )
 def test_additions_of_any_number(
-    image_cells: flights.Image, kind: Kind, amounts: list[float], expected: float, *, integer: bool
+    image: flights.Image, kind: Kind, amounts: list[float], expected: float, *, integer: bool
 ) -> None:
     """Whole or not, finite or not, however large: the total is right, or at its range's end, and never wraps around."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     made = cell(writer, metric(kind, integer=integer))
     for amount in amounts:
         made.add(amount)
     made.publish()
-    assert shown(image_cells) == expected
-    assert type(shown(image_cells)) is type(expected)
+    assert shown(image) == expected
+    assert type(shown(image)) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -518,16 +510,14 @@ def test_additions_of_any_number(
         (Kind.COUNTER, True, [2**80], 2**63 - 1),
     ],
 )
-def test_values_that_are_set(
-    image_cells: flights.Image, kind: Kind, given: list[float], expected: object, *, integer: bool
-) -> None:
+def test_values_that_are_set(image: flights.Image, kind: Kind, given: list[float], expected: object, *, integer: bool) -> None:
     """A gauge that is not finite is absent; a counter that was observed is what it was before."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     made = cell(writer, metric(kind, integer=integer))
     for value in given:
         made.set(value)
     made.publish()
-    assert shown(image_cells) == expected
+    assert shown(image) == expected
 
 
 @pytest.mark.parametrize(
@@ -541,42 +531,42 @@ def test_values_that_are_set(
     ],
 )
 def test_a_user_s_instrument_takes_ints_and_floats(
-    image_cells: flights.Image, kind: Kind, amounts: list[float], expected: float
+    image: flights.Image, kind: Kind, amounts: list[float], expected: float
 ) -> None:
     """Whole numbers stay whole until one is not."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     made = cell(writer, metric(kind), either=True)
     for amount in amounts:
         made.add(amount)
     made.publish()
-    assert shown(image_cells) == expected
-    assert type(shown(image_cells)) is type(expected)
+    assert shown(image) == expected
+    assert type(shown(image)) is type(expected)
 
 
-def test_a_histogram_s_value_on_a_bound_is_within_it_and_no_infinity_is_observed(image_cells: flights.Image) -> None:
+def test_a_histogram_s_value_on_a_bound_is_within_it_and_no_infinity_is_observed(image: flights.Image) -> None:
     """Buckets, sum, least and greatest."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     made = cell(writer, metric(Kind.HISTOGRAM, bounds=(1.0, 2.0)))
-    assert shown(image_cells) == Distribution((0, 0, 0), 0.0, None, None)
+    assert shown(image) == Distribution((0, 0, 0), 0.0, None, None)
     for value in (1.0, 1.5, 2.0, 2.5, nan, inf, -inf):
         made.observe(value)
     made.publish()
-    assert shown(image_cells) == Distribution((1, 2, 1), 7.0, 1.0, 2.5)
+    assert shown(image) == Distribution((1, 2, 1), 7.0, 1.0, 2.5)
 
 
-def test_what_is_not_published_is_not_seen_and_what_is_stays_whole(image_cells: flights.Image) -> None:
+def test_what_is_not_published_is_not_seen_and_what_is_stays_whole(image: flights.Image) -> None:
     """A change is private until its block is published."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     made = cell(writer, metric(Kind.COUNTER, integer=True))
     made.add(1)
-    assert shown(image_cells) == 0
+    assert shown(image) == 0
     writer.publish()
-    assert shown(image_cells) == 1
+    assert shown(image) == 1
 
 
-def test_threads_that_change_one_counter_lose_nothing(image_cells: flights.Image) -> None:
+def test_threads_that_change_one_counter_lose_nothing(image: flights.Image) -> None:
     """Each publishes, or leaves it to the one who is at it."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     made = cell(writer, metric(Kind.COUNTER, integer=True))
 
     def count() -> None:
@@ -585,12 +575,12 @@ def test_threads_that_change_one_counter_lose_nothing(image_cells: flights.Image
             made.publish()
 
     finish([threading.Thread(target=count) for _ in range(4)])
-    assert shown(image_cells) == 2000
+    assert shown(image) == 2000
 
 
-def test_a_full_file_counts_what_did_not_fit_and_goes_on(image_cells: flights.Image) -> None:
+def test_a_full_file_counts_what_did_not_fit_and_goes_on(image: flights.Image) -> None:
     """Series that are there stay; one that does not fit is none, and is counted once."""
-    writer, _ = flights.written(image_cells)
+    writer, _ = flights.written(image)
     first = cell(writer, metric(Kind.COUNTER, integer=True))
     for index in range(5000):
         writer.table.cell(metric(Kind.COUNTER, name=f"n{index}"), {}, LAYERS)
@@ -601,8 +591,8 @@ def test_a_full_file_counts_what_did_not_fit_and_goes_on(image_cells: flights.Im
     assert writer.table.cell(metric(Kind.HISTOGRAM, bounds=tuple(map(float, range(BLOCK_WORDS))), name="h"), {}, LAYERS) is None
     first.add(3)
     first.publish()
-    assert shown(image_cells) == 3
-    file = image_cells.open()
+    assert shown(image) == 3
+    file = image.open()
     assert len(file.read().points) == len(writer.table) - 4  # gauges without a value
     file.close()
 

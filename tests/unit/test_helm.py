@@ -89,36 +89,6 @@ def test_the_version_is_that_of_the_package() -> None:
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
 
 
-def test_what_is_generated_is_current(checkout: Path) -> None:
-    """Schema, table of values, rules and dashboards follow their sources."""
-    argv = [sys.executable, str(checkout / "helm" / "generate_chart.py"), "--check"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-def test_the_generator_notices_what_is_stale(checkout: Path, tmp_path: Path) -> None:
-    """A changed default is a stale schema and table; a value without description is an error that names its line."""
-    for folder in ("helm", "deploy"):
-        shutil.copytree(checkout / folder, tmp_path / folder)
-    values = tmp_path / "helm" / "torchobs" / "values.yaml"
-    argv = [sys.executable, str(tmp_path / "helm" / "generate_chart.py")]
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*argv, *arguments], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(checkout)}
-        )
-
-    values.write_text(values.read_text().replace("  # -- Push spans\n  traces: true", "  # -- Push spans\n  traces: false"))
-    stale = run("--check")
-    assert (stale.returncode, stale.stdout.count("is stale")) == (1, 1)
-    assert "README.md" in stale.stdout
-    assert (run().returncode, run("--check").returncode) == (0, 0)
-    values.write_text(values.read_text().replace("  # -- Push spans\n", ""))
-    refused = run("--check")
-    assert refused.returncode != 0
-    assert "otlp.traces has no description" in refused.stderr
-
-
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_each_set_of_values_is_linted_and_renders_as_it_did(name: str, pytestconfig: pytest.Config) -> None:
     """`helm lint --strict`, and a golden file, written again by `pytest --update-golden`."""
@@ -232,16 +202,12 @@ def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
         "injection.resources.limits.cpu=1,injection.resources.limits.memory=134217728",
         "podMonitor.interval=1m30s,podMonitor.scrapeTimeout=60s,injection.terminationGracePeriodSeconds=155",
         "podMonitor.additionalLabels=null",
+        "global.cluster=a,enabled=true",  # as an umbrella chart hands them to its dependencies
     ],
 )
 def test_what_is_unusual_and_right_is_taken(setting: str) -> None:
     """What the patterns must not refuse."""
     assert rendered("--set", setting)
-
-
-def test_as_a_dependency_it_takes_globals_and_its_switch() -> None:
-    """An umbrella chart hands `global` to every dependency, and `enabled` where that is its condition."""
-    assert rendered("--set", "global.cluster=a,enabled=true")
 
 
 @pytest.mark.parametrize("variant", ["classic", "native"])
@@ -319,17 +285,6 @@ def test_there_is_time_for_the_last_scrape() -> None:
     assert values["injection"]["terminationGracePeriodSeconds"] >= needed_s
 
 
-def test_no_training_waits_for_the_push() -> None:
-    """A Secret with headers that is not in the training's namespace would keep a container from starting."""
-    (pod,) = of_kind(objects(rendered("-f", values_of("operator"), "--set", "injection.engine=none")), "Pod")
-    (sidecar,) = pod["spec"]["initContainers"]
-    variables = {one["name"]: one for one in sidecar["env"]}
-    assert variables["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]["optional"] is True
-    assert variables["OTEL_METRICS_EXPORTER"]["value"] == "none"  # they are scraped already
-    assert variables["OTEL_RESOURCE_ATTRIBUTES"]["value"] == "deployment.environment.name=test%2C%20not%20real"
-    assert sidecar["resources"]["requests"] == sidecar["resources"]["limits"]
-
-
 def test_injected_sidecars_push_too() -> None:
     """The policy's expressions have the push once; another port is appended to these variables."""
     push = ("--set", "injection.apiVersion=v1,otlp.endpoint=http://collector:4318")
@@ -399,13 +354,6 @@ def test_every_object_has_the_labels_and_the_name_of_the_release(name: str) -> N
         labels = one["metadata"]["labels"]
         assert (labels["cost-center"], labels["app.kubernetes.io/instance"]) == ("ml", "torchobs"), one["kind"]
         assert one["metadata"]["name"].startswith("own-name"), one["kind"]
-
-
-def test_the_binding_names_the_policy() -> None:
-    """Under any name."""
-    made = objects(rendered(*POLICY, "--set", "fullnameOverride=own", "-s", "templates/injection/policy.yaml", version=NEWEST))
-    assert [one["metadata"]["name"] for one in made] == ["own-injection"] * 2
-    assert made[1]["spec"]["policyName"] == "own-injection"
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
@@ -590,13 +538,6 @@ def test_every_command_with_the_chart_renders(words: list[str], tmp_path: Path) 
     done = helm("template", *replaced, *image, *CLUSTER, "--kube-version", NEWEST)
     assert done.returncode == 0, done.stderr
     assert objects(done.stdout)
-
-
-def test_there_are_such_commands() -> None:
-    """Else the test above shows nothing: one to install, one without the operator, one with other labels, one with a file."""
-    shown = [" ".join(words) for words in of_the_chart()]
-    for part in ("--install", "scrapeConfig.enabled=true", "additionalLabels.release=NAME", "--set-file"):
-        assert any(part in one for one in shown), part
 
 
 def test_the_values_for_several_releases_render(tmp_path: Path) -> None:

@@ -531,31 +531,3 @@ def test_one_nodes_ranks_and_torchruns_do_not_go_by_the_address() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
     for environ in (deepspeed, torchrun | {"MASTER_ADDR": "gpt-node-0-0.gpt", "MASTER_PORT": "29500"}):
         assert discover(environ, resolve({}, environ)[0], process)[0].run_id == "node7-9-1-a"
-
-
-def test_a_trainjobs_pods_are_one_run_by_the_jobsets_label() -> None:
-    """Trainer v2: torchrun with PET_ variables and no rendezvous id, in an indexed Job of a JobSet; its label is a variable."""
-    runs = set()
-    for node in range(2):
-        for local in range(2):
-            environ = {
-                "PET_NNODES": "2",
-                "PET_NPROC_PER_NODE": "2",
-                "PET_NODE_RANK": str(node),
-                "JOB_COMPLETION_INDEX": str(node),
-                "PET_MASTER_ADDR": "gpt-node-0-0.gpt",
-                "PET_MASTER_PORT": "29400",
-                "MASTER_ADDR": "gpt-node-0-0.gpt",
-                "RANK": str(2 * node + local),
-                "LOCAL_RANK": str(local),
-                "WORLD_SIZE": "4",
-                "LOCAL_WORLD_SIZE": "2",
-                "GROUP_RANK": str(node),
-                "TORCHELASTIC_RUN_ID": "none",
-                "TORCHOBS_K8S_JOB_NAME": "gpt",
-                "TORCHOBS_K8S_JOB_UID": "b1e2",
-            }
-            identity, problems = _in_pod(f"gpt-node-0-{node}", environ)
-            assert (identity.rank, problems) == (2 * node + local, ())
-            runs.add((identity.job_name, identity.run_id))
-    assert runs == {("gpt", "b1e2")}

@@ -278,22 +278,6 @@ def test_any_value_that_its_fields_hold_is_read_back(loss: float, scale: float, 
     assert (made.seq, made.end_ns, made.tokens, made.samples) == (1, at_ns, 7, 8)
 
 
-def test_a_wrong_number_of_arguments_is_the_reference_s_error() -> None:
-    """Not a read beyond them."""
-    _, native = pair()
-    for count in (0, 11, 13):
-        with pytest.raises(TypeError, match="append_plain"):
-            native.append_plain(*[0] * count)
-
-
-def test_a_ring_full_of_unfolded_records_is_folded() -> None:
-    """By either, before one is written over."""
-    for writer in pair():
-        for number in range(1, 10):
-            flights.plain_step(writer, number)
-        assert writer.unfolded < HEADER.regions[Region.STEPS].count
-
-
 def test_after_a_detach_nothing_reaches_the_file() -> None:
     """In a forked child the map is the parent's."""
     content = bytearray(HEADER.file_size)

@@ -113,19 +113,6 @@ def test_a_program_that_embeds_python_starts_none(
     assert "torchobs exporter" in caplog.text
 
 
-def test_the_lock_decides_and_is_left_by_a_release(directory_fd: int) -> None:
-    """Free, taken, free again; and taken anew by the same process."""
-    candidate = election.Election(directory_fd)
-    assert not election.is_decided(directory_fd)
-    for _ in range(2):
-        assert candidate.win()
-        assert election.is_decided(directory_fd)
-        assert candidate.holds()
-        candidate.release()
-        assert not election.is_decided(directory_fd)
-        assert not candidate.holds()
-
-
 def test_whose_lock_has_lost_its_name_is_the_exporter_no_more(directory_fd: int, flight_dir: Path) -> None:
     """Somebody emptied the directory: the next rank elects another exporter, and this one has to notice."""
     candidate = election.Election(directory_fd)
@@ -354,15 +341,6 @@ def test_good_news_are_never_held_back() -> None:
         assert not passes("other", logger="other")
 
 
-def test_different_causes_do_not_silence_each_other() -> None:
-    """Another message, or the same of another logger, is another cause."""
-    once = log_file.OncePerMinute(60.0, lambda: 0.0)
-    assert once.filter(record("one"))
-    assert once.filter(record("two"))
-    assert once.filter(record("one", logger="uvicorn"))
-    assert not once.filter(record("one"))
-
-
 def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
     """The count is added to a message that may hold a percent sign of its own."""
     now = 0.0
@@ -372,14 +350,6 @@ def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
     line = record("full: 100%")
     assert once.filter(line)
     assert line.getMessage() == "full: 100% [and 2 more like it]"
-
-
-def test_causes_without_number_take_no_memory_without_limit() -> None:
-    """Messages that are formatted beforehand each look like a cause of their own."""
-    once = log_file.OncePerMinute(60.0, lambda: 0.0)
-    for number in range(5000):
-        once.filter(record(f"line {number}"))
-    assert max(len(once._texts._states), len(once._messages._states)) <= 1000
 
 
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:

@@ -194,20 +194,3 @@ def test_install_and_uninstall_may_be_repeated(script: Callable[[str], str]) -> 
         """
     )
     assert log == ""
-
-
-def test_context_goes_from_our_spans_into_requests_and_back(script: Callable[[str], str]) -> None:
-    """The API's propagators see our spans: a trace goes on through services that know nothing of torchobs."""
-    script(
-        """
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator as Propagator
-        install(lambda: writer)
-        tracer, carrier = trace.get_tracer("t"), {}
-        with tracer.start_as_current_span("client") as client:
-            Propagator().inject(carrier)
-        tracer.start_span("server", context=Propagator().extract(carrier)).end()
-        client_frame, server_frame = otel.frames(writer)
-        assert server_frame["parent"] == client_frame["span_id"] and server_frame["remote"]
-        assert server_frame["trace_id"] == client_frame["trace_id"]
-        """
-    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -256,65 +253,6 @@ def test_a_long_value_is_shortened_in_the_log(variable: str) -> None:
     """A megabyte in a variable makes a line, not a megabyte of log."""
     _, [problem] = resolve({}, {variable: "x" * 1_000_000})
     assert len(str(problem)) < 600  # it lists what is allowed: the names of all probes
-
-
-def test_settings_are_frozen_and_slotted() -> None:
-    """Nobody changes a setting after it was resolved, and nobody adds one."""
-    assert not hasattr(Settings(), "__dict__")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().level = "off"  # type: ignore[misc]
-
-
-def test_the_default_is_itself_allowed() -> None:
-    """Every default, given as an argument, is taken as it is."""
-    for field in dataclasses.fields(Settings):
-        if (default := getattr(Settings(), field.name)) is not None:
-            assert resolve({field.name: default}, {}) == (Settings(), ())
-
-
-def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an environment of its own, resolve() reads os.environ."""
-    monkeypatch.setenv("TORCHOBS_LEVEL", "off")
-    assert resolve({})[0].level == "off"
-
-
-def _reads_environment(node: ast.AST) -> bool:
-    names = {"environ", "environb", "getenv", "getenvb"}
-    if isinstance(node, ast.Attribute):
-        return node.attr in names and isinstance(node.value, ast.Name) and node.value.id in {"os", "posix"}
-    return isinstance(node, ast.ImportFrom) and node.module == "os" and any(item.name in names for item in node.names)
-
-
-def test_no_other_module_reads_the_environment() -> None:
-    """What torchobs takes from the environment is in this one module's list, and nowhere else."""
-    package = Path(settings.__file__).parent
-    readers = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if any(map(_reads_environment, ast.walk(ast.parse(path.read_text()))))
-    }
-    assert readers == {"settings.py"}
-
-
-def test_every_setting_is_documented_and_nothing_else_is(checkout: Path) -> None:
-    """The table of docs/settings.md has exactly the rows that the settings themselves give."""
-    document = (checkout / "docs" / "settings.md").read_text()
-    documented = [line for line in document.splitlines() if line.startswith("| `") and line.count("|") == 6]
-    table, _ = documented[: len(OPTIONS)], documented[len(OPTIONS) :]
-    assert table == [
-        f"| `{s.name}` | {', '.join(f'`{name}`' for name in s.every_variable)} | {s.default} | {s.kind.allowed} | {s.brief} |"
-        for s in OPTIONS
-    ]
-
-
-@pytest.mark.parametrize("module", ["config.settings", "identity.identity"])
-def test_they_load_without_torch_and_without_opentelemetry(module: str) -> None:
-    """Whoever reads the settings (the exporter has no torch) loads the standard library and nothing else."""
-    program = f"import json, sys, torchobs.{module}; print(json.dumps(sorted(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    loaded: list[Any] = json.loads(output)
-    roots = {name.partition(".")[0] for name in loaded}
-    assert roots.isdisjoint({"torch", "opentelemetry", "psutil", "pynvml", "google", "yaml", "http", "socket"})
 
 
 PORT = Option("port", option_types.integer(0), "A port.", "0", ("A", "B"), flag="--port")
