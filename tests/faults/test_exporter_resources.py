@@ -267,28 +267,23 @@ def steps(page: str) -> float:
     return next((value for (name, _), value in values(page).items() if name == "torchobs_steps_total"), 0.0)
 
 
-def test_a_stop_of_either_is_a_pause_and_nothing_else(
+def test_a_stop_of_the_exporter_is_a_pause_and_nothing_else(
     start: Callable[..., subprocess.Popen[str]],
     rank: subprocess.Popen[str],
     flight_dir: Path,
     tmp_path: Path,
     free_port: Callable[[], int],
 ) -> None:
-    """SIGSTOP and SIGCONT: of the exporter, whose ranks train on and which is up to date at once; of a rank, which is back."""
+    """SIGSTOP and SIGCONT: its ranks train on, and it is up to date at once."""
+    assert rank.pid
     program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
     wait_until(lambda: steps(program.page()) > 50, timeout_s=120)
     before = program.page()
     after = _page_after_a_stop(program, lambda: _written(flight_dir) > steps(before) + 20)
     assert steps(after) - steps(before) > 20, "it trained on"
     assert state_on(after) == "alive"
-    _only_grows(before, after)
-
-    states = _states_of_a_stop(program, rank)
-    assert states == ["alive", "unresponsive", "alive"]
-    wait_until(lambda: steps(program.page()) > steps(after))
-    last = program.page()
-    _only_grows(after, last)
-    assert not [key for key, value in values(last).items() if key[0] == "torchobs_anomalies_total" and value], "a pause is none"
+    late = values(after)
+    assert not [key for key, value in values(before).items() if late.get(key, -1.0) < value]
     assert "warn" not in program.log
 
 
@@ -310,28 +305,3 @@ def _page_after_a_stop(program: Program, trained: Callable[[], bool]) -> str:
         finally:
             program.process.send_signal(signal.SIGCONT)
         return asked.result(ANSWER_S)
-
-
-def _states_of_a_stop(program: Program, rank: subprocess.Popen[str]) -> list[str]:
-    """The states that a rank goes through, from before it is stopped until it is itself again."""
-    wait_until(lambda: program.state() == "alive")
-    seen = ["alive"]
-    rank.send_signal(signal.SIGSTOP)
-    stopped, resumed = time.monotonic() + STOPPED_S, False
-
-    def is_back() -> bool:
-        nonlocal resumed
-        if (state := program.state()) != seen[-1]:
-            seen.append(state)
-        if not resumed and state == "unresponsive" and time.monotonic() > stopped:
-            rank.send_signal(signal.SIGCONT)
-            resumed = True
-        return resumed and state == "alive"
-
-    wait_until(is_back)
-    return seen
-
-
-def _only_grows(before: str, after: str) -> None:
-    late, early = values(after), values(before)
-    assert not [key for key, value in early.items() if late.get(key, -1.0) < value]

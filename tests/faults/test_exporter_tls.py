@@ -58,16 +58,6 @@ def context(home: Path, client: str | None = "client") -> ssl.SSLContext:
     return made
 
 
-def page(exporter: Service, trust: ssl.SSLContext) -> bytes:
-    """The metrics."""
-    connection = http.client.HTTPSConnection(exporter.address, timeout=60, context=trust)
-    try:
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read()
-    finally:
-        connection.close()
-
-
 def test_who_is_not_to_come_in_does_not(exporter: Service, home: Path) -> None:
     """No certificate, a stranger's, one that ended in 2020, no TLS at all: no word of the metrics."""
     assert over_tls(exporter.address, context(home)) == OK
@@ -104,21 +94,6 @@ def test_handshakes_that_never_end_keep_nobody_out(home: Path, monkeypatch: pyte
             assert over_tls(exporter.address, trust) == OK
         wait_until(lambda: slow.drip() == 0)
         assert over_tls(exporter.address, trust) == OK
-
-
-@pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
-def test_garbage_in_a_certificate_s_place_changes_nothing(exporter: Service, home: Path, name: str) -> None:
-    """What was in force stays in force, the page says what is wrong, and what is mended is in force again."""
-    trust, right = context(home), (home / name).read_bytes()
-    for garbage in (b"", b"garbage", right[: len(right) // 2]):
-        (home / name).write_bytes(garbage)
-        wait_until(lambda: b"torchobs_exporter_config_ok 0" in page(exporter, trust))
-        assert over_tls(exporter.address, trust) == OK
-        (home / name).write_bytes(right)
-        wait_until(lambda: b"torchobs_exporter_config_ok 1" in page(exporter, trust))
-    (home / name).unlink()
-    wait_until(lambda: b"torchobs_exporter_config_ok 0" in page(exporter, trust))
-    assert over_tls(exporter.address, trust) == OK
 
 
 def test_whoever_has_come_before_a_renewal_is_answered_after_it(exporter: Service, home: Path) -> None:

@@ -163,16 +163,6 @@ def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, fl
     assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
 
 
-def test_a_misspelt_variable_of_the_trainer_s_is_in_its_log(trainer: Trainer, flight_dir: Path) -> None:
-    """Once, with the option that may be meant; it serves all the same."""
-    variables = {"TORCHOBS_EXPORTER_GARCE": "5m", "TORCHOBS_EXPORTER_LOG_LEVEL": "info", "TORCHOBS_EXPORTER_ADDRESS": ":1"}
-    trainer(env={**clean_environment(), **variables})
-    found = announced(flight_dir)
-    wait_until(lambda: ups(found) == {"0": 1.0})
-    assert log(flight_dir).count("TORCHOBS_EXPORTER_") == 2, log(flight_dir)
-    assert "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?" in log(flight_dir)
-
-
 def test_a_misspelt_web_configuration_of_the_trainer_s_closes_the_door(trainer: Trainer, flight_dir: Path) -> None:
     """As on the exporter's own command line."""
     trainer(env={**clean_environment(), "TORCHOBS_EXPORTER_WEB_CONFIG": "web.yml"})
@@ -196,16 +186,6 @@ def test_a_killed_process_group_leaves_the_exporter_to_tell(trainer: Trainer, fl
     os.killpg(child.pid, signal.SIGKILL)
     child.wait(10)
     wait_until(lambda: ups(found) == {"0": 0.0})
-
-
-def test_a_pipe_ends_with_the_trainer(trainer: Trainer, flight_dir: Path) -> None:
-    """`train | tee log` returns when the training does, while the exporter waits for a scraper."""
-    child = trainer(stderr=subprocess.STDOUT)
-    found = announced(flight_dir)
-    rest, _ = child.communicate("\n", timeout=10)
-    assert rest == ""
-    assert child.returncode == 0
-    assert psutil.pid_exists(found.pid)
 
 
 def test_it_leaves_when_the_last_state_was_scraped(trainer: Trainer, flight_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import pairwise
 from math import inf, isnan, nan
 from typing import Any
@@ -138,31 +137,6 @@ def test_a_record_survives_its_packing() -> None:
         broken = bytearray(raw)
         broken[bit // 8] ^= 1 << bit % 8
         assert unpack(bytes(broken), HEADER.seed) is None
-
-
-@pytest.mark.parametrize("loader", [True, False])
-def test_a_plain_step_s_times_are_those_between_its_boundaries(*, loader: bool) -> None:
-    """Written as nine integers, read as any other step: each 50 ms; without a loader nobody waits."""
-    writer, memory = flights.recorded()
-    before = len(memory.stores)
-    flights.plain_step(writer, 7, loader=loader)
-    (raw,) = [raw for _, raw in memory.stores[before:] if len(raw) == RECORD_SIZE]
-    made = unpack(raw, writer.header.seed)
-    assert made
-    assert (made.seq, made.step, made.kind, made.flags) == (1, 7, RecordKind.STEP, flights.ALL_VALUES)
-    assert made.end_ns == writer.header.monotonic_ns + 7 * 250_000_000
-    assert (made.loss, made.grad_norm, made.learning_rate, made.tokens, made.samples) == (2.0, 1.0, 0.5, 16, 2)
-    assert made.duration_s == 0.25
-    forward = 0.05 if loader else 0.1
-    assert made.phase_s == pytest.approx((0.05 * loader, forward, 0.05, 0.05, 0.05, 0, 0, 0))
-    assert sum(made.phase_s) == pytest.approx(made.duration_s)
-
-
-def test_a_value_that_no_field_holds_is_refused() -> None:
-    """A negative count or one over 64 bits raises struct.error, and never stores something else."""
-    for wrong in ({"tokens": -1}, {"tokens": 2**64}, {"samples": 2**32}, {"kind": 1 << 16}):
-        with pytest.raises(struct.error):
-            pack(1, **flights.fields(HEADER, 1, **wrong), seed=HEADER.seed)
 
 
 def test_a_non_finite_loss_is_counted_and_never_shown_as_a_value() -> None:

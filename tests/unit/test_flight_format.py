@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import torchobs.flight
 from tests import flights
-from tests.flights import header, plain_step, recorded, step
+from tests.flights import header, plain_step, recorded
 from tests.rank_files import File
 from torchobs import catalog
 from torchobs.flight.format import event_ring, layout
@@ -142,12 +142,6 @@ def test_texts_can_be_put_on_a_page_whatever_they_were() -> None:
     """JSON can spell lone surrogates, UTF-8 cannot."""
     assert layout.encodable("a\ud800b") == "a?b"
     assert layout.encodable("grüße 😀") == "grüße 😀"
-
-
-def test_wall_time_is_counted_from_birth() -> None:
-    """By the pair of clocks taken then."""
-    assert HEADER.wall_s(HEADER.monotonic_ns) == pytest.approx(HEADER.wall_ns / 1e9)
-    assert HEADER.wall_s(HEADER.monotonic_ns + 5_000_000_000) == pytest.approx(HEADER.wall_ns / 1e9 + 5)
 
 
 def test_a_file_of_version_1_0_has_neither_details_nor_history() -> None:
@@ -490,11 +484,3 @@ def test_a_plain_step_s_phases_are_where_they_were() -> None:
     assert second is not None
     assert [part.phase for part in second[1]] == ["forward", "backward", "optimizer"]
     assert second[1][0].begun_ns == second[0]
-
-
-def test_another_step_has_sums_and_no_boundaries() -> None:
-    """An accumulation's four backwards are one number."""
-    writer, memory = recorded()
-    step(writer, 1)
-    at = writer._steps_at
-    assert event_ring.parts(bytes(memory.content[at : at + 128])) is None

@@ -215,33 +215,23 @@ def test_a_rank_by_setting_alone_leaves_the_world_unknown() -> None:
     assert (identity.rank, identity.world_size, identity.local_world_size) == (2, None, None)
 
 
-@pytest.mark.parametrize(
-    ("lines", "run_id"),
-    [
-        ({"TORCHOBS_RUN_ID": "chosen"}, "chosen"),
-        ({"TORCHOBS_K8S_JOB_UID": "c9948307"}, "c9948307"),
-        ({"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}, "1200_7"),
-        ({"SLURM_JOB_ID": "1234"}, "1234"),
-        ({"TORCHELASTIC_RUN_ID": "gpt-42"}, "gpt-42"),
-        ({"TORCHELASTIC_ERROR_FILE": UNNAMED["TORCHELASTIC_ERROR_FILE"]}, "node7-juw2_885"),
-        ({}, "node7-4000-88-0f1e2d3c"),
-    ],
-)
-def test_the_better_source_of_the_run_id_wins(lines: Mapping[str, str], run_id: str) -> None:
+SOURCES: list[tuple[dict[str, str], str]] = [
+    ({"TORCHOBS_RUN_ID": "chosen"}, "chosen"),
+    ({"TORCHOBS_K8S_JOB_UID": "c9948307"}, "c9948307"),
+    ({"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}, "1200_7"),
+    ({"SLURM_JOB_ID": "1234"}, "1234"),
+    ({"TORCHELASTIC_RUN_ID": "gpt-42"}, "gpt-42"),
+    ({"TORCHELASTIC_ERROR_FILE": UNNAMED["TORCHELASTIC_ERROR_FILE"]}, "node7-juw2_885"),
+    ({}, "node7-4000-88-0f1e2d3c"),
+]
+
+
+def test_the_better_source_of_the_run_id_wins() -> None:
     """Each source beats all that are listed after it."""
-    order = [
-        {"TORCHOBS_RUN_ID": "chosen"},
-        {"TORCHOBS_K8S_JOB_UID": "c9948307"},
-        {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"},
-        {"SLURM_JOB_ID": "1234"},
-        {"TORCHELASTIC_RUN_ID": "gpt-42"},
-        {"TORCHELASTIC_ERROR_FILE": UNNAMED["TORCHELASTIC_ERROR_FILE"]},
-        {},
-    ]
     environ = {name: value for name, value in UNNAMED.items() if name != "TORCHELASTIC_ERROR_FILE"}
-    for weaker in reversed(order[order.index(dict(lines)) :]):
-        environ |= weaker
-    assert _discover(environ)[0].run_id == run_id
+    for variables, run_id in reversed(SOURCES):
+        environ |= variables
+        assert _discover(environ)[0].run_id == run_id
 
 
 def test_an_unnamed_torchrun_gives_its_ranks_and_restarts_one_run() -> None:

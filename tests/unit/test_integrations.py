@@ -126,13 +126,6 @@ def test_a_missing_framework_is_one_clear_line(extra: str) -> None:
     assert "During handling" not in done.stderr
 
 
-def test_importing_torchobs_imports_no_framework() -> None:
-    """They take seconds; only who imports an integration pays for its framework."""
-    code = "import sys, torchobs; torchobs.log; print([m for m in ('torch', 'lightning', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_a_value_that_is_no_number_spoils_nothing(run: Recording) -> None:
     """What is logged beside it counts, and so does the next call."""
     torchobs.log(note="text", accuracy=0.5, shape=(1, 2), grid=torch.zeros(2, 2))

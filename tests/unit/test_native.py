@@ -7,7 +7,6 @@ import math
 import struct
 import sys
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from hypothesis import strategies as some
 from tests import flights
 from tests.step_hooks import OPTIMIZERS, STATE, Loss, owner_of, perform, ready
 from tests.support import NEEDS_COMPILER
-from torchobs.flight.format.layout import RECORD_SIZE, Region
+from torchobs.flight.format.layout import Region
 from torchobs.flight.format.step_record import NO_FETCH, PLAIN_CODES, unpack
 from torchobs.flight.writer.native import compiled
 from torchobs.flight.writer.storage import Storage
@@ -276,30 +275,6 @@ def test_any_value_that_its_fields_hold_is_read_back(loss: float, scale: float, 
     assert made is not None
     assert struct.pack("<d", made.loss) == struct.pack("<d", loss)
     assert (made.seq, made.end_ns, made.tokens, made.samples) == (1, at_ns, 7, 8)
-
-
-def test_after_a_detach_nothing_reaches_the_file() -> None:
-    """In a forked child the map is the parent's."""
-    content = bytearray(HEADER.file_size)
-    writer = FlightWriter(HEADER, Storage(memoryview(content)))
-    flights.plain_step(writer, 1)
-    before = bytes(content)
-    writer.detach()
-    flights.plain_step(writer, 2)
-    assert bytes(content) == before
-    assert ring(writer)[RECORD_SIZE : RECORD_SIZE + 8] == (2).to_bytes(8, "little")
-    content.extend(b"nobody holds it any longer")
-
-
-def test_a_ring_outside_of_the_map_is_not_written_to() -> None:
-    """A header that does not fit its memory raises, and writes nowhere."""
-    region = HEADER.regions[Region.STEPS]
-    beyond = replace(region, offset=HEADER.file_size - RECORD_SIZE + 8)
-    writer = FlightWriter(
-        replace(HEADER, regions={**HEADER.regions, Region.STEPS: beyond}), Storage(memoryview(bytearray(HEADER.file_size)))
-    )
-    with pytest.raises(ValueError, match="not within the map"):
-        flights.plain_step(writer, 1)
 
 
 def test_a_writer_is_freed() -> None:

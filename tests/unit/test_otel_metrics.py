@@ -54,14 +54,6 @@ def test_a_measurement_is_in_the_file_when_its_call_returns(writer: FlightWriter
     assert otel.values(writer) == {("requests", '{"route": "/a"}'): 3}
 
 
-def test_a_point_carries_its_instrument_and_its_scope(writer: FlightWriter, provider: FlightMeterProvider) -> None:
-    """What an OTLP push needs is in the file: name, unit, description, kind, and the scope with version and schema."""
-    meter = provider.get_meter("my.lib", "2.1", "https://example.org/schema")
-    meter.create_up_down_counter("Queue.Length", "{item}", "Items waiting.").add(-2)
-    scope = ("my.lib", "2.1", "https://example.org/schema")
-    assert otel.points(writer) == [otel.Seen(scope, "queue.length", "{item}", "Items waiting.", "UPDOWN", "{}", -2)]
-
-
 def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, provider: FlightMeterProvider, meter: Meter) -> None:
     """8 × 10,000 additions, to series that several threads make at the same time, are all there: exactly."""
     counter, histogram = meter.create_counter("adds"), meter.create_histogram("sizes")
@@ -242,15 +234,6 @@ def test_a_gauge_set_to_nan_has_no_value(writer: FlightWriter, meter: Meter) -> 
     assert otel.values(writer) == {}
     gauge.set(2)
     assert otel.values(writer) == {("g", "{}"): 2}
-
-
-def test_one_instrument_for_one_identity(provider: FlightMeterProvider) -> None:
-    """The same name (case ignored), kind, unit and description is the same instrument, the same scope the same meter."""
-    meter = provider.get_meter("m", "1")
-    assert provider.get_meter("m", "1") is meter
-    assert provider.get_meter("m", "2") is not meter
-    assert meter.create_counter("Hits", "1", "d") is meter.create_counter("hits", "1", "d")
-    assert meter.create_counter("hits", "1", "other") is not meter.create_counter("hits", "1", "d")
 
 
 def test_a_name_used_for_two_things_warns_once(writer: FlightWriter, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:

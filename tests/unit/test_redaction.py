@@ -81,11 +81,16 @@ def test_a_named_secret_is_gone(arguments: list[str]) -> None:
         "0123456789" * 4, "npm_" + "a1" * 18, "dapi" + "0a" * 16, "sk_live_" + "a1" * 12,
         "https://hooks.slack.com/services/T0/B0/abc",
         "-----BEGIN RSA PRIVATE KEY-----abc",
+        "hf_oauth_abcdefghijklmnopqrst", "api_org_abcdefghijklmnopqrstuvwxyz1234", "xapp-1-A123-456-abcdef0123456789",
+        "xoxe.xoxp-1-abcdefghijk", "ghs_16C7e42F292c6912E7710c838347Ae178B4a", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzEXAMPLEKE",
+        "wandb_v1_abcdefghijklmnopqrstuvwxyz0123", "ya29.a0AfH6SMBabcdefghijklmnop", "eyJhbGciOiJub25lIn0.eyJzdWIiOiIxIn0.",
+        "run_ghp_abcdefghijklmnopqrstuvwxyz0123456789",
     ],
 )  # fmt: skip
 def test_a_token_of_a_known_form_is_gone_under_any_name(token: str) -> None:
     """Also as an argument of its own."""
-    assert redacted(["train.py", token, f"--name={token}"]) == ["train.py", HIDDEN, f"--name={HIDDEN}"]
+    hidden = f"run_{HIDDEN}" if token.startswith("run_") else f"{HIDDEN}." if token.endswith(".") else HIDDEN
+    assert redacted(["train.py", token, f"--name={token}"]) == ["train.py", hidden, f"--name={hidden}"]
 
 
 def test_what_is_no_secret_stays() -> None:
@@ -110,21 +115,6 @@ def test_names_and_settings() -> None:
     assert not any(map(is_secret_name, ("tokenizer", "keyboard", "monkey", "lr", "secretary", "authors", "compass")))
     assert (redacted_value("api_key", "abc"), redacted_value("max_tokens", "512")) == (HIDDEN, "512")
     assert redacted_text("mysql://u:p@h/d") == f"mysql://{HIDDEN}@h/d"
-
-
-@pytest.mark.parametrize(
-    "token",
-    [
-        "hf_oauth_abcdefghijklmnopqrst", "api_org_abcdefghijklmnopqrstuvwxyz1234", "xapp-1-A123-456-abcdef0123456789",
-        "xoxe.xoxp-1-abcdefghijk", "ghs_16C7e42F292c6912E7710c838347Ae178B4a", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzEXAMPLEKE",
-        "wandb_v1_abcdefghijklmnopqrstuvwxyz0123", "ya29.a0AfH6SMBabcdefghijklmnop", "eyJhbGciOiJub25lIn0.eyJzdWIiOiIxIn0.",
-        "run_ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-    ],
-)  # fmt: skip
-def test_tokens_are_known_by_their_form(token: str) -> None:
-    """Without a name, and with one that says nothing."""
-    assert redacted_text(token) in {HIDDEN, f"run_{HIDDEN}", f"{HIDDEN}."}
-    assert token not in redacted_text(f"--x={token}")
 
 
 @pytest.mark.parametrize("text", ["/data/imagenet/train/Experiment2012", "--model=meta-llama/Llama-3.1-8B-Instruct", "hf_hub"])

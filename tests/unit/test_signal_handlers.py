@@ -65,11 +65,6 @@ def test_a_handler_that_runs() -> None:
     assert signal_handlers.running(sys._getframe()) is None
 
 
-def test_names() -> None:
-    """Real-time signals have none."""
-    assert (signal_handlers.name(15), signal_handlers.name(40)) == ("SIGTERM", "signal 40")
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_what_is_interrupted_is_done_again_and_the_interrupt_comes_out(kind: type[BaseException]) -> None:
     """An end that is not recorded would be shown as a crash."""
