@@ -1,11 +1,16 @@
-"""A rank that dies at any point: between two stores, in the middle of one, by a SIGKILL at a random moment."""
+"""A rank that dies at any point, and a reader that is stopped between its reads, of files that are cut or damaged."""
 
+from __future__ import annotations
+
+import contextlib
+import mmap
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,12 +19,18 @@ from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
 from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
-from torchobs.flight.format.layout import BadFlightFileError, Region
-from torchobs.flight.format.step_record import unpack
+from torchobs.flight.format.layout import SLOT_SIZE, BadFlightFileError, Header, Region
+from torchobs.flight.format.step_record import StepRecord, unpack
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Distribution
 from torchobs.flight.reader.reader import FlightFile, names, open_path
 from torchobs.flight.writer.series_table import USER
+from torchobs.flight.writer.storage import Storage
+from torchobs.flight.writer.writer import FlightWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 RECORDS = 16
 STEPS = 60
@@ -304,3 +315,175 @@ def test_every_ended_span_survives(file: FlightFile) -> None:
     """A span that was not ended leaves nothing."""
     found = [(fields["k"], fields["name"]) for _, fields in file.events()]
     assert found == [("span", f"step {step}") for step in range(57)]
+
+
+ROUNDS = 250
+
+
+class Stopped(reader.FlightFile):
+    """A reader that lets the writer run on after the read of each slot and before every read of the ring."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def _pair(self, offset: int) -> bytes:
+        first = super()._pair(offset)[:SLOT_SIZE]
+        self.meanwhile()
+        second = super()._pair(offset)[SLOT_SIZE:]
+        self.meanwhile()
+        return first + second
+
+    def _following(self, upto: int) -> Iterator[StepRecord]:
+        self.meanwhile()
+        for one in super()._following(upto):
+            self.meanwhile()
+            yield one
+
+
+class Training:
+    """A writer into a file that is also read."""
+
+    def __init__(self, wrapping: flights.Image) -> None:
+        self._map = mmap.mmap(wrapping.fd, wrapping.header.file_size)
+        self.writer = FlightWriter(wrapping.header, Storage(memoryview(self._map)))
+        self.steps = 0
+
+    def run(self, rounds: int) -> None:
+        """Train for that many steps."""
+        for _ in range(rounds):
+            self.steps += 1
+            flights.step(self.writer, self.steps)
+            for metric in EQUAL:
+                cell = self.writer.table.cell(metric, {}, USER)
+                assert cell
+                cell.add(1)
+            self.writer.table.publish()
+            if self.steps % 5 == 0:
+                self.writer.fold()
+
+
+@pytest.fixture
+def wrapping(flight_dir: Path) -> Iterator[flights.Image]:
+    """A file with a ring so small that it wraps while it is read."""
+    made = flights.Image(flight_dir, flights.header(RECORDS))
+    yield made
+    made.close()
+
+
+def stopped(wrapping: flights.Image) -> Stopped:
+    """A reader of that file that can be stopped."""
+    file = wrapping.open()
+    made = Stopped(os.dup(file._fd), file.header)
+    file.close()
+    return made
+
+
+def states(header: Header, count: int) -> list[flights.Values]:
+    """What the fold shows after no step, one, two …."""
+    return list(flights.folded_states(header, [flights.step_record(header, number) for number in range(1, count + 1)]))
+
+
+def test_a_reader_stopped_between_its_reads_shows_one_moment_and_never_an_older_one(wrapping: flights.Image) -> None:
+    """Between any two reads the writer goes on by up to three rings: exact, unmixed, and never behind what was shown."""
+    chance = random.Random(3)
+    training, file = Training(wrapping), stopped(wrapping)
+    training.run(1)
+    budget = 0
+
+    def go_on() -> None:
+        nonlocal budget
+        rounds = min(chance.choice([0, 0, 1, 3, RECORDS, 3 * RECORDS]), budget)
+        budget -= rounds
+        training.run(rounds)
+
+    file.meanwhile = go_on
+    shown = []
+    for _ in range(ROUNDS):
+        budget = 4 * RECORDS
+        shown.append((file.read(), training.steps))
+    expected = states(wrapping.header, training.steps)
+    last = 0
+    for view, now in shown:
+        steps = flights.whole(flights.value(view, catalog.STEPS))
+        assert flights.values(view, folded=True) == expected[steps]
+        assert last <= steps <= now
+        assert len({flights.value(view, metric) for metric in EQUAL}) == 1
+        last = steps
+    assert last > training.steps - 8 * RECORDS
+    assert training.steps > ROUNDS
+
+
+def test_a_slot_of_a_lower_generation_is_never_served_again(wrapping: flights.Image) -> None:
+    """The newer slot damaged: what was served stays; a reader that has served nothing takes the older one."""
+    training, file = Training(wrapping), wrapping.open()
+    training.run(20)
+    before = flights.values(file.read())
+    blocks = wrapping.header.regions[Region.BLOCKS].offset
+    first, second = (int.from_bytes(wrapping.read(blocks + slot * SLOT_SIZE, 8), "little") for slot in (0, 1))
+    wrapping.store(blocks + (second > first) * SLOT_SIZE + 100, b"\xff" * 8)
+    assert flights.values(file.read()) == before
+    other = wrapping.open()
+    assert flights.value(other.read(final=True), catalog.STEPS) == 20
+    other.close()
+
+
+@pytest.mark.parametrize("at", ["open", "read"])
+def test_a_file_that_was_cut_off_anywhere_is_bad_or_serves_what_it_served(wrapping: flights.Image, at: str) -> None:
+    """Truncated at every 4 KiB: opened afterwards it is bad; opened before it serves what it served, if anything."""
+    Training(wrapping).run(40)
+    whole, size = wrapping.read(0, wrapping.header.file_size), wrapping.header.file_size
+    for length in range(0, size, 4096):
+        file = wrapping.open()
+        before = file.read() if at == "read" else None
+        os.ftruncate(wrapping.fd, length)
+        if before:
+            assert flights.values(file.read()) == flights.values(before)
+        else:
+            _read_or_bad(file)
+        with pytest.raises(BadFlightFileError):
+            wrapping.open()
+        os.ftruncate(wrapping.fd, size)
+        wrapping.store(0, whole)
+        assert flights.value(file.read(), catalog.STEPS) == 40
+        file.close()
+
+
+def _read_or_bad(file: reader.FlightFile) -> None:
+    try:
+        shown = flights.values(file.read(), folded=True)
+    except BadFlightFileError:
+        return
+    assert flights.whole(shown.get((catalog.STEPS.name, ()), 0)) <= 40  # none: its entry in the series table is damaged
+
+
+def damage(chance: random.Random, whole: bytes) -> bytes:
+    """The file with up to four places changed: bytes by chance, zeros, or what lies elsewhere in it."""
+    raw = bytearray(whole)
+    for _ in range(chance.randint(1, 4)):
+        length = chance.choice([1, 8, 64, 512, 4096])
+        at, other = chance.randrange(len(raw) - length), chance.randrange(len(raw) - length)
+        raw[at : at + length] = chance.choice([chance.randbytes(length), bytes(length), whole[other : other + length]])
+    return bytes(raw)
+
+
+@pytest.mark.long
+def test_a_thousand_damaged_files_are_bad_or_served(wrapping: flights.Image, share_of: Callable[[int], int]) -> None:
+    """Torn by a crash or a disk: no other exception, no counter beyond what was written, none back for who follows."""
+    chance = random.Random(5)
+    Training(wrapping).run(40)
+    whole = wrapping.read(0, wrapping.header.file_size)
+    follower = wrapping.open()
+    follower.read()
+    opened = 0
+    for _ in range(share_of(1000)):
+        wrapping.store(0, damage(chance, whole))
+        assert flights.value(follower.read(), catalog.STEPS) == 40
+        with contextlib.suppress(BadFlightFileError):
+            file = wrapping.open()
+            opened += 1
+            _read_or_bad(file)
+            assert len(file.steps(5)) <= 5
+            for _, fields in file.events():
+                str(fields).encode()
+            file.close()
+    assert opened
+    follower.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,14 +21,16 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchobs
 from tests import support
-from tests.support import finish
+from tests.support import ROOT, finish
 from tests.surface import surface, torch_hooks
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, train
 from torchobs import catalog
 from torchobs.config.settings import PROBES
-from torchobs.flight.files import control
+from torchobs.flight.files import control, create
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
+from torchobs.runtime import noop, notebook, session
+from torchobs.runtime.notebook import NotebookStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -524,3 +528,243 @@ def test_shutdown_in_a_hook_of_a_scaler_s_step(flight_dir: Path, when: str) -> N
     finally:
         torchobs.shutdown()
         handle.remove()
+
+
+def test_a_number_whose_series_cannot_be_made_at_once_is_there_a_moment_later(flight_dir: Path) -> None:
+    """Another thread is held up while it makes one: the last of what was given meanwhile counts."""
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        with run.session.writer.table._lock:
+            torchobs.log(accuracy=0.25, total_steps=7)
+            torchobs.log(accuracy=0.5)
+            assert ("torchobs.scalar", "accuracy") not in run.values()
+        values = support.wait_until(lambda: found if ("torchobs.scalar", "accuracy") in (found := run.look()) else {})  # noqa: B023
+        assert (values["torchobs.scalar", "accuracy"], values["torchobs.steps.planned",]) == (0.5, 7.0)
+        torchobs.log(accuracy=0.75)
+        assert run.look()["torchobs.scalar", "accuracy"] == 0.75
+
+
+def test_an_end_while_a_round_hangs_is_written_with_all_steps_and_makes_no_round_beside_it(flight_dir: Path) -> None:
+    """A file system that does not answer, for one: the process does not wait for it."""
+    here, gate, callers = threading.Event(), threading.Event(), list[str]()
+
+    def hang() -> None:
+        callers.append(threading.current_thread().name)
+        here.set()
+        gate.wait(30)
+
+    session = torchobs.init(flight_dir=flight_dir)
+    assert session.writer is not None
+    assert session._sampler is not None
+    path = session.writer.path
+    session._samples.append(("hanging", hang))
+    assert here.wait(30)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    torchobs.shutdown()
+    gate.set()
+    session._sampler._thread.join()
+    assert callers == ["torchobs-sampler"]
+    view = reader.open_path(path).read(final=True)
+    assert view.live.exit_reason == Exit.FINISHED
+    steps = {point.series.name: point.value for point in view.points}["torchobs.steps"]
+    assert steps == 3
+
+
+def test_the_overhead_of_the_sampler_is_that_of_its_thread_up_to_the_end(flight_dir: Path) -> None:
+    """The last round is done by the thread that ends the session, which has imported torch and trained."""
+    before_s = time.process_time()
+    session = torchobs.init(flight_dir=flight_dir)
+    assert session.writer is not None
+    assert session._sampler is not None
+    path, context = session.writer.path, session._sampler._context
+    support.wait_until(lambda: context.spent_ns.get("sampler", 0) > 1_000_000)  # what is less has no series
+    torchobs.shutdown()
+    spent_s = time.process_time() - before_s
+    points = reader.open_path(path).read(final=True).points
+    (shown,) = [point.value for point in points if point.series.attributes == (("probe", "sampler"),)]
+    assert isinstance(shown, float)
+    assert 0 < shown <= spent_s
+
+
+def warned(caplog: pytest.LogCaptureFixture, flight_dir: Path, rank: int, world_size: int = 8) -> list[str]:
+    """What a rank says of a setting that is wrong, of gradients that explode, of its own loss and of its own file."""
+    caplog.clear()
+    told: dict[str, Any] = {"rank": rank, "local_rank": rank % 4, "world_size": world_size, "run_id": "x", "total_steps": -1}
+    with torchobs.init(flight_dir=flight_dir, **told) as running:
+        assert running.context is not None
+        say = running.context.warn_limited
+        assert say is not None
+        say("layers", "7 of 8 layers learn nothing")
+        say("memory", "memory grows", own=True)
+    assert session.logger.filters == []
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_first_rank_of_a_node_speaks_for_it(caplog: pytest.LogCaptureFixture, flight_dir: Path, rank: int) -> None:
+    """All that it has to say, with its rank."""
+    setting, layers, memory = warned(caplog, flight_dir, rank)
+    assert setting.startswith(f"torchobs: rank {rank}: ")
+    assert "total_steps" in setting.lower()
+    assert layers == f"torchobs: rank {rank}: 7 of 8 layers learn nothing"
+    assert memory == f"torchobs: rank {rank}: memory grows"
+
+
+@pytest.mark.parametrize("rank", [1, 7])
+def test_another_rank_says_what_is_its_own(caplog: pytest.LogCaptureFixture, flight_dir: Path, rank: int) -> None:
+    """And nothing that the first one says, too; at DEBUG all of it can be had."""
+    assert warned(caplog, flight_dir, rank) == [f"torchobs: rank {rank}: memory grows"]
+    with caplog.at_level(logging.DEBUG, "torchobs"):
+        warned(caplog, flight_dir, rank)
+        quiet = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
+    assert f"torchobs: rank {rank}: 7 of 8 layers learn nothing" in quiet
+
+
+def test_a_single_rank_names_none(caplog: pytest.LogCaptureFixture, flight_dir: Path) -> None:
+    """As before."""
+    assert warned(caplog, flight_dir, 0, 1)[1:] == ["torchobs: 7 of 8 layers learn nothing", "torchobs: memory grows"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy"),
+    [
+        (PermissionError(13, "Permission denied"), "make it writable for this user, or set TORCHOBS_DIR"),
+        (OSError(24, "Too many open files"), "allow more open files (ulimit -n), or set TORCHOBS_DIR"),
+        (create.NoRoomError("the file system has 3 bytes left"), "make room there, or set TORCHOBS_DIR"),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_named_with_what_to_do(
+    caplog: pytest.LogCaptureFixture, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError, remedy: str
+) -> None:
+    """By path; and by every rank, for another one's may have been made."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(session, "open_writer", refuse)
+    assert not torchobs.init(flight_dir=flight_dir, rank=3, local_rank=3, world_size=8).active
+    torchobs.shutdown()
+    (message,) = [record.message for record in caplog.records if "off" in record.message]
+    assert message.startswith("torchobs: rank 3: off, ")
+    assert str(flight_dir) in message
+    assert remedy in message
+    assert message.endswith("training is not affected")
+    assert session.logger.filters == []
+
+
+class Display:
+    """Takes what IPython would show."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def display(self, line: str, *, display_id: bool) -> Display:
+        """Show a first line, which can be updated."""
+        assert display_id
+        self.update(line)
+        return self
+
+    def HTML(self, line: str) -> str:  # noqa: N802  # IPython's name
+        """What is shown."""
+        return line
+
+    def update(self, line: str) -> None:
+        """Show another line in its place."""
+        self.shown.append(line)
+
+
+@pytest.fixture
+def display(monkeypatch: pytest.MonkeyPatch) -> Display:
+    """What a notebook shows."""
+    made = Display()
+    monkeypatch.setattr(notebook, "_display", lambda: made)
+    return made
+
+
+def test_a_run_that_stands_still_is_marked_and_has_no_speed(
+    run: Recording, display: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the page, by the same rule; the clock is the test's."""
+    now_s = [1000.0]
+    monkeypatch.setattr(notebook, "live_phase", lambda _: (4, 0))
+    assert run.session.context is not None
+    status = NotebookStatus(run.session.context, "gpt", clock=lambda: now_s[0])
+    status.begin()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def look(seconds: float, steps: int = 0) -> Any:
+        now_s[0] += seconds
+        for _ in range(steps):
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        status.sample()
+        return display.shown[-1]
+
+    look(1.0, steps=1)
+    look(1.0, steps=10)
+    for _ in range(3):
+        assert "10 steps/s" in look(1.0, steps=10)
+    assert "10 steps/s" in look(9.0)
+    line = look(30.0)
+    assert "<b>⚠ no step for 39 s</b> (usual: 0.1 s), step 41" in line
+    assert "– steps/s" in line
+    assert "no step for" not in look(1.0, steps=10)
+
+
+SCRIPT = f"""
+import os, sys
+sys.path[:0] = [{str(ROOT)!r}]
+{{system}}
+import torchobs
+for _ in range(2):
+    with torchobs.init(exporter=True) as session:
+        assert not session.active
+        with torchobs.phase("data"):
+            torchobs.log(loss=1.0, tokens=3, extra=2)
+        torchobs.step(); torchobs.event("x", y=1); torchobs.watch(None)
+    torchobs.shutdown()
+"""
+
+
+WINDOWS = 'sys.platform = "win32"; sys.modules["fcntl"] = None; del os.register_at_fork'
+WITHOUT_GIL = "sys._is_gil_enabled = lambda: False"
+"""As a free-threaded build has it"""
+
+
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        (WINDOWS, "does nothing on win32; Linux and macOS are supported"),
+        (WITHOUT_GIL, "needs the GIL and does nothing in a free-threaded Python; PYTHON_GIL=1 turns the GIL on"),
+    ],
+)
+def test_init_says_once_that_it_does_nothing(system: str, said: str) -> None:
+    """Without fcntl and fork, as on Windows, and without the interpreter's lock: no exception, one line."""
+    script = SCRIPT.format(system=system)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.splitlines() == [f"torchobs: {said}; training is not affected"]
+
+
+def test_a_free_threaded_python_with_the_lock_turned_on_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PYTHON_GIL=1, or by an extension that needs it."""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
+    assert not noop.why_here()
+
+
+def test_it_has_all_that_the_package_has() -> None:
+    """A public function that is added is there, too, and every call that is right here is right there."""
+    for name in set(torchobs.__all__) - {
+        "AnomalyReport",
+        "NonFiniteError",
+        "Settings",
+        "__version__",
+        "on_anomaly",
+    }:  # the same anywhere
+        here, there = getattr(torchobs, name), getattr(noop, name)
+        assert inspect.isclass(here) == inspect.isclass(there), name

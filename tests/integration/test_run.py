@@ -1,0 +1,669 @@
+"""`torchobs run`: a script is what it is without it, is served from its first step, and says at its end how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from textwrap import dedent
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import httpx
+import psutil
+import pytest
+
+from tests import fork_server, support
+from tests.fork_server import Python
+from tests.support import ROOT, clean_environment, free_port, wait_until
+from torchobs.flight.files.location import open_directory
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
+from torchobs.node import announcement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+
+RUN = ("-m", "torchobs", "run", "--no-exporter")
+
+SCRIPTS = {
+    # what a script sees of itself
+    "names": """
+        import __main__, sys
+        seen = {name: value for name, value in globals().items() if name not in ("sys", "__main__")}
+        print(seen, type(__loader__), sys.argv, sys.path[0], vars(__main__) is globals(), __name__)
+    """,
+    "annotations": "x: int = 1\nprint(__annotations__)",
+    "docstring": "'''what it is for'''\nprint(__doc__)",
+    "inspect": "import inspect\nclass A:\n    y = 1\nprint(inspect.getsource(A))",
+    "chdir": "import os, sys\nos.chdir('/')\nprint(__file__, sys.path[0], os.path.exists(__file__))",
+    "stdin": "import sys\nprint(sys.stdin.read().upper(), sys.stdin.isatty(), sys.stdout.isatty())",
+    "buffering": "import os\nprint('first')\nos.write(1, b'second\\n')",
+    # how it ends
+    "exit_status": "import sys\nsys.exit(3)",
+    "exit_message": "import sys\nsys.exit('bad')",
+    "exit_none": "import sys\nsys.exit()",
+    "exit_true": "raise SystemExit(True)",
+    "exit_large": "raise SystemExit(300)",
+    "exit_object": "raise SystemExit(ValueError('q'))",
+    "exit_subclass": "class Leave(SystemExit):\n    pass\nraise Leave(4)",
+    "os_exit": "import os\nprint('x', flush=True)\nos._exit(7)",
+    "interrupt": "raise KeyboardInterrupt",
+    "sigint": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)",
+    "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "sigkill": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "own_sigterm": """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+        os.kill(os.getpid(), signal.SIGTERM)
+    """,
+    "dispositions": """
+        import signal
+        print([(int(s), str(signal.getsignal(s))) for s in signal.valid_signals() if signal.getsignal(s) != signal.SIG_DFL])
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    """,
+    # how it fails
+    "error": "def f():\n    1 / 0\nf()",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('x') from error",
+    "clipping": """
+        import torch
+        model = torch.nn.Linear(2, 1)
+        (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    """,
+    "backward": """
+        import torch
+        def train(x):
+            x.backward()
+        train(torch.ones(2, requires_grad=True))
+    """,
+    "chained_in_torch": """
+        import torch
+        from torch.utils.data import DataLoader
+        class Bad(torch.nn.Linear):
+            def train(self, mode=True):
+                super().train(mode)
+                [mode for mode in DataLoader([1, object()], batch_size=2)]
+        try:
+            Bad(1, 1).eval()
+        except TypeError as error:
+            torch.save(error, "/no such directory/x")
+    """,
+    "generator_exit": "raise GeneratorExit",
+    "syntax": "x = (\ny = 3",
+    "open_string": "x = '''abc",
+    "indentation": "if 1:\nx = 2",
+    "own_hook": """
+        import sys
+        sys.excepthook = lambda kind, error, trace: print(kind, trace.tb_frame.f_code.co_name, error.__traceback__ is trace)
+        1 / 0
+    """,
+    "warning": "import warnings\nwarnings.warn('old', DeprecationWarning)",
+    # what happens after its last line
+    "at_exit": "import atexit\natexit.register(lambda: print('bye', __name__))\nraise RuntimeError('r')",
+    "at_exit_pickle": """
+        import atexit, pickle
+        class A:
+            pass
+        atexit.register(lambda: print(type(pickle.loads(pickle.dumps(A())))))
+    """,
+    "at_exit_traceback": """
+        import atexit, sys, traceback
+        atexit.register(lambda: traceback.print_tb(sys.last_traceback))
+        1 / 0
+    """,
+    "destructor": "class A:\n    def __del__(self):\n        print('del')\na = A()",
+    "destructor_error": "class A:\n    def __del__(self):\n        print('del')\na = A()\n1 / 0",
+    "stdout_closed": "import sys\nsys.stdout.close()",
+    # threads
+    "thread": "from threading import *\nThread(target=lambda: (main_thread().join(), print('t'))).start()\nprint('m')",
+    "thread_exit": """
+        import sys, threading
+        thread = threading.Thread(target=lambda: sys.exit(3))
+        thread.start()
+        thread.join()
+    """,
+    "thread_error": """
+        import threading
+        thread = threading.Thread(target=lambda: 1 / 0, name="T")
+        thread.start()
+        thread.join()
+    """,
+    # processes: what crosses between them is found in __main__ on both sides
+    **{
+        f"processes_{method}": f"""
+            import multiprocessing
+
+            class Item:
+                pass
+
+            def work(queue):
+                queue.put(Item())
+
+            if __name__ == "__main__":
+                context = multiprocessing.get_context("{method}")
+                queue = context.Queue()
+                child = context.Process(target=work, args=(queue,))
+                child.start()
+                print(type(queue.get()) is Item)
+                child.join()
+                print(child.exitcode)
+        """
+        for method in ("spawn", "forkserver", "fork")
+    },
+    "pool": """
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        def square(x):
+            return x * x
+
+        if __name__ == "__main__":
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                print(list(pool.map(square, range(3))))
+    """,
+    "fork_exit": """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")  # since Python 3.12 os.fork() warns where there are threads, such as our sampler
+        if os.fork() == 0:
+            sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """,
+    "wait_for_any_child": "import os\ntry:\n    os.wait()\nexcept ChildProcessError:\n    print('no child')",
+    "descriptors": """
+        import os
+        print([n for n in range(64) if os.path.exists(f"/proc/self/fd/{n}") and os.get_inheritable(n)])
+    """,
+}
+"""Little scripts, one for each way in which a program could notice where it runs."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with every script."""
+    for name, text in SCRIPTS.items():
+        (tmp_path / f"my_{name}.py").write_text(dedent(text))
+    return tmp_path
+
+
+def outcome(*arguments: str, cwd: Path, flight_dir: Path, torch: bool = False) -> tuple[int, str, str]:
+    """How Python with these arguments ends and what it says, but for addresses in memory. `torch`: it has imported it."""
+    done = (fork_server.run if torch else subprocess.run)(
+        [sys.executable, *arguments],
+        check=False,
+        cwd=cwd,
+        env=clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "PYTHONDONTWRITEBYTECODE": "1"},
+        input="typed",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    out, err = (re.sub(r"0x[0-9a-f]+", "0x", said) for said in (done.stdout, done.stderr))
+    return done.returncode, out, err
+
+
+def same(*command: str, cwd: Path, flight_dir: Path, flags: tuple[str, ...] = (), torch: bool = False) -> tuple[int, str, str]:
+    """Assert that both ways of running it have one outcome; return it."""
+    expected = outcome(*flags, *command, cwd=cwd, flight_dir=flight_dir, torch=torch)
+    assert outcome(*flags, *RUN, *command, cwd=cwd, flight_dir=flight_dir, torch=torch) == expected
+    return expected
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None:
+    """`torchobs run x.py …` prints, fails and ends as `python x.py …` does."""
+    same(f"my_{name}.py", "--flag", "-m", "--", cwd=folder, flight_dir=flight_dir, torch="import torch\n" in SCRIPTS[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["names", "error", "syntax", "exit_status", "interrupt", "processes_spawn", "processes_forkserver"]
+)
+def test_a_module_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None:
+    """`torchobs run -m x …` is `python -m x …`."""
+    same("-m", f"my_{name}", "--flag", cwd=folder, flight_dir=flight_dir)
+
+
+@pytest.mark.parametrize("flags", [("-I",), ("-O",), ("-W", "error"), ("-X", "dev")], ids=" ".join)
+@pytest.mark.parametrize("name", ["names", "docstring", "warning", "processes_spawn"])
+def test_python_s_own_options_hold(name: str, flags: tuple[str, ...], folder: Path, flight_dir: Path) -> None:
+    """`python -W error -m torchobs run x.py` is `python -W error x.py`: nothing of ours warns, leaks or needs `sys.path[0]`."""
+    same(f"my_{name}.py", cwd=folder, flight_dir=flight_dir, flags=flags)
+
+
+@pytest.mark.parametrize("path", ["./my_names.py", "sub/../my_names.py", "link.py", "sub/link.py"])
+def test_a_path_is_what_was_typed(path: str, folder: Path, flight_dir: Path) -> None:
+    """`__file__` is not normalised, a link's directory on `sys.path` is its target's."""
+    (folder / "sub").mkdir()
+    (folder / "link.py").symlink_to("my_names.py")
+    (folder / "sub" / "link.py").symlink_to("../my_names.py")
+    assert "sys.path" not in same(path, cwd=folder, flight_dir=flight_dir)[1]
+
+
+def test_a_script_in_another_directory_finds_its_neighbours(folder: Path, flight_dir: Path) -> None:
+    """And what lies in the working directory it does not find."""
+    (folder / "sub").mkdir()
+    (folder / "sub" / "train.py").write_text("import neighbour\nprint(neighbour.x)\nimport stranger\n")
+    (folder / "sub" / "neighbour.py").write_text("x = 1\n")
+    (folder / "stranger.py").touch()
+    status, out, err = same("sub/train.py", cwd=folder, flight_dir=flight_dir)
+    assert (status, out) == (1, "1\n")
+    assert "No module named 'stranger'" in err
+
+
+@pytest.mark.parametrize("package", ["folder", "app.zip", "./folder/"])
+def test_a_directory_or_zip_with_a_main_module(package: str, tmp_path: Path, flight_dir: Path) -> None:
+    """`python app.zip`, which is how whole projects are shipped to a cluster."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(dedent(SCRIPTS["names"]) + "import part\n")
+    (tmp_path / "folder" / "part.py").write_text("print(__file__)\n")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        for part in ("__main__.py", "part.py"):
+            archive.write(tmp_path / "folder" / part, part)
+    assert same(package, "--flag", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
+
+
+def test_a_package_with_a_main_module(tmp_path: Path, flight_dir: Path) -> None:
+    """`-m package` runs its `__main__`, with its relative imports."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import sys\nprint(sys.argv)\n")
+    (tmp_path / "package" / "part.py").write_text("x = 1\n")
+    (tmp_path / "package" / "__main__.py").write_text(
+        "from .part import x\nimport sys\nprint(x, sys.argv, __package__, __spec__.name)\n"
+    )
+    assert same("-m", "package", "--flag", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
+
+
+@pytest.mark.parametrize("command", [("-m", "no_such_module"), ("-m", "empty"), ("empty",)])
+def test_what_cannot_be_run_is_refused_in_python_s_words(command: tuple[str, ...], tmp_path: Path, flight_dir: Path) -> None:
+    """A module that is not there, a package or directory without `__main__`."""
+    (tmp_path / "empty").mkdir()
+    status, _, err = same(*command, cwd=tmp_path, flight_dir=flight_dir)
+    assert status == 1
+    assert "no_such_module" in err or "__main__" in err
+
+
+def test_compiled_scripts_run(tmp_path: Path, flight_dir: Path) -> None:
+    """`python x.pyc`."""
+    (tmp_path / "x.py").write_text("print(__file__, type(__loader__))\n")
+    compile_it = "import py_compile; py_compile.compile('x.py', 'x.pyc')"
+    subprocess.run([sys.executable, "-c", compile_it], cwd=tmp_path, check=True)
+    assert same("x.pyc", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
+
+
+def test_a_terminal_stays_a_terminal(tmp_path: Path, flight_dir: Path) -> None:
+    """Progress bars and debuggers ask for it, on all three streams."""
+    (tmp_path / "x.py").write_text(
+        "import sys\nprint([s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr)], input('? '))\n"
+    )
+    controller, terminal = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, *RUN, "x.py"], cwd=tmp_path, env=clean_environment() | {"TORCHOBS_DIR": str(flight_dir)},
+        stdin=terminal, stdout=terminal, stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    os.write(controller, b"yes\n")
+    assert child.wait(60) == 0
+    said = os.read(controller, 4096).decode()
+    os.close(controller)
+    assert "[True, True, True] yes" in said
+
+
+def test_a_script_runs_even_if_torchobs_cannot_start(tmp_path: Path) -> None:
+    """No place for the flight file, whatever else: one line on standard error, and the script is run."""
+    (tmp_path / "x.py").write_text("print('trained')\n")
+    (tmp_path / "file").touch()
+    done = outcome(*RUN, "x.py", cwd=tmp_path, flight_dir=tmp_path / "file" / "impossible")
+    assert done[:2] == (0, "trained\n")
+    assert done[2].count("\n") == 1
+    assert "torchobs" in done[2]
+
+
+PROGRAM = (sys.executable, "-m", "torchobs", "run")
+
+TRAIN = """
+import glob, os, sys, time
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+sys.stdout.write("trained\\n")  # in one piece, buffered or not: ranks share the pipe
+sys.stdout.flush()
+sys.stdin.readline()
+rank = os.environ.get("RANK", "0")
+open("trained-" + rank, "w").close()
+while len(glob.glob("trained-*")) < int(os.environ.get("WORLD_SIZE", "1")):
+    time.sleep(0.01)  # torchrun kills all others as soon as one has failed
+sys.exit(int(sys.argv[2 + int(rank)]))
+"""
+
+
+@pytest.fixture
+def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
+    """The environment of a run whose flight files and exporter are the test's own; the exporter ends with the test."""
+    yield clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "TORCHOBS_EXPORTER_ADDRESS": f"127.0.0.1:{free_port()}"}
+    if found := announced(flight_dir):
+        with contextlib.suppress(ProcessLookupError):  # it has left just now
+            os.kill(found.pid, signal.SIGKILL)
+
+
+def announced(flight_dir: Path) -> announcement.Announcement | None:
+    """What the directory's exporter announces."""
+    fd = open_directory(str(flight_dir))
+    try:
+        return announcement.read(fd)
+    finally:
+        os.close(fd)
+
+
+def value(text: str, name: str, **labels: str) -> dict[str, float]:
+    """A metric's samples on a page by rank, of those with these labels."""
+    found = {}
+    for line in re.findall(rf"^{name}{{.*", text, re.MULTILINE):
+        has = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        if labels.items() <= has.items():
+            found[has["rank"]] = float(line.rpartition(" ")[2])
+    return found
+
+
+def files(flight_dir: Path) -> list[reader.View]:
+    """The flight files of runs that have ended."""
+    directory_fd = open_directory(str(flight_dir))
+    views = []
+    for name in reader.names(directory_fd):
+        file = reader.open_file(directory_fd, name)
+        views.append(file.read(final=True))
+        file.close()
+    os.close(directory_fd)
+    return views
+
+
+def test_an_untouched_script_is_served_from_its_first_step(
+    start: Callable[..., subprocess.Popen[str]], environ: dict[str, str], flight_dir: Path, tmp_path: Path
+) -> None:
+    """Steps counted, the exit status the script's own and on the page, and `| tee` ends with it."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    child = start(*PROGRAM, "train.py", "7", "3", cwd=tmp_path, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "trained\n"
+    found = wait_until(lambda: announced(flight_dir), 20)
+    assert found is not None
+
+    def page() -> str:
+        return httpx.get(f"{found.url}metrics", trust_env=False, timeout=10).text
+
+    # a look at the files serves whoever asks within a tenth of a second, and this one may be from before the steps
+    wait_until(lambda: value(page(), "torchobs_steps_total") == {"0": 7.0})
+    assert value(page(), "torchobs_rank_up") == {"0": 1.0}
+    rest, _ = child.communicate("\n", timeout=20)
+    assert (rest, child.returncode) == ("", 3)
+    assert psutil.pid_exists(found.pid)
+
+    def last_page() -> str:
+        text = page()  # the exporter may leave once this was fetched
+        return text if value(text, "torchobs_rank_exit", reason="exit_code") == {"0": 1.0} else ""
+
+    assert value(wait_until(last_page), "torchobs_steps_total") == {"0": 7.0}
+
+
+def test_torchrun_starts_it_on_every_rank(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:
+    """`torchrun --no-python torchobs run train.py`: two ranks of one run, one exporter, torchrun's own verdict on a failure."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = fork_server.run(
+        [*torchrun, "--no-python", *PROGRAM, "train.py", "5", "0", "4"],
+        cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout == "trained\ntrained\n"
+    assert done.returncode == 1
+    assert re.search(r"exitcode +: 4\b", done.stderr)
+    views = files(flight_dir)
+    assert sorted(view.header.resource["rank"] for view in views) == [0, 1]
+    assert len({view.header.resource["run_id"] for view in views}) == 1
+    assert {view.live.exit_code for view in views if view.header.resource["rank"] == 1} == {4}
+    wait_until(lambda: announced(flight_dir), 20)
+
+
+@pytest.mark.parametrize(
+    ("last_line", "reason", "code"),
+    [
+        ("pass", Exit.FINISHED, 0),
+        ("sys.exit()", Exit.FINISHED, 0),
+        ("sys.exit(0)", Exit.FINISHED, 0),
+        ("sys.exit(3)", Exit.EXIT_CODE, 3),
+        ("sys.exit('bad')", Exit.EXIT_CODE, 1),
+        ("1 / 0", Exit.EXCEPTION, 1),
+        ("os._exit(5)", None, 0),
+        ("os.kill(os.getpid(), 15)", None, 0),
+    ],
+)
+def test_how_a_script_ended_is_in_its_flight_file(
+    last_line: str, reason: Exit | None, code: int, environ: dict[str, str], flight_dir: Path, tmp_path: Path
+) -> None:
+    """In order, by `sys.exit`, by an exception; what leaves no chance leaves nothing, which the exporter shows as lost."""
+    (tmp_path / "train.py").write_text(f"import os, sys\n{last_line}\n")
+    subprocess.run(
+        [*PROGRAM, "--no-exporter", "train.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    (view,) = files(flight_dir)
+    assert (view.live.exit_reason, view.live.exit_code) == (reason, code)
+    assert view.header.resource["job_name"] == "train"
+
+
+def test_options_reach_init(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:
+    """`--dir` beats `TORCHOBS_DIR`, and with `--level off` there is a rank with nothing to say."""
+    (tmp_path / "train.py").write_text("print('trained')")
+    options = ("--no-exporter", "--dir", str(tmp_path / "elsewhere"))
+    for number, more in enumerate(((), ("--level", "off")), start=1):
+        argv = [*PROGRAM, *options, *more, "train.py"]
+        done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True, timeout=60)
+        assert (done.stdout, done.stderr) == ("trained\n", "")
+        assert len(files(tmp_path / "elsewhere")) == number
+    assert list(flight_dir.iterdir()) == []
+
+
+SICK = """
+import sys, time
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    if step >= 8:
+        loss = loss * float("nan")
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained")
+sys.stderr.write("mine\\n")
+{wait}
+raise ValueError("at its end")
+"""
+CLOSE = """
+import os
+os.close(2)
+assert os.open("own.txt", os.O_CREAT | os.O_RDWR) == 2
+sys.exit()
+"""
+WAIT = """
+import glob, os
+while not glob.glob(os.environ["TORCHOBS_DIR"] + "/exporter.json"):
+    time.sleep(0.05)
+time.sleep(1.0)
+"""
+
+
+class Said(NamedTuple):
+    """What a script in a terminal left."""
+
+    status: int
+    output: str
+    terminal: str
+
+
+def run(tmp_path: Path, flight_dir: Path, *options: str, wait: str = "", **environ: str) -> Said:
+    """Run a script whose standard error is a terminal."""
+    (tmp_path / "train.py").write_text(SICK.replace("{wait}", wait))
+    ours, theirs = pty.openpty()
+    child = Python(
+        [*PROGRAM, *options, "train.py"], cwd=tmp_path, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs,
+        env=clean_environment()
+        | {"TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "TORCHOBS_LOG_LEVEL": "ERROR", **environ},
+    )  # fmt: skip
+    os.close(theirs)
+    read = b""
+    with contextlib.suppress(OSError):  # Linux says so of a terminal that nobody holds any more
+        while part := os.read(ours, 65536):
+            read += part
+    os.close(ours)
+    output, _ = child.communicate(timeout=60)
+    return Said(child.returncode, output, read.decode().replace("\r\n", "\n"))
+
+
+def test_the_end_says_what_inspect_would_say_first(tmp_path: Path, flight_dir: Path) -> None:
+    """After the traceback: how it ended, what was worst, where the time went, the command for more; nothing of the script's."""
+    said = run(tmp_path, flight_dir, "--no-exporter")
+    assert (said.status, said.output) == (1, "trained\n")
+    script, _, summary = said.terminal.partition("ValueError: at its end\n")
+    assert script.startswith("mine\nTraceback")
+    assert "torchobs:" not in script
+    lines = summary.splitlines()
+    assert lines[0] == "torchobs: Trouble. Ended: 1 rank, 12 steps, last loss NaN."
+    assert lines[1].startswith('torchobs: Rank 0 ended by ValueError "at its end" at ')
+    assert lines[2].startswith("torchobs: The loss turned NaN in step 9")
+    assert lines[-2].startswith("torchobs: time since the process began: ")
+    assert lines[-1].startswith(f"torchobs: more: torchobs inspect {flight_dir} --run ")
+
+
+@pytest.mark.parametrize(
+    ("options", "environ"),
+    [(("--quiet",), {}), ((), {"TORCHOBS_SUMMARY": "0"}), ((), {"RANK": "1", "WORLD_SIZE": "2"}), (("--level", "off"), {})],
+)
+def test_who_wants_it_quiet_has_it_quiet(
+    options: tuple[str, ...], environ: dict[str, str], tmp_path: Path, flight_dir: Path
+) -> None:
+    """By an option or a variable; other ranks than the first one never say anything."""
+    said = run(tmp_path, flight_dir, "--no-exporter", *options, **environ)
+    assert (said.status, said.output) == (1, "trained\n")
+    assert ("torchobs:" in said.terminal) == ("off" in options)
+
+
+def test_where_no_terminal_reads_nothing_is_said(tmp_path: Path, flight_dir: Path) -> None:
+    """A log file of a scheduler is not for it."""
+    (tmp_path / "train.py").write_text("print('trained')")
+    environ = clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*PROGRAM, "--no-exporter", "train.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("trained\n", "")
+
+
+def test_a_script_that_closed_the_terminal_has_its_file_to_itself(tmp_path: Path, flight_dir: Path) -> None:
+    """A daemon's next file gets the number of standard error: the end is not said there."""
+    said = run(tmp_path, flight_dir, "--no-exporter", wait=CLOSE)
+    assert (said.status, said.output, said.terminal) == (0, "trained\n", "mine\n")
+    assert (tmp_path / "own.txt").read_bytes() == b""
+
+
+def test_the_start_says_where_the_page_is(tmp_path: Path, flight_dir: Path) -> None:
+    """One line, with the address that the exporter has got."""
+    port = free_port()
+    said = run(tmp_path, flight_dir, "--address", f"127.0.0.1:{port}", wait=WAIT)
+    try:
+        line = f"torchobs: this run is shown live on http://127.0.0.1:{port}/\n"
+        assert said.terminal.count(line) == 1
+        assert said.terminal.index(line) < said.terminal.index("Traceback")
+    finally:
+        fd = open_directory(str(flight_dir))
+        found = announcement.read(fd)
+        os.close(fd)
+        if found is not None:
+            os.kill(found.pid, signal.SIGKILL)
+
+
+SHORT = """
+import sys, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+HELP = "import argparse, torch\nargparse.ArgumentParser().parse_args()\n"
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
+
+
+def run_words(
+    tmp_path: Path, flight_dir: Path, *words: str, watched: bool = True, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line of Python's, in a directory with `train.py`."""
+    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT), **variables}
+    argv = (sys.executable, *(("-m", "torchobs", "run", "--no-exporter") if watched else ()), *words)
+    return fork_server.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("", ("-m", "tarin")),
+        ("", ("-m", "tarin.model")),
+        ("import torch\nimport not_there\n", ("train.py",)),
+        ("from torch import not_there\n", ("train.py",)),
+        ("def train(:\n", ("train.py",)),
+        (HELP, ("train.py", "--help")),
+        (HELP, ("train.py", "--lrr", "1")),
+    ],
+)
+def test_a_mistake_leaves_nothing(tmp_path: Path, flight_dir: Path, script: str, words: tuple[str, ...]) -> None:
+    """And what Python says of it, with its status, is Python's own."""
+    (tmp_path / "train.py").write_text(script)
+    plain, done = run_words(tmp_path, flight_dir, *words, watched=False), run_words(tmp_path, flight_dir, *words)
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    assert done.stderr == plain.stderr
+    assert not list(flight_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("script", "variables"),
+    [
+        (SHORT + "sys.exit(2)\n", {}),
+        (SHORT + "import not_there\n", {}),
+        ("import torch\nraise RuntimeError\n", {}),
+        ("import sys, torch\nsys.exit(1)\n", {}),
+        ("import sys, torch\nsys.exit('no data')\n", {}),
+        ("import torch\ntorch.ones(1)\n", {}),
+        ("import torch\nfor _ in torch.utils.data.DataLoader([1]): import not_there\n", {}),
+        ("import torch\nimport not_there\n", LAUNCHED),
+        ("import torch\nimport not_there\n", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}),
+        ("import torch\nimport not_there\n", {"SLURM_JOB_ID": "1"}),
+    ],
+)
+def test_what_had_begun_or_failed_stays(tmp_path: Path, flight_dir: Path, script: str, variables: dict[str, str]) -> None:
+    """A failure of a program, of a rank that others wait for, and of what nobody looks at."""
+    (tmp_path / "train.py").write_text(script)
+    run_words(tmp_path, flight_dir, "train.py", variables=variables)
+    assert len(list(flight_dir.glob("*.flight"))) == 1
