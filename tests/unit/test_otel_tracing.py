@@ -28,7 +28,7 @@ from tests import otel
 from tests.support import finish
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.otel import FlightTracerProvider
-from torchobs.otel.span_codec import fit
+from torchobs.otel.traces import fit
 
 REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))
 

@@ -3,14 +3,8 @@
 Only ``opentelemetry-api`` is imported here, and nothing of torchobs needs the SDK.
 """
 
-from torchobs.otel.global_providers import install, observe, uninstall
-from torchobs.otel.meter_provider import FlightMeterProvider
-from torchobs.otel.tracer_provider import FlightTracerProvider
+from torchobs.otel.metrics import FlightMeterProvider
+from torchobs.otel.providers import install, observe, uninstall
+from torchobs.otel.traces import FlightTracerProvider
 
-__all__ = [
-    "FlightMeterProvider",
-    "FlightTracerProvider",
-    "install",
-    "observe",
-    "uninstall",
-]
+__all__ = ["FlightMeterProvider", "FlightTracerProvider", "install", "observe", "uninstall"]

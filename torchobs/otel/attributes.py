@@ -1,4 +1,4 @@
-"""Conversion of OpenTelemetry attribute values to JSON types.
+"""Attribute values as JSON types, and warnings about misuse that are logged once.
 
 The rules are the SDK's: a foreign object becomes its text, or is dropped if it has none; empty keys are dropped. Types that
 JSON lacks become text: bytes in base64 and non-finite floats by name, as OpenTelemetry specifies for backends without such
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,6 +19,8 @@ from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
     Plain: TypeAlias = str | bool | int | float | list["Plain"] | dict[str, "Plain"] | None
+    from collections.abc import Callable
+
 
 _INT64 = 1 << 63
 _MAX_DEPTH = 8
@@ -88,3 +91,22 @@ def _clean_nested(value: Mapping[object, object] | Sequence[object], depth: int)
 def _flatten(value: Plain) -> Plain:
     nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value))
     return json.dumps(value, separators=(",", ":")) if nested else value
+
+
+logger = logging.getLogger("torchobs")
+_logged: set[str] = set()
+
+
+def warn_once(problem: str, *details: object) -> None:
+    """Log a warning the first time that ``problem`` (without its details) occurs."""
+    if problem not in _logged:
+        _logged.add(problem)
+        logger.warning("torchobs: " + problem, *details)  # noqa: G003  # our own texts, a handful of them
+
+
+def delegate_safely(set_delegate: Callable[..., None], delegate: object) -> None:
+    """Call ``set_delegate(delegate)``; if the application's provider raises, log one warning."""
+    breaker = CircuitBreaker("provider")
+    call(breaker, set_delegate, delegate)
+    for failure in breaker.failures:
+        warn_once("the application's meter provider failed with %s at %s", failure.exception, failure.location)

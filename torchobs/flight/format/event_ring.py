@@ -5,7 +5,7 @@ bytes since the file's creation and never wraps; a frame is stored at ``position
 and payload. A frame that does not fit before the ring's end is stored at its beginning. A reader needs no head: it checks
 every 64 bytes and accepts a frame that is stored where its position says and matches its CRC.
 
-A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/span_codec.py``), or ``late``: the ``grad_norm`` of a ``step``
+A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/traces.py``), or ``late``: the ``grad_norm`` of a ``step``
 whose span was written before a device delivered it.
 
 **Identifiers** of a run's traces and spans are derived from the flight file's header.

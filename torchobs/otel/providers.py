@@ -19,13 +19,13 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.metrics import _internal as metrics_api
 from opentelemetry.trace import ProxyTracerProvider, SpanContext, TracerProvider
 
-from torchobs.otel.meter_provider import FlightMeterProvider
-from torchobs.otel.tracer_provider import FlightTracerProvider, no_parent
+from torchobs.otel.metrics import FlightMeterProvider
+from torchobs.otel.traces import FlightTracerProvider, no_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.otel.metric_stream import Source
+    from torchobs.otel.metrics import Source
 
 
 class DefaultTracerProvider(FlightTracerProvider, ProxyTracerProvider):
