@@ -19,7 +19,7 @@ from tests.exporters import EXPORTER, Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, wait_until
-from torchobs.node import log_file
+from torchobs.node import lifetime
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -256,9 +256,9 @@ def test_the_log_has_few_lines_of_one_kind_a_minute(exporter: Callable[..., Prog
             raw.sendall(b"\0\1\2 nonsense\r\n\r\n")
             raw.recv(1000)
     lines = program.log.splitlines()
-    assert len([line for line in lines if "flight file not served" in line]) <= log_file.BURST
+    assert len([line for line in lines if "flight file not served" in line]) <= lifetime.BURST
     assert len([line for line in lines if "Invalid HTTP request" in line]) == 1
-    assert len(lines) < 8 + log_file.BURST
+    assert len(lines) < 8 + lifetime.BURST
 
 
 @pytest.mark.serial

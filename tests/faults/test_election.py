@@ -16,7 +16,7 @@ import pytest
 from tests.support import wait_until
 from torchobs.flight.files.location import open_place
 from torchobs.flight.writer.writer import FlightWriter, open_writer
-from torchobs.node import announcement, election
+from torchobs.node import election
 
 STEPPED = """
 import sys
@@ -148,7 +148,7 @@ def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
     assert stayed != bool(started), "exactly one serves"
     serving = started[0] if started else leaving
     assert election.is_decided(directory_fd)
-    found = announcement.read(directory_fd)
+    found = election.read(directory_fd)
     assert found is not None
     assert found.pid == serving.pid
 
@@ -182,7 +182,7 @@ def test_of_two_that_stand_at_once_one_is_elected(process: Start, directory_fd: 
     assert sorted(first) == ["elected", "gone"]
     winner = candidates[first.index("elected")]
     assert candidates[first.index("gone")].wait(10) == 0
-    found = wait_until(lambda: announcement.read(directory_fd))
+    found = wait_until(lambda: election.read(directory_fd))
     assert found is not None
     assert found.pid == winner.pid
 
@@ -201,7 +201,7 @@ def test_whoever_was_told_to_end_does_not_look_back(
     go(exporter)
     assert said(exporter) == "gone"
     assert not election.is_decided(directory_fd)
-    assert not (flight_dir / announcement.NAME).exists()
+    assert not (flight_dir / election.NAME).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
@@ -212,10 +212,10 @@ def test_a_killed_exporter_leaves_its_place_free(number: signal.Signals, process
     exporter.send_signal(number)
     exporter.wait(10)
     assert not election.is_decided(directory_fd)
-    assert announcement.read(directory_fd) is None
+    assert election.read(directory_fd) is None
     successor = process(STEPPED)
     assert said(successor) == "serving"
-    found = announcement.read(directory_fd)
+    found = election.read(directory_fd)
     assert found is not None
     assert found.pid == successor.pid
 
@@ -231,6 +231,6 @@ def test_an_exporter_whose_directory_was_emptied_leaves_the_new_one_its_announce
     assert said(new) == "serving"
     go(old)
     assert said(old) == "gone"
-    found = announcement.read(directory_fd)
+    found = election.read(directory_fd)
     assert found is not None
     assert found.pid == new.pid

@@ -20,9 +20,9 @@ import torchobs
 from tests.support import clean_environment, wait_until
 from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.flight.files.location import open_directory
-from torchobs.node import announcement
-from torchobs.node.announcement import Announcement
-from torchobs.node.daemonize import NAME
+from torchobs.node import election
+from torchobs.node.election import Announcement
+from torchobs.node.launch import NAME
 
 TRAINER = """
 import logging, os, signal, sys
@@ -97,7 +97,7 @@ def announced(flight_dir: Path) -> Announcement:
     def read() -> Announcement | None:
         fd = open_directory(str(flight_dir))
         try:
-            return announcement.read(fd)
+            return election.read(fd)
         finally:
             os.close(fd)
 
@@ -252,7 +252,7 @@ def test_an_address_that_was_asked_for_and_is_taken_is_an_error(trainer: Trainer
         child = trainer(address, stderr=subprocess.PIPE)
         rest = child.communicate("\n", timeout=20)[1]
     assert f"no exporter: it cannot listen on {address}: Address already in use; the training goes on" in rest
-    assert not (flight_dir / announcement.NAME).exists()
+    assert not (flight_dir / election.NAME).exists()
 
 
 def test_sigterm_ends_it(trainer: Trainer, flight_dir: Path) -> None:
@@ -261,7 +261,7 @@ def test_sigterm_ends_it(trainer: Trainer, flight_dir: Path) -> None:
     found = announced(flight_dir)
     os.kill(found.pid, signal.SIGTERM)
     wait_until(lambda: not psutil.pid_exists(found.pid))
-    assert not (flight_dir / announcement.NAME).exists()
+    assert not (flight_dir / election.NAME).exists()
     assert child.poll() is None
 
 

@@ -25,7 +25,7 @@ from tests.support import ROOT, clean_environment, free_port, wait_until
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
-from torchobs.node import announcement
+from torchobs.node import election
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -358,11 +358,11 @@ def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
             os.kill(found.pid, signal.SIGKILL)
 
 
-def announced(flight_dir: Path) -> announcement.Announcement | None:
+def announced(flight_dir: Path) -> election.Announcement | None:
     """What the directory's exporter announces."""
     fd = open_directory(str(flight_dir))
     try:
-        return announcement.read(fd)
+        return election.read(fd)
     finally:
         os.close(fd)
 
@@ -599,7 +599,7 @@ def test_the_start_says_where_the_page_is(tmp_path: Path, flight_dir: Path) -> N
         assert said.terminal.index(line) < said.terminal.index("Traceback")
     finally:
         fd = open_directory(str(flight_dir))
-        found = announcement.read(fd)
+        found = election.read(fd)
         os.close(fd)
         if found is not None:
             os.kill(found.pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.reader import FlightFile
 from torchobs.flight.writer.series_table import CORE
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.node import announcement
+from torchobs.node import election
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot
 from torchobs.runtime.notebook import NotebookStatus
@@ -601,7 +601,7 @@ def test_a_script_says_where_its_page_is(
             stderr=out, env={**clean_environment(), "TORCHOBS_DIR": str(flight_dir)},
         )  # fmt: skip
     directory = open_directory(str(flight_dir))
-    announced = wait_until(lambda: announcement.read(directory), timeout_s=60)
+    announced = wait_until(lambda: election.read(directory), timeout_s=60)
     assert announced is not None
     url = announced.url
     assert address in url

@@ -15,7 +15,7 @@ from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_place
 from torchobs.flight.format.layout import MIN_SIZE, Exit
 from torchobs.flight.writer.writer import open_writer
-from torchobs.node import announcement, election, launch, log_file
+from torchobs.node import election, launch, lifetime
 from torchobs.node.lifetime import VIEWER_WAIT_S, Departure, ServiceStatus
 from torchobs.support.descriptors import Descriptor
 
@@ -139,22 +139,22 @@ def test_an_announcement_counts_while_its_exporter_lives(directory_fd: int, flig
     """A killed exporter leaves its announcement behind: the lock tells that nobody listens there any more."""
     candidate = election.Election(directory_fd)
     assert candidate.win()
-    made = announcement.announce(directory_fd, "127.0.0.1:10961")
-    assert announcement.read(directory_fd) == made
+    made = election.announce(directory_fd, "127.0.0.1:10961")
+    assert election.read(directory_fd) == made
     assert (made.pid, made.url) == (os.getpid(), "http://127.0.0.1:10961/")
-    assert announcement.announce(directory_fd, "127.0.0.1:10961", tls=True).url == "https://127.0.0.1:10961/"
+    assert election.announce(directory_fd, "127.0.0.1:10961", tls=True).url == "https://127.0.0.1:10961/"
     assert [path.name for path in flight_dir.iterdir() if path.name != election.LOCK] == ["exporter.json"]
     candidate.release()
-    assert announcement.read(directory_fd) is None
+    assert election.read(directory_fd) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": 1}', "\N{SNOWMAN}" * 3000, '{"surprise": 1}'])
 def test_garbage_is_no_announcement(content: str, directory_fd: int, flight_dir: Path) -> None:
     """The file is read by other programs while anything may lie there."""
-    (flight_dir / announcement.NAME).write_text(content)
+    (flight_dir / election.NAME).write_text(content)
     candidate = election.Election(directory_fd)
     assert candidate.win()
-    assert announcement.read(directory_fd) is None
+    assert election.read(directory_fd) is None
     candidate.release()
 
 
@@ -170,7 +170,7 @@ def test_garbage_is_no_announcement(content: str, directory_fd: int, flight_dir:
 )
 def test_the_url_is_one_that_can_be_typed(address: str, expected: str) -> None:
     """Every interface is an address to listen on, none to connect to."""
-    assert announcement.url(address) == expected
+    assert election.url(address) == expected
 
 
 def test_a_rank_lives_while_its_heart_beats(directory_fd: int, flight_dir: Path) -> None:
@@ -298,7 +298,7 @@ def record(message: str, *arguments: object, logger: str = "exporter") -> loggin
 def test_a_line_comes_once_a_minute() -> None:
     """A file that is bad every second does not fill the log, and the next line says how often it was not mentioned."""
     now = 0.0
-    once = log_file.OncePerMinute(60.0, lambda: now)
+    once = lifetime.OncePerMinute(60.0, lambda: now)
     passed = []
     for now in range(0, 130, 10):
         line = record("%s is bad", "r.flight")
@@ -314,9 +314,9 @@ def test_a_line_comes_once_a_minute() -> None:
 def test_what_is_wrong_next_is_a_line_of_its_own() -> None:
     """Another error in the same words' frame within the minute is logged, up to a number that no file of hundreds exceeds."""
     now = 0.0
-    once = log_file.OncePerMinute(60.0, lambda: now)
+    once = lifetime.OncePerMinute(60.0, lambda: now)
     assert [once.filter(record("%s", problem)) for problem in ("line 3: no such key", "line 4: no YAML")] == [True, True]
-    assert sum(once.filter(record("%s is bad", f"r{number}.flight")) for number in range(500)) == log_file.BURST
+    assert sum(once.filter(record("%s is bad", f"r{number}.flight")) for number in range(500)) == lifetime.BURST
     now = 61.0
     line = record("%s is bad", "r.flight")
     assert once.filter(line)
@@ -325,7 +325,7 @@ def test_what_is_wrong_next_is_a_line_of_its_own() -> None:
 
 def test_good_news_are_never_held_back() -> None:
     """What is mended twice within a minute is said twice, and what breaks again after it, too; others stay as quiet."""
-    once = log_file.OncePerMinute(60.0, lambda: 0.0)
+    once = lifetime.OncePerMinute(60.0, lambda: 0.0)
 
     def passes(message: str, *, good_news: bool = False, logger: str = "exporter") -> bool:
         line = record("%s", message, logger=logger)
@@ -344,7 +344,7 @@ def test_good_news_are_never_held_back() -> None:
 def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
     """The count is added to a message that may hold a percent sign of its own."""
     now = 0.0
-    once = log_file.OncePerMinute(60.0, lambda: now)
+    once = lifetime.OncePerMinute(60.0, lambda: now)
     assert [once.filter(record("full: 100%")) for _ in range(3)] == [True, False, False]
     now = 61.0
     line = record("full: 100%")
@@ -355,15 +355,15 @@ def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
     """Whole lines are left, the newest among them, and what is written next comes after them."""
     directory = os.open(tmp_path, os.O_RDONLY)
-    file = log_file.open_log(directory)
+    file = launch.open_log(directory)
     fd = file.number()
     for number in range(1000):
         os.write(fd, b"line %03d\n" % number)
-    log_file.shorten(fd, limit=9000)
+    lifetime.shorten(fd, limit=9000)
     assert os.fstat(fd).st_size == 9000
-    log_file.shorten(fd, limit=1000)
+    lifetime.shorten(fd, limit=1000)
     os.write(fd, b"next\n")
-    lines = (tmp_path / log_file.NAME).read_text().splitlines()
+    lines = (tmp_path / launch.LOG).read_text().splitlines()
     file.close()
     os.close(directory)
     assert lines == [*(f"line {number}" for number in range(945, 1000)), "next"]
@@ -373,7 +373,7 @@ def test_a_log_that_is_no_file_is_left_alone() -> None:
     """Started by hand, the exporter writes to a terminal or a pipe."""
     read_end, write_end = os.pipe()
     os.write(write_end, b"x" * 100)
-    log_file.shorten(write_end, limit=10)
+    lifetime.shorten(write_end, limit=10)
     assert os.read(read_end, 200) == b"x" * 100
     os.close(read_end)
     os.close(write_end)
@@ -381,9 +381,9 @@ def test_a_log_that_is_no_file_is_left_alone() -> None:
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     """Whoever could plant one in the directory would have us append to any file of this user."""
-    (tmp_path / log_file.NAME).symlink_to(tmp_path / "target")
+    (tmp_path / launch.LOG).symlink_to(tmp_path / "target")
     directory = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(OSError, match="symbolic links"):
-        log_file.open_log(directory)
+        launch.open_log(directory)
     assert not (tmp_path / "target").exists()
     os.close(directory)

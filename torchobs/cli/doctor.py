@@ -34,7 +34,7 @@ from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.exporter import config
 from torchobs.flight.files import create, location
-from torchobs.node import announcement
+from torchobs.node import election
 
 _DESCRIPTION = """\
 Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
@@ -368,9 +368,9 @@ def exporter(path: str | None, address: str) -> Check:
     announced = None
     if path is not None:
         with contextlib.suppress(OSError), location.opened(path) as fd:
-            announced = announcement.read(fd)
+            announced = election.read(fd)
     answer: int | str = ""
-    for url in [announced.url] if announced else [announcement.url(address), announcement.url(address, tls=True)]:
+    for url in [announced.url] if announced else [election.url(address), election.url(address, tls=True)]:
         answer, shown = _ready(url), text_format.clean(url)
         if answer == http.HTTPStatus.OK:
             return Check("exporter", OK, f"{shown} is ready{f', pid {announced.pid}' if announced else ''}")

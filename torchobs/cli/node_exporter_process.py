@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files.location import open_directory
-from torchobs.node import announcement
-from torchobs.node.daemonize import detach
-from torchobs.node.election import Election
+from torchobs.node.election import Election, withdraw
+from torchobs.node.launch import detach
 
 if TYPE_CHECKING:  # imported if elected
     from torchobs.node.lifetime import Serve, ServiceStatus
@@ -32,7 +31,7 @@ def serve_if_elected(flight_dir: str, address: str, grace_s: float, load: Callab
     election = Election(directory_fd)
     if not election.win():
         return
-    announcement.withdraw(directory_fd)  # left by a killed predecessor: with the lock held it would count as ours
+    withdraw(directory_fd)  # left by a killed predecessor: with the lock held it would count as ours
     from torchobs.node import lifetime
 
     lifetime.run(flight_dir, address, grace_s, election, directory_fd, load())

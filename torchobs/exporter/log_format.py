@@ -8,7 +8,7 @@ import re
 import time
 from typing import TextIO
 
-from torchobs.node.log_file import OncePerMinute
+from torchobs.node.lifetime import OncePerMinute
 
 FORMATS = ("logfmt", "json")
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")

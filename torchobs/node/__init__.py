@@ -1,6 +1,5 @@
 """The exporter shared by all ranks of one user on a node: its election, start and end.
 
-A trainer calls :mod:`.launch`; :mod:`.election` chooses the exporter process, :mod:`.daemonize` detaches it, :mod:`.lifetime`
-runs it, and :mod:`.announcement` publishes its address. Standard library only: a process that loses the election ends before
-importing anything heavy.
+A trainer calls :mod:`.launch`; :mod:`.election` chooses the exporter process and publishes its address, :mod:`.lifetime` runs
+it. Standard library only: a process that loses the election ends before importing anything heavy.
 """

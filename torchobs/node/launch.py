@@ -1,14 +1,17 @@
-"""Starts the node's exporter from a trainer, unless there is one.
+"""Starts the node's exporter from a trainer, unless there is one, and detaches it.
 
 The exporter must not be a child of the training: a killed process group, a launcher that ends all descendants, or ``train |
 tee``, which reads a pipe to its end, would kill it or wait for it. So it is started by exec (a process that uses CUDA must not
 go on in a forked child), through a shell that exits at once and leaves it to init, in a session of its own, with no
-descriptor but its log.
+descriptor but its log. Session, descriptors, umask, working directory and environment can only be set by the trainer; the rest
+is reset by the process itself (:func:`detach`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +22,52 @@ from typing import TYPE_CHECKING
 from torchobs.config import settings
 from torchobs.flight.files.location import KUBERNETES_MOUNT, opened
 from torchobs.node.election import is_decided
-from torchobs.node.log_file import open_log
+from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:
     import logging
     from collections.abc import Iterable, Mapping
+
+
+LOG = "exporter.log"
+"""In the flight directory"""
+NAME = "torchobs-export"
+"""Process name in ``ps`` and ``top``; Linux keeps 15 bytes."""
+_NICENESS = 5
+
+
+def detach() -> None:
+    """Reset inherited state: blocked and ignored signals, a pinned rank's CPUs; set the priority and the name."""
+    reset_signals()
+    widen_affinity()
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as name:
+        name.write(NAME)
+
+
+def reset_signals() -> None:
+    """Unblock every signal, and restore the default action of ignored ones.
+
+    SIGPIPE and SIGXFSZ stay ignored, as in every Python: a failing write raises instead of killing the process.
+    """
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def widen_affinity() -> None:
+    """Allow every CPU; the kernel restricts this to the cpuset, which is how a scheduler confines a job."""
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+
+
+def open_log(directory_fd: int) -> Descriptor:
+    """Open the exporter's log for appending. Raises ``OSError``."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return Descriptor("", LOG, flags, directory=directory_fd)
+
 
 NEEDED = ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml")
 """Modules of the extra ``exporter`` that it needs."""

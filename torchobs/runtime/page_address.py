@@ -38,11 +38,11 @@ class PageAddress:
 def announced(directory: str) -> str:
     """Return the address of the directory's exporter; empty if there is none, or none that listens yet."""
     from torchobs.flight.files.location import opened
-    from torchobs.node import announcement
+    from torchobs.node import election
 
     try:
         with opened(directory) as directory_fd:
-            found = announcement.read(directory_fd)
+            found = election.read(directory_fd)
     except OSError:
         return ""
     return found.url if found is not None else ""
