@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.training import loss_of, mlp, recording
 from torchobs.probes.lifecycle import collectives
-from torchobs.probes.lifecycle.flight_recorder import Dump, GroupStatus
+from torchobs.probes.lifecycle.collectives import Dump, GroupStatus
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ from torchobs.flight.files import artifacts, control
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.writer import exit_signals
-from torchobs.probes.memory.process_stats import ProcessStats, Resident
+from torchobs.probes.memory.process_memory import ProcessStats, Resident
 from torchobs.runtime import profiler as torch_profiler
 from torchobs.runtime import watchdog, worker_stacks
 from torchobs.runtime.stack_dump import write_stacks

@@ -15,8 +15,7 @@ import torch
 from tests import support
 from tests.training import Recording, recording
 from torchobs.flight.reader import reader
-from torchobs.probes.lifecycle.coordinates import AXES, Place, by_axis, of_frameworks, root_dimensions
-from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
+from torchobs.probes.lifecycle.distributed import AXES, Parallelism, Place, by_axis, of_frameworks, recognise, root_dimensions
 
 if TYPE_CHECKING:
     from pathlib import Path

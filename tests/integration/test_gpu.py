@@ -16,12 +16,11 @@ from tests import nvml, support
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.flight.reader import reader
-from torchobs.probes.gpu import devices
 from torchobs.probes.gpu import monitor as fleets
-from torchobs.probes.gpu import probe as probes
-from torchobs.probes.gpu.devices import Used, used, visible
+from torchobs.probes.gpu import monitor as probes
+from torchobs.probes.gpu import sensors
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
-from torchobs.probes.gpu.xids import MEANINGS, kind
+from torchobs.probes.gpu.sensors import MEANINGS, Used, kind, used, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -332,7 +331,7 @@ def test_a_device_is_in_use_where_torch_holds_memory_or_has_a_context(
     backend: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An allocator of the user's own (RAPIDS') tells nothing of its memory, and raises when it is asked."""
-    monkeypatch.setattr(devices, "imported", lambda _: Torch(backend))
+    monkeypatch.setattr(sensors, "imported", lambda _: Torch(backend))
     assert used() == [Used(f"cuda:{index}", f"uuid-{index}", index == at) for index in range(2)]
 
 

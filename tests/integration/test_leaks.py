@@ -18,9 +18,8 @@ from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.performance import pace
 from torchobs.flight.files import artifacts
 from torchobs.probes.memory import leak
-from torchobs.probes.memory.device_leak import DeviceLeak
-from torchobs.probes.memory.leak import LeakProbe, Suspicion
-from torchobs.probes.memory.live_objects import count_objects, grown_kinds, grown_types
+from torchobs.probes.memory.growth import Suspicion
+from torchobs.probes.memory.leak import DeviceLeak, LeakProbe, count_objects, grown_kinds, grown_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,8 +12,7 @@ from tests.training import Recording, loss_of, mlp
 from torchobs import catalog
 from torchobs.diagnosis.endings import _device_memory
 from torchobs.diagnosis.rank_report import Fact
-from torchobs.probes.memory.components import components
-from torchobs.probes.memory.oom import host_shortage
+from torchobs.probes.memory.device_memory import components, host_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from torchobs import catalog
-from torchobs.probes.compile import reasons
+from torchobs.probes.compile.compile import (
+    MAX_LENGTH,
+    REMEDIES,
+    read_break,
+    read_failure,
+    read_guard,
+    stage_seconds,
+)
 
 GUARDS = [
     ("0/0: tensor 'x' size mismatch at index 0. expected 3, actual 4", "shape", "x: size at index 0"),
@@ -43,20 +50,20 @@ GUARDS = [
 @pytest.mark.parametrize(("reason", "kind", "expression"), GUARDS)
 def test_a_guard_is_read(reason: str, kind: str, expression: str) -> None:
     """Its kind, and its expression without the values that it compared."""
-    assert reasons.read_guard(reason) == (kind, expression)
+    assert read_guard(reason) == (kind, expression)
 
 
 def test_every_kind_of_guard_has_its_remedy() -> None:
     """The catalog, the reader and the words to the log go together."""
-    assert tuple(reasons.REMEDIES) == catalog.COMPILE_GUARDS
+    assert tuple(REMEDIES) == catalog.COMPILE_GUARDS
     assert {kind for _, kind, _ in GUARDS} == set(catalog.COMPILE_GUARDS)
 
 
 def test_an_endless_expression_is_cut() -> None:
     """A guard over a hundred symbols is not a kilobyte of an event."""
-    guard = reasons.read_guard("0/0: " + " and ".join(f"s{number} < s{number + 1}" for number in range(500)))
+    guard = read_guard("0/0: " + " and ".join(f"s{number} < s{number + 1}" for number in range(500)))
     assert guard.kind == "shape"
-    assert len(guard.expression) == reasons.MAX_LENGTH
+    assert len(guard.expression) == MAX_LENGTH
 
 
 BREAKS = [
@@ -76,7 +83,7 @@ BREAKS = [
 @pytest.mark.parametrize(("reason", "kind"), BREAKS)
 def test_a_graph_break_is_read(reason: str, kind: str) -> None:
     """Its class, and the first line of its reason without values."""
-    found, message = reasons.read_break(reason)
+    found, message = read_break(reason)
     assert found == kind
     assert message.partition("(")[0] == reason.partition("\n")[0].partition("(")[0]
     assert "secret" not in message
@@ -95,7 +102,7 @@ def test_a_graph_break_is_read(reason: str, kind: str) -> None:
 )
 def test_a_failure_is_read(fail_type: str, fail_reason: str, expected: str) -> None:
     """Given up because it cannot be compiled, because it was too often, or because the compiler broke."""
-    assert reasons.read_failure(fail_type, fail_reason) == expected
+    assert read_failure(fail_type, fail_reason) == expected
 
 
 DYNAMO, AOT, BACKWARD = (f"{name}_cumulative_compile_time_us" for name in ("dynamo", "aot_autograd", "backward"))
@@ -120,11 +127,11 @@ INDUCTOR, KERNELS = "inductor_cumulative_compile_time_us", "triton_compile_time_
 )
 def test_stages_add_up(record: dict[str, int | None], expected: tuple[float, ...]) -> None:
     """Torch's times hold one another; ours are what each stage took by itself."""
-    spent = reasons.stage_seconds(record)
+    spent = stage_seconds(record)
     assert [spent[stage] for stage in catalog.COMPILE_STAGES] == pytest.approx(expected)
     assert sum(spent.values()) == pytest.approx(max([*filter(None, record.values()), 0]) / 1e6)
 
 
 def test_kernels_tuned_while_the_model_runs_are_kernels() -> None:
     """Autotuning and the recording of CUDA graphs belong to no compilation."""
-    assert reasons.stage_seconds({"is_runtime": True, "duration_us": 250_000}) == {"kernels": 0.25}
+    assert stage_seconds({"is_runtime": True, "duration_us": 250_000}) == {"kernels": 0.25}

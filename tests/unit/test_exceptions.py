@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from torchobs.probes.lifecycle.exception_message import MAX_LENGTH, message
-from torchobs.probes.lifecycle.exceptions import describe, places
-from torchobs.probes.lifecycle.worker_exceptions import parse
+from torchobs.probes.lifecycle.exceptions import MAX_MESSAGE, describe, message, parse, places
 
 
 class Named(Exception):  # noqa: N818  # as scripts have them
@@ -71,7 +69,7 @@ def test_secrets_are_removed(text: str) -> None:
 
 def test_a_secret_that_the_cut_would_halve_is_removed_before() -> None:
     """Half a token is one that can be recognised as a token no more, but still is half a secret."""
-    shown = message(ValueError("x" * (MAX_LENGTH - 12) + " hf_abcdefghijklmnopqrstuv"))
+    shown = message(ValueError("x" * (MAX_MESSAGE - 12) + " hf_abcdefghijklmnopqrstuv"))
     assert "hf_" not in shown
 
 
@@ -80,7 +78,7 @@ def test_it_is_short_and_printable() -> None:
     shown = message(ValueError("\x1b[1;31mred\x1b[0m\x07\u202e\ud800\tof " + "long " * 1_000_000))
     assert shown.startswith("red of long long")
     assert shown.isprintable()
-    assert len(shown) == MAX_LENGTH
+    assert len(shown) == MAX_MESSAGE
 
 
 def test_no_tensor_is_formatted() -> None:

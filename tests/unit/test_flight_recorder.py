@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from torchobs import catalog
-from torchobs.probes.lifecycle import flight_recorder
-from torchobs.probes.lifecycle.flight_recorder import (
+from torchobs.probes.lifecycle import collectives
+from torchobs.probes.lifecycle.collectives import (
     GroupStatus,
     RecordedCall,
     UnreadableError,
@@ -186,5 +186,5 @@ def test_operations_have_a_name_of_a_closed_set(name: str, kind: str) -> None:
 
 def test_the_operations_known_here_are_in_the_catalog() -> None:
     """So that no label is outside of it."""
-    known = {*flight_recorder._OPERATIONS.values(), *flight_recorder._FAMILIES, *flight_recorder._PLAIN, "other"}
+    known = {*collectives._OPERATIONS.values(), *collectives._FAMILIES, *collectives._PLAIN, "other"}
     assert known == set(catalog.COLLECTIVE_OPERATIONS) - {"none"}

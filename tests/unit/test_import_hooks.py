@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from torchobs.probes.lifecycle import coordinates, parallelism
+from torchobs.probes.lifecycle import distributed
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def test_a_module_is_imported_once_its_import_has_ended(tmp_path: Path, monkeypa
         with monkeypatch.context() as half_made:
             for name in ("megatron.core.parallel_state", "torch.distributed._composable_state", "torch.distributed.fsdp"):
                 half_made.setitem(sys.modules, name, sys.modules["slow_to_import"])
-            assert coordinates.of_frameworks() == {}
-            assert parallelism.recognise([], ddp=False).kinds == ()
+            assert distributed.of_frameworks() == {}
+            assert distributed.recognise([], ddp=False).kinds == ()
     finally:
         held.set()
         thread.join()

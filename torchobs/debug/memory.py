@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs.debug import operations
 from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer
-from torchobs.probes.memory.allocators import has_statistics
+from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.kept_state import state_kept
 from torchobs.support.living_objects import collections_paused, living, types_of_objects

@@ -20,7 +20,7 @@ import psutil
 from torchobs.debug.findings import found, history
 from torchobs.debug.gradients import norm_of_model, unwatch_steps, watch_steps
 from torchobs.debug.tensors import require_module
-from torchobs.probes.memory.allocators import has_statistics
+from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.import_hooks import imported

@@ -14,16 +14,16 @@ from torchobs.probes.compile.compile import CompileProbe
 from torchobs.probes.data.epochs import EpochCount, EpochProbe
 from torchobs.probes.data.fetches import DataProbe
 from torchobs.probes.data.loaders import LoaderProbe
-from torchobs.probes.gpu.probe import GpuProbe
+from torchobs.probes.gpu.monitor import GpuProbe
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
 from torchobs.probes.lifecycle.collectives import CollectivesProbe
 from torchobs.probes.lifecycle.distributed import DistributedProbe
-from torchobs.probes.memory.cgroup import CgroupProbe
 from torchobs.probes.memory.device_memory import DeviceMemoryProbe
-from torchobs.probes.memory.leak import LeakProbe, Suspicion
-from torchobs.probes.memory.process_memory import MemoryProbe
+from torchobs.probes.memory.growth import Suspicion
+from torchobs.probes.memory.leak import LeakProbe
+from torchobs.probes.memory.process_memory import CgroupProbe, MemoryProbe
 from torchobs.probes.nonfinite.probe import NonfiniteProbe
 from torchobs.probes.optimizer.optimizer import OptimizerProbe, RateSource, ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe

@@ -22,7 +22,7 @@ from torchobs.flight.files import artifacts
 from torchobs.flight.files.artifacts import LIMITS, PROFILE, named
 from torchobs.flight.files.create import deadly_limit, shortage, survive_limits
 from torchobs.probes.core.torch_profiler import ProfilerBusyError, Recording, exclusively
-from torchobs.probes.memory.process_stats import ProcessStats
+from torchobs.probes.memory.process_memory import ProcessStats
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:

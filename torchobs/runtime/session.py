@@ -24,7 +24,7 @@ from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.identity import identity, process
 from torchobs.probes import factories
-from torchobs.probes.compile.dynamo_rules import DynamoRules
+from torchobs.probes.compile.compile import DynamoRules
 from torchobs.probes.core.context import ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.core.hooks import Hooks

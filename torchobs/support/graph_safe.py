@@ -1,7 +1,7 @@
 """Wrappers that ``torch.compile`` may trace: inside a compiled region they act as the wrapped function.
 
-Everything below ``torchobs.probes`` is marked for Dynamo as not to be traced (``probes.compile.dynamo_rules``), and calling it
-is an error under ``fullgraph=True``. Functions that users compile with their own code, such as clipping, are therefore
+Everything below ``torchobs.probes`` is marked for Dynamo as not to be traced (``DynamoRules``), and calling it is an
+error under ``fullgraph=True``. Functions that users compile with their own code, such as clipping, are therefore
 wrapped here.
 """
 

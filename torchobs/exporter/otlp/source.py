@@ -125,7 +125,7 @@ _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 Frame = dict[str, Any]
-"""A frame of the event ring (:mod:`torchobs.otel.span_codec`)."""
+"""A frame of the event ring (:mod:`torchobs.otel.traces`)."""
 Key = tuple[str, str]
 """A rank's incarnation and label: when a second process claims the same rank, the labels of both change."""
 

@@ -1,28 +1,114 @@
-"""Selects the GPUs that this rank samples, and handles a lost GPU or driver.
+"""GPU probe: which GPUs this rank samples, their series, and a lost GPU or driver.
 
 A rank samples the GPUs on which its torch holds memory, or the only one it sees, so that each of eight ranks has the series of
 its GPU, whether ranks see all GPUs or one each. After a minute local rank 0 also samples a few values of the others that it
 sees, because idle GPUs are worth knowing of. Some of them may be in use by other ranks: queries take the maximum by ``hw.id``.
+
+The probe has a thread of its own: a lost GPU can block an NVML call forever, and the heartbeat must go on.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.gpu.devices import Used, used, visible
-from torchobs.probes.gpu.nvml import RESET_REQUIRED, Gpu, Library, NvmlFault, NvmlUnavailableError, fault_of
-from torchobs.probes.gpu.sensors import Sensors
-from torchobs.probes.gpu.series import GpuSeries
-from torchobs.probes.gpu.xids import MEANINGS, Xids, kind
+from torchobs.catalog import Kind
+from torchobs.config import settings
+from torchobs.probes.gpu.sensors import (
+    MEANINGS,
+    RESET_REQUIRED,
+    Gpu,
+    Library,
+    NvmlFault,
+    NvmlUnavailableError,
+    Sensors,
+    Used,
+    Xids,
+    fault_of,
+    kind,
+    used,
+    visible,
+)
+from torchobs.support.after_fork import renew_in_child
+from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from torchobs.catalog import Metric
+    from torchobs.flight.writer.series_table import Cell, Table
     from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.gpu.sensors import Reading
+
+    Key = tuple[Metric, tuple[tuple[str, str], ...]]
+
+
+_STATES = ("ok", "degraded", "failed")
+
+
+class GpuSeries:
+    """Writes readings to cells. Counters start at the first reading; a gauge without a reading is absent."""
+
+    def __init__(self, table: Table, uuid: str) -> None:
+        self.uuid = uuid
+        self._table = table
+        self._cells: dict[Key, Cell] = {}
+        self._totals: dict[Key, float] = {}
+        self._state = ""
+
+    def show(self, readings: Iterable[Reading]) -> None:
+        """Publish these readings; gauges without one become absent."""
+        fresh = set()
+        for metric, value, attributes in readings:
+            key = (metric, attributes)
+            fresh.add(key)
+            cell = self._cell(metric, attributes)
+            if cell is not None and metric.kind is Kind.COUNTER:
+                self._count(cell, key, value)
+            elif cell is not None:
+                cell.set(float(value))
+        for key in self._cells.keys() - fresh:
+            if key[0].kind is not Kind.COUNTER:
+                self._cells[key].set(nan)
+
+    def add(self, metric: Metric, attributes: tuple[tuple[str, str], ...], amount: int) -> None:
+        """Add to a counter; 0 creates it."""
+        cell = self._cell(metric, attributes)
+        if cell is not None:
+            cell.add(amount)
+
+    def state(self, state: str) -> bool:
+        """Publish the device's state; return True if it has changed."""
+        for name in _STATES:
+            attributes = {"hw.id": self.uuid, "hw.type": "gpu", "hw.state": name}
+            cell = self._table.cell(catalog.HW_STATUS, attributes)
+            if cell is not None:
+                cell.set(float(name == state))
+        before, self._state = self._state, state
+        return state != before
+
+    def _cell(self, metric: Metric, attributes: tuple[tuple[str, str], ...]) -> Cell | None:
+        key = (metric, attributes)
+        if key not in self._cells:
+            cell = self._table.cell(metric, {"hw.id": self.uuid, **dict(attributes)})
+            if cell is None:
+                return None
+            self._cells[key] = cell
+        return self._cells[key]
+
+    def _count(self, cell: Cell, key: Key, total: float) -> None:
+        """Add the growth since the last reading; a total that fell (driver reload) restarts the count."""
+        grown = total - self._totals.get(key, total)
+        self._totals[key] = total
+        if grown > 0:
+            cell.add(int(grown) if key[0].integer else grown)
+
 
 IDLE_GPUS_AFTER_S = 60.0
 logger = logging.getLogger("torchobs")
@@ -208,3 +294,78 @@ class GpuMonitor:
 
 
 _GPU = ("hw.type", "gpu")
+
+
+STUCK_S = 15.0
+"""A round takes milliseconds, or a second per GPU while the driver loads their state (no persistence mode)."""
+END_WAIT_S = 0.04
+"""How long the end of the process waits for a last round, and for the thread's end"""
+
+
+class GpuProbe:
+    """Samples GPUs through NVML. The sampler thread starts it; without the library its thread ends at once."""
+
+    name = "gpu"
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._round_done = threading.Event()
+        renew_in_child(self, _wake=threading.Event, _round_done=threading.Event)
+        self._busy_since: float | None = None
+        self._ending = self._unresponsive = False
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._context = context
+        local_rank = context.writer.header.resource.get("local_rank", 0)
+        assignment = GpuAssignment(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
+        self._monitor = GpuMonitor(context.writer, assignment)
+        self._breaker = context.breaker(self.name)
+
+    def remove(self) -> None:
+        """Sample once more and end the thread; a blocked one is abandoned (:class:`~torchobs.probes.core.context.Probe`)."""
+        thread, self._thread = self._thread, None
+        alive = thread is not None and thread.is_alive()
+        if alive and self._busy_since is None:
+            self._round_done.clear()
+            self._wake.set()
+            self._round_done.wait(END_WAIT_S)
+        self._ending = True
+        if thread is not None and alive:
+            self._wake.set()
+            thread.join(END_WAIT_S)
+
+    def observe(self) -> None:
+        """Wake the thread for a round, unless one is in progress."""
+        if self._ending or self._monitor.absent:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchobs-gpu", daemon=True)
+            self._thread.start()
+        busy_since = self._busy_since
+        if busy_since is None:
+            self._unresponsive = False
+            self._wake.set()
+        elif not self._unresponsive and time.monotonic() - busy_since > STUCK_S:
+            self._unresponsive = True
+            self._monitor.mark_unresponsive(f"the GPU driver has not answered for {STUCK_S:g} s")
+
+    def _run(self) -> None:
+        captures = self._context.training.captures
+        while not self._monitor.absent:
+            self._wake.wait()
+            self._wake.clear()
+            if self._ending:
+                break
+            self._busy_since = time.monotonic()
+            try:
+                if captures.begin_round(self.name):  # it may collect garbage as any thread may, and asks torch's allocator
+                    call(self._breaker, self._monitor.round)
+            finally:
+                captures.end_round(self.name)
+            self._busy_since = None
+            if not self._monitor.absent:  # most machines without one would have a series for nothing
+                self._context.spent_ns[self.name] = time.thread_time_ns()
+            self._round_done.set()
+        self._monitor.close()

@@ -1,20 +1,326 @@
-"""GPU sensors: one function each, with alternatives where a GPU or driver does not support it."""
+"""GPU sensors through NVML: one function each; the driver's error reports; the GPUs that the process may use.
+
+Calls go through ctypes without the GIL, so a slow one (microseconds to tens of milliseconds, forever on a GPU that fell off
+the bus) blocks only the calling thread.
+
+CUDA is never initialized here, and no context created.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import re
 import time
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.probes.gpu.nvml import NvmlFault, fault_of
+from torchobs.probes.memory.device_memory import has_statistics
+from torchobs.support.after_fork import importing
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torchobs.probes.gpu.nvml import Gpu, Library
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Sensor = Callable[[Any, Any], Iterable["Reading"]]
+
+
+class NvmlFault(Enum):
+    """What to do about an NVML error."""
+
+    UNSUPPORTED = "never ask this device for it again"
+    LOST = "the device is gone; look whether it comes back"
+    CLOSED = "the library has to be initialised again: the driver was unloaded or exchanged"
+    ABSENT = "there is no such library here"
+    PASSING = "try again next time"
+
+
+_FAULTS = {
+    2: NvmlFault.UNSUPPORTED,  # invalid argument: a missing link
+    3: NvmlFault.UNSUPPORTED,
+    4: NvmlFault.UNSUPPORTED,  # no permission
+    13: NvmlFault.UNSUPPORTED,  # the driver is older than the function
+    25: NvmlFault.UNSUPPORTED,  # the driver is older than the argument's version
+    26: NvmlFault.UNSUPPORTED,  # the driver is newer than the argument's version
+    15: NvmlFault.LOST,
+    16: NvmlFault.LOST,  # reset required
+    28: NvmlFault.LOST,  # GPU not found
+    1: NvmlFault.CLOSED,
+    9: NvmlFault.CLOSED,
+    18: NvmlFault.CLOSED,  # library and driver are of different versions
+    12: NvmlFault.ABSENT,
+}
+"""By ``nvmlReturn_t``; its numbers are part of NVML's ABI"""
+
+RESET_REQUIRED = 16
+
+
+def fault_of(error: Any) -> NvmlFault:
+    """Return what to do about an ``NVMLError``."""
+    return _FAULTS.get(error.value, NvmlFault.PASSING)
+
+
+class Gpu(NamedTuple):
+    """A device."""
+
+    uuid: str
+    handle: Any
+    model: str
+
+
+class NvmlUnavailableError(Exception):
+    """The library cannot be initialized; the message is NVML's, ``fault`` the kind of error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.fault = fault_of(error)
+
+
+class Library:
+    """The initialized library.
+
+    Raises :class:`NvmlUnavailableError`, or ``ImportError``; its methods raise ``error``, which is ``pynvml.NVMLError``.
+    """
+
+    def __init__(self) -> None:
+        with importing():  # in a thread of our own
+            import pynvml
+
+        self.api: Any = pynvml
+        self.error: type[Exception] = pynvml.NVMLError
+        self.has_mig = False
+        """Whether a GPU is in MIG mode: none of its instances is sampled"""
+        try:
+            pynvml.nvmlInit()
+        except self.error as error:
+            raise NvmlUnavailableError(error) from None
+        try:
+            self.boards, self.gpus = self._list_devices()
+        except self.error as error:
+            self.close()
+            raise NvmlUnavailableError(error) from None
+
+    def close(self) -> None:
+        """Shut down our use of it; others in the process may go on."""
+        try:
+            self.api.nvmlShutdown()
+        except self.error:
+            return
+
+    def reopen(self, gpu: Gpu) -> Gpu:
+        """Return the device with a new handle."""
+        return gpu._replace(handle=self.api.nvmlDeviceGetHandleByUUID(gpu.uuid))
+
+    def _list_devices(self) -> tuple[list[str], dict[str, Gpu]]:
+        """Return the UUIDs of all GPUs by their index, and those that can be sampled: not lost, and not in MIG mode."""
+        boards: list[str] = []
+        gpus: dict[str, Gpu] = {}
+        for index in range(self.api.nvmlDeviceGetCount()):
+            try:
+                handle = self.api.nvmlDeviceGetHandleByIndex(index)
+                gpu = Gpu(self.api.nvmlDeviceGetUUID(handle), handle, self.api.nvmlDeviceGetName(handle))
+                in_mig_mode = self._is_in_mig_mode(handle)
+            except self.error as error:
+                if fault_of(error) is NvmlFault.CLOSED:
+                    raise
+                boards.append(f"lost-{index}")  # it keeps its index, so that those of the others stay
+                continue
+            boards.append(gpu.uuid)
+            if in_mig_mode:
+                self.has_mig = True
+            else:
+                gpus[gpu.uuid] = gpu
+        return boards, gpus
+
+    def _is_in_mig_mode(self, handle: Any) -> bool:
+        try:
+            mode, _ = self.api.nvmlDeviceGetMigMode(handle)
+        except self.error as error:
+            if fault_of(error) is NvmlFault.UNSUPPORTED:
+                return False
+            raise
+        return bool(mode)
+
+
+_ORDINAL = re.compile(r"\s*([+-]?\d+)")
+
+
+class Used(NamedTuple):
+    """A CUDA device of this process, with torch's index and the driver's UUID."""
+
+    device: str
+    uuid: str
+    in_use: bool
+    """True if torch's allocator holds memory on it; where that cannot be asked, if the process has a context there"""
+
+
+def used() -> list[Used] | None:
+    """Return torch's devices; ``None`` before CUDA is initialized, or where torch has no UUIDs (before 2.5, ROCm)."""
+    torch = imported("torch")
+    if torch is None or torch.version.cuda is None or not torch.cuda.is_initialized():
+        return None
+    found = []
+    for index in range(torch.cuda.device_count()):
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        if uuid is None:
+            return None
+        found.append(Used(f"cuda:{index}", str(uuid), _is_in_use(torch, index)))
+    return found
+
+
+def _is_in_use(torch: Any, index: int) -> bool:
+    if not has_statistics(torch):
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return has_context is not None and bool(has_context(index))
+    stats = torch.cuda.memory_stats_as_nested_dict(index)  # empty before the first allocation
+    return bool(stats.get("reserved_bytes", {}).get("all", {}).get("current", 0))
+
+
+def visible(variable: str | None, boards: Sequence[str]) -> list[str]:
+    """Return the UUIDs of the GPUs that CUDA would list, in its order, out of those of all GPUs in NVML's order.
+
+    Ordinals are NVML's, which equal CUDA's if all GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID. The list ends at the first
+    invalid name, and a duplicate makes it empty, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
+    """
+    found: list[str] = []
+    for uuid in _named(variable, boards):
+        if uuid in found:
+            return []
+        found.append(uuid)
+    return found
+
+
+def _named(variable: str | None, boards: Sequence[str]) -> Iterator[str]:
+    if variable is None:
+        yield from boards
+        return
+    for name in variable.split(","):
+        uuid = _by_uuid(name.strip(), boards) if "-" in name[1:] else _by_ordinal(name, boards)
+        if uuid is None:
+            return
+        yield uuid
+
+
+def _by_ordinal(name: str, boards: Sequence[str]) -> str | None:
+    number = _ORDINAL.match(name)  # `2GB` is 2, as for strtol
+    index = int(number[1]) if number else -1
+    return boards[index] if 0 <= index < len(boards) else None
+
+
+def _by_uuid(name: str, boards: Sequence[str]) -> str | None:
+    """Return the only GPU with this UUID prefix."""
+    matches = [uuid for uuid in boards if uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
+
+
+_CRITICAL = 0x8
+_MAX_REPORTS = 64
+
+MEANINGS = {
+    13: "graphics engine exception",
+    31: "memory page fault",
+    43: "reset channel verification error",
+    45: "preemptive cleanup after an earlier error",
+    48: "uncorrectable ECC error",
+    61: "internal microcontroller breakpoint",
+    62: "internal microcontroller halt",
+    63: "row remapping or page retirement",
+    64: "row remapping or page retirement failed",
+    68: "video processor exception",
+    69: "graphics engine class error",
+    74: "NVLink error",
+    79: "fell off the bus",
+    92: "high rate of corrected ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "GSP timeout",
+    120: "GSP error",
+    121: "C2C link error",
+    137: "NVLink memory access error",
+    140: "unrecovered ECC error",
+    145: "NVLink RLW error",
+    149: "NVLink NETIR error",
+    154: "recovery action changed",
+}
+"""Source: NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors)."""
+
+_APPLICATION = frozenset(
+    {8, 11, 13, 25, 31, 32, 37, 39, 40, 41, 43, 45, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83, 84, 85, 86, 88, 89}
+    | {*range(96, 106), *range(126, 136), 137, 139, 141}
+)
+_HARDWARE = frozenset({46, 48, 54, 62, 64, 74, 79, 94, 95, 136, 140, 143, *range(144, 151), 156, 157, 158, 167, 168, 171, 172})
+
+
+class Xid(NamedTuple):
+    """One XID report."""
+
+    uuid: str
+    number: int
+
+
+class Xids:
+    """Listens to GPUs; yields nothing where that is unsupported or not permitted."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._watched: dict[int, str] = {}
+        self._set: Any = None
+
+    def watch(self, gpu: Gpu) -> bool:
+        """Listen to one more GPU; return True on success. Raises ``NVMLError`` when it is lost or the library closed."""
+        api = self._library.api
+        try:
+            if self._set is None:
+                self._set = api.nvmlEventSetCreate()
+            api.nvmlDeviceRegisterEvents(gpu.handle, _CRITICAL, self._set)
+        except self._library.error as error:
+            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
+                raise
+            return False
+        self._watched[_address(gpu.handle)] = gpu.uuid
+        return True
+
+    def fresh(self) -> Iterator[Xid]:
+        """Yield the reports since the last call, at most 64."""
+        for _ in range(_MAX_REPORTS if self._watched else 0):
+            try:
+                event = self._library.api.nvmlEventSetWait_v2(self._set, 0)
+            except self._library.error:
+                return  # NVML_ERROR_TIMEOUT: no more; or the GPU is lost, which its sensors report
+            uuid = self._watched.get(_address(event.device))
+            if uuid is not None and event.eventType & _CRITICAL:
+                yield Xid(uuid, int(event.eventData))
+
+    def close(self) -> None:
+        """Stop listening."""
+        events, self._set = self._set, None
+        if events is not None:
+            try:
+                self._library.api.nvmlEventSetFree(events)
+            except self._library.error:
+                return
+
+
+def kind(number: int) -> str:
+    """Return the XID's ``error.type``: whose affair it is, by the action that NVIDIA recommends.
+
+    *application*: to restart or check the program (a kernel's wild pointer, and the cleanup after it); *hardware*: to reset,
+    restart or examine the hardware (its memory, NVLink, the bus; a contained memory error, too); *driver*: firmware, driver,
+    what may be ignored (a memory row was replaced), and what the catalog does not have.
+
+    Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog", the columns "Resolution Bucket"
+    (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html).
+    """
+    if number in _HARDWARE:
+        return "xid_hardware"
+    return "xid_application" if number in _APPLICATION else "xid_driver"
+
+
+def _address(handle: Any) -> int:
+    """Return the handle's pointer: ctypes does not compare two handles of one device as equal."""
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
 
 _UNKNOWN = 0xFFFF_FFFF
 """NVML_VALUE_NOT_AVAILABLE as an unsigned integer"""

@@ -1,9 +1,13 @@
 """Checkpoints: duration and size of ``torch.save``, ``safetensors.torch.save_file`` and ``torch.distributed.checkpoint``.
 
+State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
+memory with a trained parameter, and mappings of tensors with names or shapes of parameters (copies on another device, averaged
+weights, another precision).
+
 Nothing is changed or serialized twice: the size is the file's, or the distance that a buffer's position moved. Saves between
 two steps count as one checkpoint, since most trainers write several files. What counts:
 
-* state of a model or an optimizer (:mod:`.saved_state`) after the first step: no data caches, no initial weights;
+* state of a model or an optimizer (:func:`holds_state`) after the first step: no data caches, no initial weights;
 * saves to a path or an open file; saves to memory (or a file object that is no file) from ``MIN_BYTES`` on: Lightning saves to
   memory first, but so does everyone who sends an object to another rank.
 
@@ -18,6 +22,8 @@ import os
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,15 +35,86 @@ from torchobs.probes.core.boundaries import PIN, UNPIN
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import CHECKPOINT
-from torchobs.probes.lifecycle.saved_state import holds_state
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from importlib.abc import MetaPathFinder
 
     from torchobs.probes.core.context import ProbeContext
+
+
+_MAX_OBJECTS = 20_000
+"""Most objects inspected: a microsecond each, compared with milliseconds for a save"""
+_ENDINGS = (".weight", ".bias")
+_NAMES = frozenset({"weight", "bias"})
+_STATES = frozenset({"state_dict", "model_state_dict", "optimizer_state_dict", "model", "module", "optimizer", "optimizers"})
+"""Keys under which trainers store a mapping of state, or parameters as one vector"""
+
+
+def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
+    """Return True if an object, or what it contains, is the state of a model or an optimizer.
+
+    ``parameters``: the trained parameters as far as known. If none are known, any tensor counts.
+    """
+    import torch  # something is saved by it
+
+    trained = list(parameters)
+    addresses, shapes = {address for each in trained if (address := _address(each))}, {_shape(each) for each in trained}
+    waiting, seen, inspected = deque([saved]), set[int](), 0
+    while waiting and inspected < _MAX_OBJECTS:
+        found = waiting.popleft()
+        inspected += 1
+        if isinstance(found, (str, bytes, int, float, complex, type(None))):
+            continue
+        if isinstance(found, (torch.nn.Module, torch.optim.Optimizer)):
+            return True
+        if isinstance(found, torch.Tensor):
+            if not trained or isinstance(found, torch.nn.Parameter) or _address(found) in addresses:
+                return True
+        elif id(found) not in seen:
+            seen.add(id(found))
+            if isinstance(found, Mapping) and _is_state(found, shapes):
+                return True
+            waiting.extend(_content(found))
+    return False
+
+
+def _is_state(found: Mapping[object, object], shapes: set[tuple[int, ...]]) -> bool:
+    if hasattr(found, "_metadata") or ("param_groups" in found and "state" in found):
+        return True  # what Module.state_dict and Optimizer.state_dict return
+    named = [value for name, value in found.items() if isinstance(name, str) and name in _STATES]
+    if any((isinstance(value, Mapping) and value) or _shape(value) for value in named):
+        return True
+    arrays = [(name, shape) for name, value in found.items() if (shape := _shape(value))]
+    if not arrays or not all(isinstance(name, str) for name, _ in arrays):
+        return False
+    like = sum(str(name) in _NAMES or str(name).endswith(_ENDINGS) or shape in shapes for name, shape in arrays)
+    return like * 2 >= len(arrays)
+
+
+def _content(found: Any) -> Iterable[Any]:
+    if isinstance(found, Mapping):
+        return list(found.values())
+    if isinstance(found, (list, tuple, set, frozenset, deque)):
+        return list(found)[:_MAX_OBJECTS]
+    held = getattr(found, "__dict__", None)
+    return list(held.values()) if isinstance(held, dict) and not isinstance(found, type) and not callable(found) else ()
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return an array's shape, ``()`` for anything else and for single numbers."""
+    shape = getattr(value, "shape", ())
+    return tuple(shape) if isinstance(shape, tuple) else ()
+
+
+def _address(tensor: Any) -> int:
+    with suppress(RuntimeError):  # one without a storage
+        return int(tensor.data_ptr())
+    return 0
+
 
 MIN_BYTES = 64 * 1024
 """Smaller saves to memory are no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""

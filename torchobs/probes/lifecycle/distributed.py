@@ -1,8 +1,9 @@
-"""Distributed training: the process group, the kinds of parallelism, and DistributedDataParallel's own timings.
+"""Distributed training: the process group, each kind of parallelism and the rank's place in it, DDP's own timings.
 
-Nothing here communicates. DDP's logger is read in the training thread, at the start of a backward, every ten seconds (8 µs):
-reading takes the reducer's lock, which a backward holds while it waits for a slow rank. With a rank that came 3 s late, a
-call from another thread took as long, and the sampler's heartbeat must go on.
+Nothing here communicates, or imports anything: read are the names of device-mesh dimensions, and the parallel state of
+Megatron-LM and DeepSpeed if they are loaded. DDP's logger is read in the training thread, at the start of a backward, every
+ten seconds (8 µs): reading takes the reducer's lock, which a backward holds while it waits for a slow rank. With a rank that
+came 3 s late, a call from another thread took as long, and the sampler's heartbeat must go on.
 """
 
 from __future__ import annotations
@@ -11,21 +12,226 @@ import functools
 import sys
 import weakref
 from functools import partial
-from math import nan
-from typing import TYPE_CHECKING, Any
+from math import nan, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.lifecycle.coordinates import AXES, groups
-from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 from torchobs.probes.lifecycle.unused_parameters import UnusedParameters
+from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torchobs.catalog import Metric
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.replica_weights import Replicas
+
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+"""Data, tensor, pipeline, context and expert parallel"""
+SAME_BATCH = ("tp", "pp", "cp")
+"""Axes along which all ranks are given the same batch. Context parallelism splits each sample after it was loaded."""
+
+_NAMES = {
+    "dp": ("dp", "data", "data_parallel", "batch"),
+    "tp": ("tp", "tensor", "tensor_parallel"),
+    "pp": ("pp", "pipe", "pipeline", "pipeline_parallel"),
+    "cp": ("cp", "context", "context_parallel"),
+    "ep": ("ep", "expert", "expert_parallel"),
+}
+"""Usual names of mesh dimensions: those of PyTorch's documentation, torchtitan, Lightning and Accelerate"""
+_REPLICATE = ("dp_replicate", "replicate")
+_SHARD = ("dp_shard", "fsdp", "shard")
+"""Data parallelism in two dimensions. ``fsdp`` comes second: torchtitan's is ``dp_shard`` and ``cp`` in one."""
+_GETTERS = {
+    "dp": ("get_data_parallel",),
+    "tp": ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel"),
+    "pp": ("get_pipeline_model_parallel", "get_pipe_parallel"),
+    "cp": ("get_context_parallel",),
+    "ep": ("get_expert_model_parallel",),
+}
+"""Beginnings of ``…_rank`` and ``…_world_size``: Megatron's names, then those of DeepSpeed's pipeline grid, whose "model" is
+tensor and pipeline in one, then those of its older clients, whose "model" is tensor parallelism."""
+
+
+class Place(NamedTuple):
+    """A rank's coordinate along an axis, from 0, and the axis' size."""
+
+    coordinate: int
+    size: int
+
+
+def dimensions(mesh: Any) -> dict[str, Place]:
+    """Return this rank's place in each dimension of a ``DeviceMesh``, by name; unnamed dimensions are numbered."""
+    names = mesh.mesh_dim_names or [f"dim{index}" for index in range(mesh.ndim)]
+    where = mesh.get_coordinate() or [0] * mesh.ndim  # None: the rank is not part of the mesh
+    return {name: Place(int(where[index]), int(mesh.size(index))) for index, name in enumerate(names)}
+
+
+def root_dimensions(mesh: Any) -> dict[str, Place]:
+    """Return the dimensions of the mesh that this one was cut out of, if they have names of axes: it has all of them."""
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    found = dimensions(root) if root is not mesh else {}
+    return found if by_axis(found) else {}
+
+
+def of_process_groups() -> dict[str, Place]:
+    """Return this rank's place in each process group that was made for a named mesh dimension.
+
+    Each is described as ``mesh_NAME`` (``DeviceMesh``); so are meshes found that no parameter belongs to, as a pipeline's.
+    """
+    found = {}
+    for group in groups():
+        name = str(getattr(group, "group_desc", ""))
+        if name.startswith("mesh_"):
+            found[name.removeprefix("mesh_")] = Place(int(group.rank()), int(group.size()))
+    return found
+
+
+def groups() -> list[Any]:
+    """Return the process groups that this rank is in. The training thread may make one meanwhile."""
+    known = getattr(getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None), "pg_map", ())
+    try:
+        return list(known)
+    except RuntimeError:  # a dictionary changed size
+        return []
+
+
+def of_frameworks() -> dict[str, Place]:
+    """Return this rank's place on each axis by Megatron's or DeepSpeed's parallel state."""
+    megatron = imported("megatron.core.parallel_state")
+    if megatron is not None and megatron.model_parallel_is_initialized():
+        return _asked(megatron)
+    deepspeed = imported("deepspeed.utils.groups")
+    return _asked(getattr(deepspeed, "mpu", None))
+
+
+def _asked(state: Any) -> dict[str, Place]:
+    found = {}
+    for axis, getters in _GETTERS.items():
+        getter = next((name for name in getters if hasattr(state, f"{name}_rank")), None)
+        if getter is not None:
+            size = int(getattr(state, f"{getter}_world_size")())
+            if size > 1:
+                found[axis] = Place(int(getattr(state, f"{getter}_rank")()), size)
+    return found
+
+
+def by_axis(places: Mapping[str, Place]) -> dict[str, Place]:
+    """Return the place on each axis, from those in dimensions by name; dimensions of other names are left out.
+
+    Replicated and sharded data parallelism are one axis: the index counts shards first.
+    """
+    found = {axis: places[name] for axis, names in _NAMES.items() for name in names[::-1] if name in places}
+    parts = [part for names in (_REPLICATE, _SHARD) if (part := _first(places, names)) is not None]
+    if parts and "dp" not in found:
+        index = size = 0
+        for part in parts:
+            index, size = index * part.size + part.coordinate, max(size, 1) * part.size
+        found["dp"] = Place(index, size)
+    return found
+
+
+def axis_of(name: str | None) -> str | None:
+    """Return the axis that a mesh dimension of that name is."""
+    if name in {*_REPLICATE, *_SHARD}:
+        return "dp"
+    return next((axis for axis, names in _NAMES.items() if name in names), None)
+
+
+def _first(places: Mapping[str, Place], names: Iterable[str]) -> Place | None:
+    return next((places[name] for name in names if name in places), None)
+
+
+class Parallelism(NamedTuple):
+    """Recognized kinds, in the order of :data:`_ORDER`, the mesh's dimensions by name, and the rank's place."""
+
+    kinds: tuple[str, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
+    copies: int = 1
+    """ranks that are given the same batch: the product of the sizes of the axes in ``coordinates.SAME_BATCH``"""
+    coordinates: tuple[tuple[str, int], ...] = ()
+    """the rank's index along each known axis, in the order of ``coordinates.AXES``"""
+
+
+_ORDER = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
+
+
+def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
+    """Return how these optimizers' parameters are distributed.
+
+    A mesh dimension on which ``fully_shard`` shards or replicates is FSDP's; any other one on which a parameter is sharded is
+    tensor parallelism. ``ddp``: a ``DistributedDataParallel`` model is known.
+    """
+    kinds, mesh = {"ddp"} if ddp else set(), dict[str, Place]()
+    sharded, split, roots = dict[str, Place](), dict[str, Place](), dict[str, Place]()
+    meshes = dict[int, dict[str, Place]]()
+    for one, its_mesh in _fully_sharded():
+        kinds.add(one)
+        sharded |= dimensions(its_mesh)
+        roots |= root_dimensions(its_mesh)
+    for parameter in _distributed_parameters(optimizers):
+        if type(parameter).__name__ == "FlatParameter":
+            kinds.add("fsdp1")
+            continue
+        its_mesh = parameter.device_mesh
+        if id(its_mesh) not in meshes:  # 10,000 parameters have one or two
+            meshes[id(its_mesh)] = dimensions(its_mesh)
+            mesh |= meshes[id(its_mesh)]
+            roots |= root_dimensions(its_mesh)
+        found = meshes[id(its_mesh)]
+        split |= {
+            name: found[name]
+            for name, place in zip(found, parameter.placements, strict=True)
+            if name not in sharded and place.is_shard()
+        }
+    if split:
+        kinds.add("tensor")
+    mesh |= sharded | roots
+    axes = _axes(of_process_groups() | mesh, sharded, split)
+    return Parallelism(
+        tuple(kind for kind in _ORDER if kind in kinds),
+        tuple(sorted((name, place.size) for name, place in mesh.items())),
+        prod(axes[axis].size for axis in SAME_BATCH if axis in axes),
+        tuple((axis, axes[axis].coordinate) for axis in AXES if axis in axes),
+    )
+
+
+def _axes(named: Mapping[str, Place], sharded: Mapping[str, Place], split: Mapping[str, Place]) -> dict[str, Place]:
+    """Return the rank's place on each axis: as a framework says, by the dimensions' names, else by what is done along them."""
+    found = by_axis(named) | of_frameworks()
+    for axis, used in (("dp", sharded), ("tp", split)):
+        if axis not in found and len(used) == 1 and not by_axis(used):
+            found[axis] = next(iter(used.values()))
+    return found
+
+
+def _distributed_parameters(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield parameters that are not plain tensors. Checked once per type: 10,000 parameters take half a millisecond."""
+    is_distributed: dict[type, bool] = {}
+    for optimizer in optimizers:
+        for group in list(optimizer.param_groups):
+            for parameter in list(group["params"]):
+                kind = type(parameter)
+                if kind not in is_distributed:
+                    is_distributed[kind] = kind.__name__ == "FlatParameter" or hasattr(kind, "device_mesh")
+                if is_distributed[kind]:
+                    yield parameter
+
+
+def _fully_sharded() -> Iterator[tuple[str, Any]]:
+    """Yield kind and mesh of every module that ``fully_shard`` was applied to."""
+    states = imported("torch.distributed._composable_state")
+    if states is None or imported("torch.distributed.fsdp") is None:
+        return
+    for module in states._module_state_mapping.keyrefs():  # a copy: the training thread may be adding to it
+        state = states._module_state_mapping.get(module())
+        for group in getattr(state and state(), "_fsdp_param_groups", ()):
+            info = group.mesh_info
+            hybrid = getattr(info, "shard_mesh_dim", None) is not None and info.replicate_mesh_dim is not None
+            yield "hsdp" if hybrid else "fsdp2", info.mesh
+
 
 _MODELS = 8
 _PARTS = {

@@ -25,7 +25,7 @@ from torchobs.identity.process import exit_status
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.training_state import LeftPhase
 from torchobs.probes.lifecycle.exceptions import describe, phase_of, root_cause
-from torchobs.probes.memory.oom import host_shortage
+from torchobs.probes.memory.device_memory import host_shortage
 from torchobs.support import signal_handlers
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call, settle

@@ -17,7 +17,7 @@ _INDICES = re.compile(r"^Parameter indices which did not receive grad for rank \
 """In the message of ``reducer.cpp`` (``Reducer::ensure_prior_reduction_finished``), which has the first hundred"""
 _FILE = "torch/nn/parallel/distributed.py"
 _MAX_NAMED = 8
-_MAX_LENGTH = 120
+_MAX_NAME = 120
 
 
 class UnusedParameters:
@@ -42,9 +42,9 @@ class UnusedParameters:
         names = self._names[model] if model in self._names else _names_now(model)
         if not indices or max(indices) >= len(names):
             return {}
-        named = [names[index][:_MAX_LENGTH] for index in indices[:_MAX_NAMED]]
+        named = [names[index][:_MAX_NAME] for index in indices[:_MAX_NAMED]]
         counted = {} if found[2] else {"unused_count": len(indices)}
-        return {"unused": named, **counted, "unused_of": type(model.module).__qualname__[:_MAX_LENGTH]}
+        return {"unused": named, **counted, "unused_of": type(model.module).__qualname__[:_MAX_NAME]}
 
 
 def _raising(error: BaseException) -> Any:

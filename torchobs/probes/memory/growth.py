@@ -6,6 +6,7 @@ what stays allocated. The trend of that series is evaluated (:mod:`torchobs.dete
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,14 @@ class Floor:
             self._history.add(MemoryPoint(step, seconds, self._minimum))
         self._minimum = inf
         return self._history.growths()
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Spaces in which a leak is suspected: set by the memory probes, read by the leak probe, all in the sampler thread."""
+
+    host: bool = False
+    device: bool = False
 
 
 class GrowthVerdict(NamedTuple):

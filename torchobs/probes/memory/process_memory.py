@@ -1,4 +1,13 @@
-"""Memory of the process, its children, the machine and /dev/shm: growth, and distance to the limits.
+"""Memory of the process, its children, the machine and its container: growth, and distance to the limits.
+
+For the sampler thread only. On Linux three are read from ``/proc``: the machine's memory, which is read ten times a second near
+a limit (20 µs, psutil 200), the children, for which psutil scans every process of the machine, and the proportional set size.
+
+A killed process writes nothing, so the flight file's last value has to be recent: near the limit this is read ten times a
+second. Otherwise it is read as soon as 2 GB/s, what one thread can touch, could have used up the remaining memory.
+
+An exporter in another container sees neither the trainer's processes nor its cgroup, so the rank's sampler thread reads ten
+files every ten seconds.
 
 The sampler thread reads the main values once a second (30 µs; 90 µs in a cgroup with a limit), ten times a second near a
 limit, and all of them in ``observe`` (0.4 ms, no file longer than 20 µs). The proportional set size, for which the kernel
@@ -11,22 +20,344 @@ import os
 import sys
 import time
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
 
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
-from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict
-from torchobs.probes.memory.memory_limits import MemoryLimits
-from torchobs.probes.memory.process_stats import ProcessStats
+from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict, Suspicion
+from torchobs.support.cgroup import cpu_of, field, hierarchy, number, pressure, read, reread_memory, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchobs.catalog import Metric
     from torchobs.detect.growth import Growth
+    from torchobs.flight.writer.series_table import Cell
+    from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.memory.leak import Suspicion
+    from torchobs.support.cgroup import Hierarchy, Memory
 
     Trends = tuple[Growth | None, Growth | None]
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MAX_CHILDREN = 4096
+_KIB = 1024
+
+
+class Resident(NamedTuple):
+    """Resident bytes of a process: all, and those that belong to no file (proc(5), ``statm``)."""
+
+    all: int
+    anonymous: int
+
+
+class ChildProcesses(NamedTuple):
+    """Descendants of this process. Pages that they share count in each of them."""
+
+    processes: int
+    rss: int
+
+
+class Files(NamedTuple):
+    """Open file descriptors, and their limit (``None``: unlimited)."""
+
+    open: int
+    limit: int | None
+
+
+class Machine(NamedTuple):
+    """The machine's memory and swap in bytes; ``available`` as the kernel estimates it (proc(5), ``MemAvailable``)."""
+
+    total: int
+    available: int
+    swap_total: int
+    swap_free: int
+
+    @property
+    def left(self) -> int:
+        """Bytes that can be allocated before the kernel kills."""
+        return self.available + self.swap_free
+
+
+class ProcessStats:
+    """Reads the figures of this process."""
+
+    def __init__(self, *, linux: bool = sys.platform == "linux") -> None:
+        """``linux``: read ``/proc`` where psutil is slow."""
+        self._linux = linux
+        self._this = psutil.Process()
+
+    def resident(self) -> Resident:
+        """Return the process's resident memory."""
+        memory = self._this.memory_info()
+        return Resident(memory.rss, memory.rss - getattr(memory, "shared", 0))
+
+    def proportional(self) -> int | None:
+        """Return the proportional set size in bytes: 0.1 ms for a small process, 5 ms for one with many mappings."""
+        return _kib(read("/proc/self/smaps_rollup"), "Pss:") if self._linux else None
+
+    def threads(self) -> int:
+        """Return the number of threads."""
+        return self._this.num_threads()
+
+    def files(self) -> Files:
+        """Return the open descriptors."""
+        import resource  # not on Windows, where this module is imported all the same
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        listing = int(sys.platform == "linux")  # there psutil lists a directory, and counts the descriptor by which it does
+        return Files(self._this.num_fds() - listing, None if limit == resource.RLIM_INFINITY else limit)
+
+    def children(self) -> ChildProcesses | None:
+        """Return the descendants; ``None`` on a kernel that does not list them (CONFIG_PROC_CHILDREN)."""
+        if not self._linux:
+            descendants = self._this.children(recursive=True)
+            return ChildProcesses(len(descendants), sum(map(_rss_of, descendants)))
+        pid = self._this.pid
+        if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+            return None
+        known: list[int] = []
+        waiting = [pid]
+        while waiting and len(known) < MAX_CHILDREN:
+            fresh = _children_of(waiting.pop())
+            known += fresh
+            waiting += fresh
+        return ChildProcesses(len(known), sum(_rss_in(read(f"/proc/{child}/statm")) for child in known))
+
+    def machine(self) -> Machine | None:
+        """Return the machine's memory; ``None`` on a kernel that does not estimate what is available."""
+        if not self._linux:
+            memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+            return Machine(memory.total, memory.available, swap.total, swap.free)
+        return parse_machine(read("/proc/meminfo"))
+
+
+def parse_machine(text: str) -> Machine | None:
+    """Parse the text of ``/proc/meminfo``."""
+    total, available = _kib(text, "MemTotal:"), _kib(text, "MemAvailable:")
+    if total is None or available is None:
+        return None
+    return Machine(total, available, _kib(text, "SwapTotal:") or 0, _kib(text, "SwapFree:") or 0)
+
+
+def _kib(text: str, name: str) -> int | None:
+    value = field(text, name)
+    return None if value is None else value * _KIB
+
+
+def _rss_in(statm: str) -> int:
+    """Return the resident bytes in a line of ``statm``; 0 if the process is gone."""
+    fields = statm.split()
+    return int(fields[1]) * PAGE if fields else 0
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []  # it has ended
+    listed = " ".join(read(f"/proc/{pid}/task/{thread}/children") for thread in threads)
+    return [child for word in listed.split() if (child := number(word)) is not None]
+
+
+def _rss_of(child: psutil.Process) -> int:
+    try:
+        return int(child.memory_info().rss)
+    except psutil.Error:
+        return 0  # it has ended
+
+
+NEAR = 0.9
+"""Share of a limit above which every round reads."""
+MAX_RATE = 2e9
+MAX_INTERVAL_S = 1.0
+
+
+class MemoryCgroup:
+    """Tightest memory cgroup of this process; searched again on request, since limits change and processes move."""
+
+    def __init__(self, root: str = "") -> None:
+        self._root = root
+        self._mounts = read(f"{root}/proc/self/mountinfo")
+        self._membership = ""
+        self._found: Hierarchy | None = None
+        self.path = ""
+        self.memory: Memory | None = None
+        """Its memory at the last reading; ``None`` outside of any cgroup"""
+
+    def find(self) -> None:
+        """Find this process's cgroups and the tightest of them."""
+        membership = read(f"{self._root}/proc/self/cgroup")
+        if membership != self._membership:
+            self._membership = membership
+            self._found = hierarchy(membership, self._mounts, "memory", self._root)
+        self.path, self.memory = (tightest(self._found, self._root) if self._found else None) or ("", None)
+
+    def read_again(self) -> None:
+        """Read the same group again."""
+        if self._found and self.memory is not None:
+            self.memory = reread_memory(self.path, self.memory, v2=self._found.v2, root=self._root)
+
+
+class MemoryLimits:
+    """Publishes ``torchobs.memory.context.utilization`` and counts OOM kills."""
+
+    def __init__(self, writer: FlightWriter, machine: Callable[[], Machine | None], root: str = "") -> None:
+        self._writer, self._machine = writer, machine
+        self._cgroup = MemoryCgroup(root) if sys.platform == "linux" else None
+        self._cells: dict[str, Cell | None] = {}
+        self._counted: tuple[str, int] | None = None
+        self._due = 0.0
+        self.left: float | None = None
+        """Bytes to the nearest limit"""
+        self.total: float | None = None
+        """That limit in bytes"""
+        self.grouped: float | None = None
+        """Bytes that count towards it, if it is the cgroup's limit"""
+
+    def due(self) -> bool:
+        """Return True if it is time to read again."""
+        return time.monotonic() >= self._due
+
+    def update(self, *, thorough: bool = False) -> None:
+        """Read both limits. ``thorough``: search the tightest cgroup again."""
+        machine = self._machine()
+        limits = [
+            headroom for headroom in (self._of_group(machine, thorough=thorough), _of_machine(machine)) if headroom is not None
+        ]
+        for headroom in limits:
+            self._show(headroom)
+        nearest = min(limits, default=None)
+        self.left, self.total = (nearest.left, nearest.total) if nearest else (None, None)
+        self.grouped = nearest.total - nearest.left if nearest and nearest.limit == "cgroup" else None
+        delays = [(headroom.left - (1 - NEAR) * headroom.total) / MAX_RATE for headroom in limits]
+        self._due = time.monotonic() + min([MAX_INTERVAL_S, *delays])
+
+    def _of_group(self, machine: Machine | None, *, thorough: bool) -> _Headroom | None:
+        cgroup = self._cgroup
+        if cgroup is None:
+            return None
+        if thorough:
+            cgroup.find()
+        elif cgroup.memory is not None and cgroup.memory.limit is not None:
+            cgroup.read_again()
+        if cgroup.memory is None:
+            return None
+        self._count(cgroup.path, cgroup.memory.oom_kills)
+        return _of_memory(cgroup.memory, machine)
+
+    def _count(self, path: str, kills: int | None) -> None:
+        """Count the kills since ``init()``: the group may be older than the process."""
+        cell = None if kills is None else self._writer.table.cell(catalog.CGROUP_MEMORY_OOM_KILLS, {})
+        if kills is None or cell is None:
+            return
+        before = self._counted[1] if self._counted is not None and self._counted[0] == path else kills
+        self._counted = path, kills
+        if kills > before:
+            cell.add(kills - before)
+            stamp = self._writer.table.cell(catalog.CGROUP_MEMORY_LAST_OOM_KILL, {})
+            if stamp is not None:
+                stamp.set(self._writer.header.wall_s(time.monotonic_ns()))
+
+    def _show(self, headroom: _Headroom) -> None:
+        if headroom.limit not in self._cells:
+            self._cells[headroom.limit] = self._writer.table.cell(catalog.MEMORY_HOST_UTILIZATION, {"limit": headroom.limit})
+        cell = self._cells[headroom.limit]
+        if cell is not None:
+            cell.set(1.0 - headroom.left / headroom.total)
+
+
+class _Headroom(NamedTuple):
+    """Bytes left to a limit including usable swap, the limit in bytes, and its name."""
+
+    left: float
+    total: float
+    limit: str
+
+
+def _of_machine(machine: Machine | None) -> _Headroom | None:
+    return None if machine is None else _Headroom(machine.left, machine.total + machine.swap_total, "machine")
+
+
+def _of_memory(memory: Memory, machine: Machine | None) -> _Headroom | None:
+    if memory.limit is None or memory.left is None or not memory.limit:
+        return None
+    swap_total, swap_free = (machine.swap_total, machine.swap_free) if machine is not None else (0, 0)
+    swap_limit = swap_total if memory.swap_limit is None else min(memory.swap_limit, swap_total)
+    swap_left = min(max(swap_limit - (memory.swap or 0), 0), swap_free)
+    return _Headroom(memory.left + swap_left, memory.limit + swap_limit, "cgroup")
+
+
+class CgroupProbe:
+    """Reads ``/sys/fs/cgroup``. Series are absent outside of any group and where a controller is not in use."""
+
+    name = "cgroup"
+
+    def __init__(self, root: str = "") -> None:
+        """``root`` is put before every path."""
+        self._root = root
+        self._totals: dict[tuple[str, ...], float] = {}
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._context = context
+        self._totals.clear()
+        self._found = sys.platform == "linux"
+        if self._found:
+            self._cgroup = MemoryCgroup(self._root)
+            membership, mounts = (read(f"{self._root}/proc/self/{name}") for name in ("cgroup", "mountinfo"))
+            self._cpu = hierarchy(membership, mounts, "cpu", self._root)
+            unified = hierarchy(membership, mounts, "", self._root)
+            # only v2's root lacks this file; pressure there is the machine's
+            inside = unified and os.path.exists(f"{self._root}{unified.levels[0]}/cgroup.events")
+            self._pressure = unified.levels[0] if unified and inside else None
+            self.observe()  # counters start at 0 here: earlier events are not this rank's
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`: there are no hooks."""
+
+    def observe(self) -> None:
+        """Read and publish all series."""
+        if self._found:
+            self._show_memory()
+            self._show_cpu()
+            self._show_pressure()
+
+    def _show_memory(self) -> None:
+        self._cgroup.find()
+        memory = self._cgroup.memory
+        if memory is not None:
+            self._context.set_gauge(catalog.CGROUP_MEMORY_WORKING_SET, memory.working_set)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_LIMIT, memory.limit)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_PEAK, memory.peak)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_SWAP, memory.swap)
+
+    def _show_cpu(self) -> None:
+        cpu = cpu_of(self._cpu, self._root) if self._cpu else None
+        if cpu is not None:
+            self._context.set_gauge(catalog.CGROUP_CPU_LIMIT, cpu.limit)
+            self._count(catalog.CGROUP_CPU_PERIODS, cpu.periods)
+            self._count(catalog.CGROUP_CPU_THROTTLED_PERIODS, cpu.throttled)
+            self._count(catalog.CGROUP_CPU_THROTTLED_TIME, cpu.throttled_s)
+
+    def _show_pressure(self) -> None:
+        if self._pressure is None:
+            return
+        for resource in catalog.RESOURCE.values:
+            found = pressure(read(f"{self._root}{self._pressure}/{resource}.pressure"))
+            for waiting, seconds in found.items():
+                if waiting in catalog.WAITING.values:
+                    self._count(catalog.CGROUP_PRESSURE_TIME, seconds, resource=resource, waiting=waiting)
+
+    def _count(self, metric: Metric, total: float, **attributes: str) -> None:
+        """Add the growth of a kernel total; it may restart where another group has become the tightest."""
+        key = (metric.name, *attributes.values())
+        grown, self._totals[key] = total - self._totals.get(key, total), total
+        self._context.count(metric, max(grown, 0), attributes)
+
 
 SHARED = "/dev/shm"  # noqa: S108  # read only
 FULL, REARM_BELOW = 0.9, 0.8

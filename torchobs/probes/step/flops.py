@@ -10,7 +10,7 @@ from torchobs import catalog
 from torchobs.detect.device_peaks import peak_flops
 from torchobs.detect.model_flops import Parameters, Progress, step_flops, utilization
 from torchobs.flight.metrics.totals import DURATION_SUM, Totals, Word
-from torchobs.probes.lifecycle.coordinates import axis_of, by_axis, of_process_groups
+from torchobs.probes.lifecycle.distributed import axis_of, by_axis, of_process_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
