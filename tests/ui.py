@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.stall import Standstill
-from torchobs.detect.stragglers import Slowness
-from torchobs.detect.zero_rates import ZeroRate
+from torchobs.detect.hangs import Standstill
+from torchobs.detect.learning import ZeroRate
+from torchobs.detect.speed import Slowness
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon
 from torchobs.exporter.ui import data as page_data

@@ -8,8 +8,8 @@ import re
 from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules import recordings
-from torchobs.rules.percentiles import rank_quantile, run_quantile
 from torchobs.rules.promql import ON_RANK, ON_RUN, RUN, select
+from torchobs.rules.recordings import rank_quantile, run_quantile
 
 RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
 """Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""

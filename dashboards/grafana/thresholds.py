@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dashboards.grafana.panels import BAD, FAIR, GOOD, Step
-from torchobs.detect.starvation import BEGINS, ENDS
-from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
+from torchobs.detect.speed import BEGINS, ENDS
+from torchobs.rules.alerts_runs import UNRESPONSIVE_S
 
 Steps = tuple[Step, ...]
 

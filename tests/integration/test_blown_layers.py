@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchobs import catalog
-from torchobs.detect.blown_layer import BlownLayer
+from torchobs.detect.spikes import BlownLayer
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
 from torchobs.probes.gradients.layers import MOST_LAYERS, SHOWN_S, GrownLayers

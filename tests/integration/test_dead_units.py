@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.training import Recording, recording
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.detect.learning import LASTING_STEPS
 from torchobs.probes.activations.activations import FiredUnits
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.alertmanager_server import serving
 from tests.prometheus_server import PrometheusServer
 from tests.support import free_port, wait_until
-from torchobs.rules.alerts_links import links
+from torchobs.rules.alerts_machine import links
 from torchobs.rules.rule_file import render
 from torchobs.rules.values import DEFAULT
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.training import Recording
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.detect.learning import LASTING_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from torch import nn
 from tests.diagnosis.observing import Look, Observed, observe
 from tests.training import Recording, recording
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.detect.learning import LASTING_STEPS
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
 from torchobs.probes.gradients import lints

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S
 from tests.scanners import scanner_of, states, steps
-from torchobs.detect.stall import Standstill
+from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT

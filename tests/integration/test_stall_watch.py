@@ -12,7 +12,7 @@ import torch
 
 from tests import support
 from tests.training import Recording, loss_of, mlp, recording
-from torchobs.detect import stall
+from torchobs.detect import hangs
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.load import load_reports
 from torchobs.runtime import stall_watch
@@ -27,9 +27,9 @@ LEAST_S = 1.0
 @pytest.fixture
 def run(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """A recording whose stalls are short; its steps are fast, in which few of a busy machine are not."""
-    monkeypatch.setattr(stall, "LEAST_S", LEAST_S)
-    monkeypatch.setattr(stall, "LONG_FACTOR", 0.0)
-    monkeypatch.setattr(stall, "EARLY_FACTOR", 0.0)
+    monkeypatch.setattr(hangs, "LEAST_S", LEAST_S)
+    monkeypatch.setattr(hangs, "LONG_FACTOR", 0.0)
+    monkeypatch.setattr(hangs, "EARLY_FACTOR", 0.0)
     monkeypatch.setattr(stall_watch, "PAUSE_NS", 60_000_000_000)
     yield from recording(flight_dir)
 
@@ -102,8 +102,8 @@ def test_a_process_that_was_stopped_did_not_stand_still(run: Recording, monkeypa
 
 SCRIPT = """
 import sys, threading, time, torch
-from torchobs.detect import stall
-stall.LEAST_S, stall.LONG_FACTOR = 1.0, 0.0
+from torchobs.detect import hangs
+hangs.LEAST_S, hangs.LONG_FACTOR = 1.0, 0.0
 def load(lock):
     lock.acquire()
 model = torch.nn.Linear(4, 1)

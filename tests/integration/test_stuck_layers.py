@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.training import Recording, has, recording
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.detect.learning import LASTING_STEPS
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.stuck_layers import APART

@@ -23,8 +23,8 @@ from tests.dashboards import panels, targets, variables
 from tests.for_each import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
-from torchobs.detect.starvation import BEGINS
-from torchobs.rules.alerts_ranks import UNRESPONSIVE_S
+from torchobs.detect.speed import BEGINS
+from torchobs.rules.alerts_runs import UNRESPONSIVE_S
 from torchobs.rules.promql import REPLICA_GROUP, RUN
 from torchobs.rules.values import DEFAULT, RUNBOOKS
 

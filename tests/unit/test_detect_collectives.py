@@ -10,11 +10,22 @@ import pytest
 from tests.diagnosis_files import START_S, fact, facts, steps
 from tests.ui import row
 from torchobs import catalog
-from torchobs.detect import hang
-from torchobs.detect.collective_timeout import CollectiveTimeout, parse
-from torchobs.detect.collectives import Absence, GroupProgress, Surplus, absent, inserted, mismatched, surplus
-from torchobs.detect.hang import Position, blamed
-from torchobs.diagnosis import endings, hangs, health
+from torchobs.detect import hangs
+from torchobs.detect.hangs import (
+    Absence,
+    CollectiveTimeout,
+    GroupProgress,
+    Position,
+    Surplus,
+    absent,
+    blamed,
+    inserted,
+    mismatched,
+    parse_timeout,
+    surplus,
+)
+from torchobs.diagnosis import endings, health
+from torchobs.diagnosis import hangs as comparison
 from torchobs.diagnosis.endings import compare, ending
 from torchobs.probes.lifecycle.exceptions import describe
 
@@ -115,7 +126,7 @@ def at(one: GroupProgress | None, state: str = "hung", phase: str = "backward", 
 def test_ranks_in_one_phase_are_told_apart() -> None:
     """All are in backward of the same step, and there are no stacks."""
     found = blamed({"0": at(WAITS), "1": at(AWAY), "2": at(WAITS)})
-    assert {name: one.why for name, one in found.items()} == {"1": hang.NOT_ARRIVED}
+    assert {name: one.why for name, one in found.items()} == {"1": hangs.NOT_ARRIVED}
     assert blamed({"0": at(None), "1": at(None)}) == {}
 
 
@@ -127,7 +138,7 @@ def test_the_recorder_decides_before_phases_do() -> None:
 
 def test_an_ended_rank_comes_first() -> None:
     """It is known to be gone."""
-    assert {one.why for one in blamed({"0": at(WAITS), "1": at(AWAY, "failed")}).values()} == {hang.ENDED}
+    assert {one.why for one in blamed({"0": at(WAITS), "1": at(AWAY, "failed")}).values()} == {hangs.ENDED}
 
 
 def test_a_stack_in_an_operation_that_is_not_recorded_absolves() -> None:
@@ -173,7 +184,7 @@ def hung(name: str, progress: GroupProgress) -> RankStatus:
 def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
     ranks = [hung("0-g0", WAITS), hung("1-g0", WAITS), hung("0-g1", AWAY), hung("1-g1", AWAY)]
-    assert not [*hangs.surplus(ranks), *health.waited_for(ranks)]
+    assert not [*comparison.surplus(ranks), *health.waited_for(ranks)]
     assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITS._replace(operation="broadcast", size=8.0))])]
     (text,) = (one.text for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
@@ -210,7 +221,7 @@ MESSAGES = {
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_of_torch(message: str) -> None:
     """Numbers alone are taken."""
-    assert parse(message) == MESSAGES[message]
+    assert parse_timeout(message) == MESSAGES[message]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +233,7 @@ def test_messages_of_torch(message: str) -> None:
 )  # fmt: skip
 def test_other_messages(message: str) -> None:
     """A peer that has ended, an operator's own words."""
-    assert parse(message) is None
+    assert parse_timeout(message) is None
 
 
 def test_an_exception_s_message_is_read_for_that_alone() -> None:

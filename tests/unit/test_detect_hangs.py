@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchobs.catalog import SECONDS_BOUNDS
-from torchobs.detect import hang
-from torchobs.detect.code_loops import loop_lines
-from torchobs.detect.hang import Position, blamed, waits
-from torchobs.detect.stall import (
+from torchobs.detect import hangs
+from torchobs.detect.hangs import (
     EARLY_FIRST_S,
     PATIENT_PHASES,
     Durations,
+    Position,
     Standstill,
+    blamed,
     early_limit_s,
+    loop_lines,
     standstill,
     usual_and_long_s,
+    waits,
 )
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.state import hang_timeout_s
@@ -46,16 +48,16 @@ def among(others: Position, count: int, **odd: Position) -> dict[str, Position]:
 @pytest.mark.parametrize(
     ("odd", "why"),
     [
-        (at(10, "forward"), hang.ELSEWHERE),
-        (at(10, "other"), hang.ELSEWHERE),
-        (at(10, "data"), hang.FETCHING),
-        (at(9, "data"), hang.FETCHING),
-        (at(11, "forward"), hang.ELSEWHERE),  # it has left a collective out, and went on
-        (at(10, "evaluation", "alive"), hang.ASIDE_OF_TRAINING),
-        (at(20, "idle", "alive"), hang.ASIDE_OF_TRAINING),
-        (at(10, "backward", "unresponsive"), hang.SILENT),
-        (at(10, None, "finished"), hang.ENDED),
-        (at(None, "data"), hang.FETCHING),
+        (at(10, "forward"), hangs.ELSEWHERE),
+        (at(10, "other"), hangs.ELSEWHERE),
+        (at(10, "data"), hangs.FETCHING),
+        (at(9, "data"), hangs.FETCHING),
+        (at(11, "forward"), hangs.ELSEWHERE),  # it has left a collective out, and went on
+        (at(10, "evaluation", "alive"), hangs.ASIDE_OF_TRAINING),
+        (at(20, "idle", "alive"), hangs.ASIDE_OF_TRAINING),
+        (at(10, "backward", "unresponsive"), hangs.SILENT),
+        (at(10, None, "finished"), hangs.ENDED),
+        (at(None, "data"), hangs.FETCHING),
     ],
 )
 def test_the_rank_that_is_not_in_the_collective_is_named(count: int, odd: Position, why: str) -> None:
@@ -78,7 +80,7 @@ def test_several_are_named() -> None:
 def test_stacks_distinguish_ranks_in_the_same_phase() -> None:
     """A hook of backward sleeps on rank 6: all are in backward of the same step."""
     ranks = among(at(10, "backward", frames=WAITS), 8, r6=at(10, "backward", frames=SLEEPS))
-    assert {name: one.why for name, one in blamed(ranks).items()} == {"6": hang.NOT_IN_COLLECTIVE}
+    assert {name: one.why for name, one in blamed(ranks).items()} == {"6": hangs.NOT_IN_COLLECTIVE}
     assert waits(("/x/torch/distributed/c10d_logger.py:83 in wrapper", "/home/me/train.py:1 in main"))
     assert not waits(SLEEPS)
     assert not waits(())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchobs.detect.recompiles import WITHIN_ONE, Recompiles
+from torchobs.detect.learning import WITHIN_ONE, Recompiles
 
 
 def test_three_are_usual_and_the_fourth_is_told() -> None:

@@ -10,10 +10,24 @@ import pytest
 
 from tests.flights import recorded
 from tests.timelines import spent
-from torchobs.detect.alike_interval import alike_interval, taken
-from torchobs.detect.slow_steps import LEAST_SEEN, SUPERIORITY, slow_from, slowed_from, superiority
-from torchobs.detect.starvation import BEGINS, ENDS, LEAST_STEPS, WINDOW_S, DataCounters, Starvation
-from torchobs.detect.stragglers import Spent, compare, slowness
+from torchobs.detect.speed import (
+    BEGINS,
+    ENDS,
+    LEAST_SEEN,
+    LEAST_STEPS,
+    SUPERIORITY,
+    WINDOW_S,
+    DataCounters,
+    Spent,
+    Starvation,
+    alike_interval,
+    compare,
+    slow_from,
+    slowed_from,
+    slowness,
+    superiority,
+    taken,
+)
 from torchobs.flight.format.event_ring import parts
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import StepRecord, unpack

@@ -12,17 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.detect.blown_layer import BlownLayer, blown_layer
-from torchobs.detect.divergence import Divergence
-from torchobs.detect.recovery import HEALTHY, LastAnomaly, healthy_steps
 from torchobs.detect.spikes import (
     CALM,
+    HEALTHY,
     LEAST_EXPLOSIONS,
     LEAST_LOSS_SPIKES,
     START,
     WARM_UP,
+    BlownLayer,
     Bursts,
+    Divergence,
+    LastAnomaly,
     LossBaseline,
+    blown_layer,
+    healthy_steps,
     judge,
     leaves_start,
     skewed_reach,

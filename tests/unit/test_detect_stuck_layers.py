@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
+from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 
 
 def moving(part: float) -> LayerSample:

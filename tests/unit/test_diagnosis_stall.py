@@ -10,7 +10,7 @@ import pytest
 from tests.diagnosis_files import START_S, fact, facts, steps
 from tests.ui import PACE
 from torchobs import catalog
-from torchobs.detect.stall import Standstill
+from torchobs.detect.hangs import Standstill
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, document

@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from tests import flights
 from torchobs import catalog
-from torchobs.detect.spikes import CALM
-from torchobs.detect.vanishing import LASTING
+from torchobs.detect.spikes import CALM, LASTING
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold, throughput

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.test_cgroup import GIB, plant, v2_group
 from torchobs import catalog, guard
 from torchobs.guard.resource_usage import LEAST_CPU_S, ResourceGuard
-from torchobs.rules import alerts_resources
+from torchobs.rules import alerts_machine
 from torchobs.rules.rule_file import Alert
 
 PROC = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"}
@@ -63,7 +63,7 @@ def test_the_alerts_that_are_named_exist() -> None:
         "TorchobsGpuMemoryNearLimit": catalog.MEMORY_DEVICE_ALLOCATED,
         "TorchobsFilesystemFull": catalog.SYSTEM_FILESYSTEM_USAGE,
     }
-    rules = [*alerts_resources.memory().rules, *alerts_resources.resources().rules]
+    rules = [*alerts_machine.memory().rules, *alerts_machine.resources().rules]
     expressions = {rule.alert: rule.expr for rule in rules if isinstance(rule, Alert)}
     for alert, metric in metrics.items():
         assert alert in described

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchobs.detect.device_peaks import DEVICES, peak_flops, peaks_of
-from torchobs.detect.model_flops import Parameters, Progress, step_flops, utilization
+from torchobs.detect.flops import DEVICES, Parameters, Progress, peak_flops, peaks_of, step_flops, utilization
 from torchobs.probes.step.flops import count_parameters
 
 NAMES = {

@@ -6,7 +6,7 @@ from math import log
 
 import pytest
 
-from torchobs.detect.vanishing import LASTING, judge_low
+from torchobs.detect.spikes import LASTING, judge_low
 from torchobs.probes.gradients.layers import TrackedLayer, choose
 from torchobs.probes.gradients.parameter_names import LONGEST, clean, layer_of
 

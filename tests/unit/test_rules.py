@@ -18,11 +18,10 @@ from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
 from torchobs.cli.__main__ import main
 from torchobs.detect import spikes
-from torchobs.rules import alerts, alerts_links, percentiles, rule_file, values
+from torchobs.rules import alerts, alerts_machine, recordings, rule_file, values
 from torchobs.rules.files import ALERTS, alert_groups, recording_groups, rendered
 from torchobs.rules.promql import ONE_RANK, ONE_RUN, RUN
-from torchobs.rules.recent import RECENT
-from torchobs.rules.recordings import POSITION
+from torchobs.rules.recordings import POSITION, RECENT
 from torchobs.rules.rule_file import WINDOW, WINDOW_S, Alert
 from torchobs.rules.values import Thresholds
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHOSEN = values.Values(runbooks="https://example.org/runbooks", grafana_url="https://grafana.example.org")
-SHIPPED = (*alert_groups(CHOSEN), *recording_groups(), percentiles.classic(), percentiles.native())
+SHIPPED = (*alert_groups(CHOSEN), *recording_groups(), recordings.classic(), recordings.native())
 GROUPS = [group.rendered(CHOSEN) for group in SHIPPED]
 PAGES = {
     "TorchobsRunDown", "TorchobsRunHung", "TorchobsCrashLoop", "TorchobsGpuFault", "TorchobsLossNotFinite",
@@ -43,7 +42,7 @@ RECORDINGS = [rule for rule in RULES if "record" in rule]
 
 BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
 RECORDED = {rule["record"] for rule in RECORDINGS}
-FOREIGN = {alerts_links.INFINIBAND, alerts_links.UNAME, "node_infiniband_link_downed_total"}
+FOREIGN = {alerts_machine.INFINIBAND, alerts_machine.UNAME, "node_infiniband_link_downed_total"}
 """Series of node_exporter; `test_infiniband_down.py` has a real one say the first two."""
 BY_NODE = [["cluster", "instance"], ["cluster", "nodename"]]
 """Labels that tell machines apart where node_exporter is asked"""
@@ -103,7 +102,7 @@ def test_both_variants_of_the_percentiles_record_the_same() -> None:
     """A dashboard does not know how Prometheus stores a histogram."""
     classic, native = (
         [(rule["record"], rule["labels"]) for rule in group.rendered(CHOSEN)["rules"]]
-        for group in (percentiles.classic(), percentiles.native())
+        for group in (recordings.classic(), recordings.native())
     )
     assert classic == native
     assert len(classic) == 4

@@ -14,9 +14,9 @@ from tests.ui import Values, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.growth import NEAR_S
-from torchobs.detect.stall import Standstill
-from torchobs.detect.stragglers import SLOW, Slowness
-from torchobs.detect.zero_rates import ZeroRate, zero_rate
+from torchobs.detect.hangs import Standstill
+from torchobs.detect.learning import ZeroRate, zero_rate
+from torchobs.detect.speed import SLOW, Slowness
 from torchobs.diagnosis.health import findings, health
 from torchobs.diagnosis.rank_report import Fact
 from torchobs.diagnosis.status import (

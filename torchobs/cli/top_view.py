@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, table
-from torchobs.detect import stragglers
-from torchobs.detect.stall import PATIENT_PHASES
-from torchobs.detect.stragglers import Slowness
+from torchobs.detect import speed
+from torchobs.detect.hangs import PATIENT_PHASES
+from torchobs.detect.speed import Slowness
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.rank_report import Point, Step, last_known
@@ -173,7 +173,7 @@ def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
     pace = {one.rank.incarnation: one.pace for one in living}
     teams = labels.teams([one.rank for one in living])
     spent = ({rank.incarnation: own.spent for rank in team if (own := pace[rank.incarnation])} for team in teams)
-    return {incarnation: found for team in spent for incarnation, found in stragglers.slowness(team).items()}
+    return {incarnation: found for team in spent for incarnation, found in speed.slowness(team).items()}
 
 
 def _verdict(statuses: Sequence[RankStatus], style: TerminalStyle) -> list[str]:

@@ -28,8 +28,7 @@ from torchobs.debug.tensors import (
     start_moments,
     total_norm,
 )
-from torchobs.detect.divergence import Divergence
-from torchobs.detect.spikes import LossBaseline, NormBaseline
+from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.model_calls import call, walk
 from torchobs.support.module_modes import evaluating
 from torchobs.support.result import Result
@@ -89,7 +88,7 @@ def monitor_step(
     """Check loss and gradients of the step in progress, after one transfer from each device, and count it.
 
     Call it between ``backward()`` and ``zero_grad()``, before ``scaler.update()``. The loss is compared with those of the same
-    model before, by :mod:`torchobs.detect.spikes`, from the 20th on, and by :mod:`torchobs.detect.divergence` with its first
+    model before, by :mod:`torchobs.detect.spikes`, from the 20th on, and by :mod:`torchobs.detect.spikes` with its first
     ones: one that has been a thousand times as large for 50 steps has diverged, however smoothly it grew.
 
     Args:

@@ -21,7 +21,7 @@ from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, activations, monitor_step
 from torchobs.debug.stopping import Validation, early_stopping, finish
-from torchobs.detect.starvation import BEGINS
+from torchobs.detect.speed import BEGINS
 from torchobs.flight.metrics.totals import Word
 from torchobs.probes.core.hook_removal import remove_hooks, remove_later
 from torchobs.probes.core.torch_profiler import ProfilerBusyError

@@ -1,14 +1,42 @@
-"""Detect values far above what their own recent past makes likely.
+"""Spikes, explosions, vanishing and divergence of losses and gradient norms, and the layer that blew up.
 
-The baseline is an exponentially weighted mean and variance (Finch 2009, "Incremental calculation of weighted mean and
+*Spikes*: the baseline is an exponentially weighted mean and variance (Finch 2009, "Incremental calculation of weighted mean and
 variance", eqs. 124 and 143), the test a z-score and a least excess, as spike-aware trainers use it (ZClip, Kumar et
 al. 2025, arXiv:2504.02507: EMA statistics of the gradient norm, z threshold 2.5 for clipping). An alert needs a rarer event
 than clipping does, hence 6 standard deviations and an excess that matters by itself.
+
+*Vanishing*: one small norm is ordinary (a batch that is fitted already, a masked one); a hundredth of the usual norm in five
+consecutive measured steps is not: dead units, a detached graph, underflow in half precision without a loss scaler. The baseline
+is a mean and variance on the log scale; it follows a norm that declines slowly, as in training that converges. A norm of
+exactly zero has no logarithm and needs no baseline.
+
+*Divergence* from the first steps on: the recent past does not show that, for a baseline learns the new level. The measure is
+the first loss, which is that of an untrained model.
+
+That loss proves nothing by itself, either. A contrastive one begins near 0 against a queue of random keys, and rises a
+thousandfold as the queue fills (MoCo, He et al. 2020); the weight of a term may be raised. So the steps must have been long
+enough to take it there: to first order a step of SGD lowers the loss by the learning rate times the square of the norm, and
+Adam's moves no weight by more than about the rate.
+
+*Recovery*: that there was no further anomaly does not suffice, for baselines follow a loss that stays five times as high. So
+what was judged has to be near the value again that was usual before. Past is only what is proven by the values of the last
+steps.
+
+*The layer that blew up*: squared norms of layers add up to that of the whole, so that only a layer with a part of the excess
+shows how far it has grown. From where a gradient blows up it is carried on to all layers before: these grow by about the same
+factor, and the last of them in the model's order is the one where it began.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import exp, inf, isfinite, log, log1p, sqrt
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 
 ALPHA = 0.03
 """Weight of a new value: a memory of about 33 values (ZClip: 0.97 decay)."""
@@ -209,3 +237,210 @@ class NormBaseline:
         _, self._mean, self._variance, self._seen = judge(log(norm), self._mean, self._variance, self._seen, LEAST_NORM_EXCESS)
         if self._seen <= WARM_UP:
             self._start = self._mean
+
+
+LEAST_DECLINE = log(100.0)
+"""On the log scale: the norm of an ordinary run varies by a few tens at most, warm-up and clipping included."""
+LASTING = 5
+"""Measured steps in a row that make a verdict."""
+
+
+def judge_low(norm: float, mean: float, variance: float, seen: int, low: int) -> tuple[bool, int]:
+    """Judge one finite norm against the baseline of the logarithms before it.
+
+    Return whether it has vanished, and ``low`` updated: the number of consecutive measured steps with a low norm.
+    """
+    if norm > 0.0:
+        limit = max(Z_LIMIT * sqrt(variance), LEAST_DECLINE)
+        low = low + 1 if seen >= WARM_UP and mean - log(norm) > limit else 0
+    else:
+        low += 1
+    return low >= LASTING, low
+
+
+LEFT, NEAR, RAMP = 10.0, 2.0, 3.0
+"""Factors on the first loss: at the one, within the first ``WARM_UP`` losses, a loss has left its start; below the other it has
+come back. A policy gradient's loss is as long as its episodes: it may leave its start, and comes back with each short one. A
+loss whose weight is ramped up grows with the steps' number: it has to be so many times that"""
+LEAST_FIRST = 1e-3
+"""A loss below that is none of an untrained model: of a batch in which all is masked, or a policy's in its first step"""
+LEAST_AFTER = 50
+"""Losses after that without a return"""
+LEAST_AT_END, LAST = 20, 10
+"""Of a run that ended before that: losses after that without a return, and the last of them, which are all as far away"""
+LEAST_SHARE = 0.01
+"""Of the loss, that a step lowers it by to first order. Of 180 random trainings with a rate that was too high from the start 32
+stayed away for so long, with 0.39 or more (of SGD; of AdamW 24); MoCo's has 3e-5 to 9e-4 (SGD, queues of 1,024 to 65,536)"""
+LEAST_RATE = 0.01
+"""Half of the deviation of weights that transformers begin with, which Adam's first step of that rate takes. Its share of the
+loss grows with the loss's scale: MoCo's by Adam at 1e-3 has 1.5, summed over a batch of 128"""
+AT_START, BACK = 0, (1 << 63) - 1
+"""The two states besides the number of the loss that left: it has not, or it has come back and is not judged any more"""
+
+
+def follow(loss: float, first: float, number: int, left: int) -> int:
+    """Return the state ``left`` after one more finite loss, the ``number``-th of its model. ``first``: the first one."""
+    if left == BACK:
+        return BACK
+    start = max(abs(first), LEAST_SCALE)
+    if left != AT_START:
+        return left if loss >= NEAR * start else BACK
+    away = loss >= max(LEFT * start, RAMP * number * abs(first))
+    return number if 1 < number <= WARM_UP and away else AT_START
+
+
+def stays_away(number: int, left: int) -> bool:
+    """Return True if the loss has been away for long enough."""
+    return AT_START < left < BACK and number - left >= LEAST_AFTER
+
+
+def ended_away(losses: Sequence[float]) -> bool:
+    """Return True if a run was too short for :func:`stays_away`, and its loss did not come back before it ended.
+
+    ``losses``: finite, all of its model's.
+    """
+    left, first = AT_START, losses[0] if losses else 0.0
+    if abs(first) < LEAST_FIRST:
+        return False
+    for number, loss in enumerate(losses[1:], 2):
+        left = follow(loss, first, number, left)
+    away = AT_START < left < BACK and LEAST_AT_END <= len(losses) - left < LEAST_AFTER
+    return away and min(losses[-LAST:]) >= LEFT * max(abs(first), LEAST_SCALE)
+
+
+def are_long(loss: float, rate: float | None, square: float | None) -> bool:
+    """Return True if steps can have taken a loss so far.
+
+    ``rate``: their mean. ``square``: that of the last quarter of squared norms, since the first steps of a contrastive loss may
+    be as long. ``None`` if unknown.
+    """
+    if rate is None:
+        return True
+    return rate >= LEAST_RATE and (square is None or rate * square >= LEAST_SHARE * loss)
+
+
+class Divergence:
+    """Whether one model's loss has grown without end, for who judges each loss as it comes and knows no learning rate.
+
+    The growth may be so smooth that no loss is far above those before it. A loss has diverged that is ``ORDERS`` above the
+    first ones, and ``RAMP`` times what a weight that is ramped up could have made of them, ``LEAST_AFTER`` times in a row.
+    """
+
+    __slots__ = ("_away", "_number", "start")
+
+    def __init__(self) -> None:
+        self._away = self._number = 0
+        self.start = 0.0
+        """The greatest magnitude among the first losses, as :func:`torchobs.detect.spikes.leaves_start` takes it"""
+
+    def add(self, loss: float) -> bool:
+        """Add a finite loss; return True if the model's has diverged."""
+        if self._number < START and not leaves_start(loss, self.start, self._number):
+            self.start = max(self.start, abs(loss))
+        self._number += 1
+        least = max(ORDERS * max(self.start, LEAST_SCALE), RAMP * self._number * self.start)
+        self._away = self._away + 1 if loss > least else 0
+        return self._away >= LEAST_AFTER
+
+
+HEALTHY = 50
+"""Steps after which an anomaly is past, as many as a loss that diverges is watched for (``divergence.LEAST_AFTER``)"""
+
+
+class LastAnomaly(NamedTuple):
+    """The last reported anomaly of a kind."""
+
+    step: int
+    usual: float | None
+    """what was usual before it"""
+    reported: int
+    """number of all that were reported; others may have come after the last one"""
+
+
+def healthy_steps(
+    kind: str, count: int, last: LastAnomaly | None, losses: Mapping[int, float], norms: Mapping[int, float]
+) -> int:
+    """Return how many steps were healthy since the last anomaly of a kind that is not active; 0 if it is not past.
+
+    ``count``: number of its anomalies. ``losses``, ``norms``: finite or not, by step, of the last steps.
+    """
+    newest = max([*losses, *norms], default=0)
+    begin = newest - HEALTHY + 1
+    recent = {step: loss for step, loss in losses.items() if step >= begin}
+    if not all(map(isfinite, recent.values())):
+        return 0
+    is_exact = last is not None and last.reported >= count
+    since = newest - last.step if last is not None and is_exact else HEALTHY
+    if since < HEALTHY:
+        return 0
+    if not is_exact and min([*losses, *norms], default=newest) > begin:
+        return 0
+    if kind in {"nonfinite_loss", "diverged"}:
+        return since if recent else 0
+    after = last.step + 1 if last is not None else begin
+    values = list(recent.values()) if kind == "loss_spike" else [norm for step, norm in norms.items() if step >= after]
+    if not values or not all(map(isfinite, values)):
+        return 0
+    return since if kind == "nonfinite_gradient" or _is_usual(kind, values, last, is_exact=is_exact) else 0
+
+
+def _is_usual(kind: str, values: Sequence[float], last: LastAnomaly | None, *, is_exact: bool) -> bool:
+    """Return whether values are near what was usual before; each of them, if there may have been anomalies among them."""
+    if last is None or last.usual is None or not isfinite(last.usual):
+        return False
+    if kind == "gradient_vanishing":
+        return (median(values) if is_exact else min(values)) > last.usual / exp(LEAST_DECLINE)
+    value = median(values) if is_exact else max(values)
+    if kind == "gradient_explosion":
+        return value < last.usual * exp(LEAST_NORM_EXCESS)
+    return value - last.usual < LEAST_LOSS_EXCESS * max(1.0, abs(last.usual))
+
+
+LEAST_BEFORE = 3
+"""Least earlier measurements: a median of fewer is a single step's."""
+LEAST_PART = 0.1
+"""Least part of the excess"""
+LEAST_FACTOR = 2.0
+"""Least growth: a loss may leap without any gradient's doing so."""
+LEAST_SHARED = 0.01
+"""Least part of the excess of the layer where it began: one with a norm near zero grows by any factor by chance."""
+SHARED = 2 / 3
+"""Part of the largest growth, on the log scale, that layers have in common: of a thirtyfold one these are at least ten times
+what they were, while norms of single steps vary by less than three."""
+
+
+class BlownLayer(NamedTuple):
+    """The layer, its gradient's norm in that step, and the median of the steps before."""
+
+    layer: str
+    norm: float
+    usual: float
+
+
+def blown_layer(norms: Mapping[str, float], before: Sequence[Mapping[str, float]]) -> BlownLayer | None:
+    """Return the layer in which the growth began; ``None`` if no layer has doubled, or too little is known.
+
+    ``norms``: the norm of each layer's gradient, in the model's order; ``before``: the same of measured steps before.
+
+    Of the layers with a tenth of the excess one has grown by the largest factor; the last of those that grew with it is
+    returned.
+    """
+    known = [BlownLayer(name, norm, usual) for name, norm in norms.items() if (usual := _usual(name, before)) is not None]
+    grown = [one for one in known if isfinite(one.norm) and one.norm > LEAST_FACTOR * one.usual]
+    excess = sum(map(_excess, grown))
+    factor = max((_factor(one) for one in grown if _excess(one) >= LEAST_PART * excess), default=inf)
+    shared = [one for one in grown if _factor(one) >= factor**SHARED and _excess(one) >= LEAST_SHARED * excess]
+    return shared[-1] if shared else None
+
+
+def _factor(one: BlownLayer) -> float:
+    return one.norm / one.usual if one.usual else inf
+
+
+def _excess(one: BlownLayer) -> float:
+    return one.norm * one.norm - one.usual * one.usual
+
+
+def _usual(name: str, before: Sequence[Mapping[str, float]]) -> float | None:
+    seen = [norm for norms in before if isfinite(norm := norms.get(name, inf))]
+    return median(seen) if len(seen) >= LEAST_BEFORE else None

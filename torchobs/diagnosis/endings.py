@@ -9,10 +9,9 @@ from itertools import chain
 from statistics import median
 
 from torchobs import catalog
-from torchobs.detect import hang as detect_hang
+from torchobs.detect import hangs as detect_hang
 from torchobs.detect.disagreement import drifted
-from torchobs.detect.hang import Blamed
-from torchobs.detect.stall import PATIENT_PHASES
+from torchobs.detect.hangs import PATIENT_PHASES, Blamed
 from torchobs.diagnosis import hangs, health, text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step

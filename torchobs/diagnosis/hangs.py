@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 
-from torchobs.detect import collectives, hang
-from torchobs.detect.collectives import Absence, Mismatch, Surplus
-from torchobs.detect.hang import Blamed, Position
+from torchobs.detect import hangs
+from torchobs.detect.hangs import Absence, Blamed, Mismatch, Position, Surplus
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.diagnosis.status import RankStatus
@@ -27,7 +26,7 @@ def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[st
     """Yield for ranks that the others wait for, and that did not come to a collective, to which they did not come."""
     by_absence: dict[tuple[str, Absence], list[str]] = {}
     for team in labels.teams(ranks):
-        for rank, one in collectives.absent({rank.rank: rank.collectives for rank in team}).items():
+        for rank, one in hangs.absent({rank.rank: rank.collectives for rank in team}).items():
             if rank in named:
                 by_absence.setdefault((labels.team(rank), one), []).append(rank)
     for (_, one), names in by_absence.items():
@@ -38,7 +37,7 @@ def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[st
 def surpluses(ranks: Sequence[RankStatus]) -> list[Surplus]:
     """Return the groups in which ranks have called different numbers of collectives."""
     called = ({rank.rank: rank.called for rank in team} for team in labels.teams(ranks))
-    return list(chain.from_iterable(map(collectives.surplus, called)))
+    return list(chain.from_iterable(map(hangs.surplus, called)))
 
 
 def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> Iterator[str]:
@@ -53,7 +52,7 @@ def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> 
         (most, ahead), (least, behind) = found.ranks.items()
         more = "one collective" if most - least == 1 else text_format.plural(most - least, "collective")
         who, others = text_format.ranks(ahead, _MOST_NAMED), text_format.ranks(behind, _MOST_NAMED)
-        extra = collectives.inserted(*(calls.get(names[0], {}).get(found.group, {}) for names in (ahead, behind)))
+        extra = hangs.inserted(*(calls.get(names[0], {}).get(found.group, {}) for names in (ahead, behind)))
         which = f": {text_format.joined([_call(text) for text in extra], _MOST_NAMED)}" if extra else ""
         counts = f"{most:,} and {least:,} of group {_group(found.group)}"
         yield f"{text_format.capital(who)} called {more} more than {others} ({counts}){which}."
@@ -77,7 +76,7 @@ def _call(text: str) -> str:
 def mismatches(ranks: Sequence[RankStatus]) -> Iterator[str]:
     """Yield what differs where ranks of a group wait in different collectives."""
     waiting = ({rank.rank: rank.collectives for rank in team} for team in labels.teams(ranks))
-    for one in chain.from_iterable(map(collectives.mismatched, waiting)):
+    for one in chain.from_iterable(map(hangs.mismatched, waiting)):
         yield f"Ranks do not call the same collective: number {one.number:,} of group {_group(one.group)} is {_kinds(one)}."
 
 
@@ -110,7 +109,7 @@ _ASIDE = {
 def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:
     """Return the ranks that the others of their replica group wait for, by name."""
     teams = ({rank.rank: position(rank) for rank in team} for team in labels.teams(ranks))
-    return {name: one for team in teams for name, one in hang.blamed(team).items()}
+    return {name: one for team in teams for name, one in hangs.blamed(team).items()}
 
 
 def sentences(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
@@ -134,16 +133,16 @@ def _sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
 
 def _what(one: Blamed) -> str:
     """Return what a rank does instead of what the others wait for."""
-    if one.why == hang.ENDED:
+    if one.why == hangs.ENDED:
         return "ended in order" if one.position.state == "finished" else "ended"
-    if one.why == hang.SILENT:
+    if one.why == hangs.SILENT:
         return f"gave no sign of life since it was {where(one.position)}"
-    arrived = one.why != hang.NOT_ARRIVED
-    if one.why == hang.ASIDE_OF_TRAINING or (not arrived and one.position.phase in hang.ASIDE):
+    arrived = one.why != hangs.NOT_ARRIVED
+    if one.why == hangs.ASIDE_OF_TRAINING or (not arrived and one.position.phase in hangs.ASIDE):
         return _ASIDE[one.position.phase or "idle"]
-    if one.why == hang.NOT_IN_COLLECTIVE or (not arrived and one.position.frames):
+    if one.why == hangs.NOT_IN_COLLECTIVE or (not arrived and one.position.frames):
         return f"runs {text_format.clean(one.position.frames[0])} {where(one.position)}"
-    if one.why == hang.FETCHING or (not arrived and one.position.phase == "data"):
+    if one.why == hangs.FETCHING or (not arrived and one.position.phase == "data"):
         return f"fetches data{_step(one.position)}"
     return f"stays {where(one.position)}"
 
@@ -162,7 +161,7 @@ def _step(position: Position) -> str:
 
 
 def position(rank: RankStatus) -> Position:
-    """Return where a rank is, for :mod:`torchobs.detect.hang`: process groups of one name differ by the replica group."""
+    """Return where a rank is, for :mod:`torchobs.detect.hangs`: process groups of one name differ by the replica group."""
     team = labels.team(rank.rank)
     progress = {f"{group}-{team}" if team else group: one for group, one in rank.collectives.items()}
     return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames, progress)

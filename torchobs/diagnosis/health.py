@@ -13,10 +13,9 @@ from typing import NamedTuple
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.disagreement import differing, drifted, same_batches
-from torchobs.detect.loss_scaler import is_stuck
+from torchobs.detect.hangs import PATIENT_PHASES
+from torchobs.detect.learning import NEGLIGIBLE, ZeroRate, is_stuck
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.detect.stall import PATIENT_PHASES
-from torchobs.detect.zero_rates import NEGLIGIBLE, ZeroRate
 from torchobs.diagnosis import hangs, text_format
 from torchobs.diagnosis.status import WORKER_DIED, RankStatus, RunStatus, StuckLayers
 from torchobs.ranks import labels

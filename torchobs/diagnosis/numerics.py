@@ -8,11 +8,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.divergence import LEFT, are_long, ended_away
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
-from torchobs.detect.loss_scaler import is_stuck
-from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, START, WARM_UP, leaves_start
-from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS
+from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, is_stuck
+from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, LEFT, START, WARM_UP, are_long, ended_away, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.from_events import activations, healthy_since, loop_mistakes, origins
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding, zero_learning_rate

@@ -8,8 +8,8 @@ from operator import itemgetter
 from statistics import fmean, median
 
 from torchobs import catalog
-from torchobs.detect import slow_steps
-from torchobs.detect.stall import LEAST_S
+from torchobs.detect import speed
+from torchobs.detect.hangs import LEAST_S
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
@@ -103,7 +103,7 @@ def _slowed(report: RankReport) -> Iterator[Finding]:
     """Yield that the last steps were slow, and in which phase."""
     latest = report.steps[model_begins(report.steps, len(report.steps)) :]
     timed = [step for step in latest if step.duration_s is not None][_FIRST:]
-    begin = slow_steps.slowed_from([step.duration_s or 0.0 for step in timed]) if report.newest_is_here else None
+    begin = speed.slowed_from([step.duration_s or 0.0 for step in timed]) if report.newest_is_here else None
     if begin is None:
         return
     earlier, late = timed[:begin], timed[begin:]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.detect.stall import Standstill
-from torchobs.detect.zero_rates import ZeroRate, zero_rate
+from torchobs.detect.hangs import Standstill
+from torchobs.detect.learning import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.flight.files.artifacts import ArtifactName
 from torchobs.flight.format.documents import History

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.stall import LEAST_S, PATIENT_PHASES, USUAL_FACTOR
+from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport
@@ -111,7 +111,7 @@ class Stall(NamedTuple):
 def stall(report: RankReport) -> Stall | None:
     """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
 
-    Of a living rank the exporter's rule decides (``detect.stall``), and of none that evaluates, saves or compiles.
+    Of a living rank the exporter's rule decides (``detect.hangs``), and of none that evaluates, saves or compiles.
 
     The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
     known stall is short, because the heartbeat stopped with it. One that ended the run, and of which the rank has written its

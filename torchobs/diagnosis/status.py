@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, Protocol
 from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
-from torchobs.detect import starvation, stragglers
-from torchobs.detect.collectives import GroupProgress
+from torchobs.detect import speed
 from torchobs.detect.growth import NEAR_S
-from torchobs.detect.recovery import LastAnomaly, healthy_steps
-from torchobs.detect.stall import Standstill
-from torchobs.detect.stragglers import Slowness
-from torchobs.detect.zero_rates import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
+from torchobs.detect.hangs import GroupProgress, Standstill
+from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
+from torchobs.detect.speed import Slowness
+from torchobs.detect.spikes import LastAnomaly, healthy_steps
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
@@ -139,7 +138,7 @@ class RankStatus:
     counted: Mapping[str, int] = field(default_factory=dict)
     """anomalies since the start, by kind"""
     past: Mapping[str, int] = field(default_factory=dict)
-    """healthy steps since the last anomaly, of the kinds from which the training has recovered (``detect.recovery``)"""
+    """healthy steps since the last anomaly, of the kinds from which the training has recovered (``detect.spikes``)"""
     lately: Mapping[str, int] = field(default_factory=dict)
     """anomalies of the last ten minutes by kind, and workers that died (:data:`WORKER_DIED`), as far as known from events"""
     events: EventSummary = NO_EVENTS
@@ -164,7 +163,7 @@ class RankStatus:
     """share of step time spent waiting for data, if too large"""
     slowness: Slowness | None = None
     frames: tuple[str, ...] = ()
-    """innermost frames of the training thread, as for ``detect.hang``; empty: unknown"""
+    """innermost frames of the training thread, as for ``detect.hangs``; empty: unknown"""
     collectives: Mapping[str, GroupProgress] = field(default_factory=dict)
     """progress in each process group while no step ends; empty: unknown"""
     called: Mapping[str, int] = field(default_factory=dict)
@@ -253,7 +252,7 @@ def _last(get: Get, metric: Metric, anomaly: str, known: float | None) -> float 
 def waiting_share(get: Get, *, up: bool) -> float | None:
     """Return the share of step time spent waiting for data; ``None`` if it is acceptable.
 
-    For a living rank by its own verdict on the last minute (``detect.starvation``), once there is one; before that, and for
+    For a living rank by its own verdict on the last minute (``detect.speed``), once there is one; before that, and for
     an ended rank, by the totals.
     """
     phases = {phase: get(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES}
@@ -261,9 +260,9 @@ def waiting_share(get: Get, *, up: bool) -> float | None:
     verdict = get(catalog.DATA_STARVED) if up else None
     if verdict:
         return phases["data"] / trained_s if trained_s > 0 else 0.0
-    if verdict is not None and trained_s >= starvation.WINDOW_S:
+    if verdict is not None and trained_s >= speed.WINDOW_S:
         return None
-    return starvation.waiting_share(phases["data"], trained_s)
+    return speed.waiting_share(phases["data"], trained_s)
 
 
 def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> RankStatus:
@@ -495,7 +494,7 @@ def started_here(ranks: Sequence[RankReport]) -> int:
 def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
     """Return the status of each rank of a run, compared with the others of its replica group by their latest steps."""
     teams = ({report.rank: report.pace.spent for report in team if report.pace} for team in labels.teams(ranks))
-    slow = {rank: found for team in teams for rank, found in stragglers.slowness(team).items()}
+    slow = {rank: found for team in teams for rank, found in speed.slowness(team).items()}
     return [replace(reported(report, now_s), slowness=slow.get(report.rank), frames=report.frames) for report in ranks]
 
 

@@ -11,9 +11,9 @@ from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect import hang, stragglers
-from torchobs.detect.collectives import GroupProgress
-from torchobs.detect.stragglers import Spent
+from torchobs.detect import hangs, speed
+from torchobs.detect.hangs import GroupProgress
+from torchobs.detect.speed import Spent
 from torchobs.ranks import labels
 from torchobs.ranks.snapshot import Rank, RankStanding, Reader, Readings, RunSummary, Stalled
 
@@ -133,9 +133,9 @@ def _compared(
 ) -> dict[str, RankStanding]:
     """Return the standing of the living ranks of a replica group. ``is_hung``: whether one of its ranks hangs."""
     furthest = max((_steps(readings) for rank, readings in living if _is_counted(rank)), default=0)
-    has_peers = len(living) >= stragglers.LEAST_RANKS
+    has_peers = len(living) >= speed.LEAST_RANKS
     spent = {rank.incarnation: times for rank, _ in living if (times := past[rank.incarnation].spent()) is not None}
-    slow = stragglers.slowness(spent)
+    slow = speed.slowness(spent)
     return {
         rank.incarnation: RankStanding(
             behind=furthest - _steps(readings) if has_peers and _is_counted(rank) else None,
@@ -150,7 +150,7 @@ def _compared(
 def _stalled(rank: Rank, readings: Readings) -> Stalled | None:
     """Return where the rank is; ``None`` if its phase is unknown."""
     phase = rank.view.live.phase
-    return None if phase is None else Stalled(phase, hang.place(_steps(readings), phase))
+    return None if phase is None else Stalled(phase, hangs.place(_steps(readings), phase))
 
 
 def _summarise(read: Sequence[tuple[Rank, Readings]], step_spread: int) -> RunSummary:

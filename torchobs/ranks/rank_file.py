@@ -18,8 +18,8 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect import stall
-from torchobs.detect.stall import Durations, Standstill
+from torchobs.detect import hangs
+from torchobs.detect.hangs import Durations, Standstill
 from torchobs.flight.files import endings, lock
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.event_ring import Tail
@@ -255,14 +255,14 @@ class RankFile:
         return max(0.0, (now.monotonic_ns - since) / 1e9)
 
     def standstill(self, now: Now) -> Standstill | None:
-        """Return that the rank stands still, if it does (``detect.stall``)."""
+        """Return that the rank stands still, if it does (``detect.hangs``)."""
         age_s, quiet_s = self.progress_age_s(now), self._quiet_s(now)
         steps = self.state in {"alive", "hung"} and self.view.last_step_ns is not None
-        if not steps or age_s is None or quiet_s is None or quiet_s < stall.LEAST_S:
+        if not steps or age_s is None or quiet_s is None or quiet_s < hangs.LEAST_S:
             return None
         histogram, bounds = self._durations.of(self.view)
         durations = Durations(histogram.counts, bounds, histogram.greatest or bounds[-1]) if histogram else Durations()
-        return stall.standstill(age_s, quiet_s, self.view.live.phase, self._usual_step_s(), durations)
+        return hangs.standstill(age_s, quiet_s, self.view.live.phase, self._usual_step_s(), durations)
 
     def _usual_step_s(self) -> float | None:
         """Return the median duration of the latest steps, which are read once in each standstill."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import BY_NAME, Metric, cumulative
-from torchobs.detect.stall import Standstill
-from torchobs.detect.stragglers import Slowness
+from torchobs.detect.hangs import Standstill
+from torchobs.detect.speed import Slowness
 from torchobs.flight.files.create import cgroup_limit
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import View
@@ -72,7 +72,7 @@ class Stalled(NamedTuple):
     phase: str
     """one of ``catalog.STALL_PHASES``"""
     place: float
-    """in steps, by ``detect.hang.place``"""
+    """in steps, by ``detect.hangs.place``"""
 
 
 class RankStanding(NamedTuple):
@@ -81,7 +81,7 @@ class RankStanding(NamedTuple):
     behind: int | None
     """steps behind the rank with the most; None: not all of its own steps were recorded"""
     slowness: Slowness | None
-    """by ``detect.stragglers``, as in the page and the commands; None: too few steps yet"""
+    """by ``detect.speed``, as in the page and the commands; None: too few steps yet"""
     stalled: Stalled | None = None
     """where it is; None: no rank of its group on this machine hangs, or unknown"""
 

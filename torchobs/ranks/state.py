@@ -12,8 +12,8 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect import stall
-from torchobs.detect.stall import PATIENT_PHASES, Standstill
+from torchobs.detect import hangs
+from torchobs.detect.hangs import PATIENT_PHASES, Standstill
 from torchobs.flight.format.event_ring import fields_of
 from torchobs.flight.format.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.format.layout import Exit
@@ -157,13 +157,13 @@ def last_memory(view: View) -> MemoryUse:
 def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:
     """Return how long a rank may be without a step: 20 times its step time's 99th percentile, at least 60 s.
 
-    And at least twice the second longest step (``detect.stall``).
+    And at least twice the second longest step (``detect.hangs``).
     ``durations``: histogram of step times, in seconds, over ``bounds``; evaluation and checkpoints are not in it.
     """
     if not durations or not sum(durations.counts):
         return FIRST_STEP_S
-    usual_s, long_s = stall.usual_and_long_s(durations.counts, bounds, durations.greatest or bounds[-1])
-    return max(LEAST_HANG_S, HANG_FACTOR * usual_s, stall.LONG_FACTOR * long_s)
+    usual_s, long_s = hangs.usual_and_long_s(durations.counts, bounds, durations.greatest or bounds[-1])
+    return max(LEAST_HANG_S, HANG_FACTOR * usual_s, hangs.LONG_FACTOR * long_s)
 
 
 def _gone(seen: Observation) -> bool:

@@ -8,13 +8,10 @@ from __future__ import annotations
 from math import exp
 
 from torchobs import catalog
-from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES, LEAST_NORM_EXCESS
-from torchobs.detect.vanishing import LASTING
-from torchobs.rules.alert_texts import THIS_RUN, Culprits, amount
+from torchobs.detect.spikes import LASTING, LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES, LEAST_NORM_EXCESS
 from torchobs.rules.promql import BY_GROUP, BY_RUN, ON_GROUP, ONE_GROUP, ONE_RANK, ONE_RUN, grouped, lasting, select
-from torchobs.rules.recent import name, recent
-from torchobs.rules.recordings import ONE_NUMBER, TWINS
-from torchobs.rules.rule_file import WINDOW, Alert, Group
+from torchobs.rules.recordings import ONE_NUMBER, TWINS, name, recent
+from torchobs.rules.rule_file import THIS_RUN, WINDOW, Alert, Culprits, Group, amount
 from torchobs.rules.values import DEFAULT, Values
 
 LEAST_NONFINITE = LEAST_EXPLOSIONS

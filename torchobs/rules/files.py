@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from torchobs.rules import (
-    alerts,
-    alerts_checkpoints,
-    alerts_exporter,
-    alerts_links,
-    alerts_ranks,
-    alerts_resources,
-    alerts_speed,
-    percentiles,
-    recordings,
-)
+from torchobs.rules import alerts, alerts_machine, alerts_runs, recordings
 from torchobs.rules.rule_file import Alert, Group, render
 from torchobs.rules.values import DEFAULT, Values, ValuesError
 
@@ -34,7 +24,7 @@ def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
     known = {rule.alert for group in groups for rule in group.rules if isinstance(rule, Alert)}
     if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
         raise ValuesError(f"there is no alert {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    classic, native = (percentiles.split(group) for group in (percentiles.classic(), percentiles.native()))
+    classic, native = (recordings.split(group) for group in (recordings.classic(), recordings.native()))
     return {
         ALERTS: render(groups, chosen, _ABOUT_ALERTS),
         "rules/torchobs-recordings.yml": render(recording_groups(), chosen, _ABOUT_RECORDINGS),
@@ -48,15 +38,15 @@ def alert_groups(chosen: Values = DEFAULT) -> list[Group]:
     return [
         alerts.anomalies(chosen),
         alerts.disagreement(),
-        alerts_ranks.ranks(chosen),
-        alerts_ranks.hung(),
-        alerts_speed.speed(chosen),
-        alerts_speed.compilation(chosen),
-        alerts_checkpoints.checkpoints(chosen),
-        alerts_resources.memory(chosen),
-        alerts_resources.resources(chosen),
-        alerts_links.links(),
-        alerts_exporter.itself(),
+        alerts_runs.ranks(chosen),
+        alerts_runs.hung(),
+        alerts_runs.speed(chosen),
+        alerts_runs.compilation(chosen),
+        alerts_runs.checkpoints(chosen),
+        alerts_machine.memory(chosen),
+        alerts_machine.resources(chosen),
+        alerts_machine.links(),
+        alerts_machine.itself(),
     ]
 
 

@@ -1,11 +1,24 @@
-"""Recording rules of ranks, nodes and runs, named level:metric:operation: what alerts and dashboards compare and add up.
+"""Recording rules of ranks, nodes and runs, named level:metric:operation; recent increases; percentiles.
+
+*Recent increases* are those of the last ten minutes with a counter's first sample: `increase()` counts from the second sample
+on, so the value at a series' first scrape is lost: a rank's first seconds, or a recompile storm between two scrapes. But a
+rank's counters begin at 0 with it, so that a young rank's whole count is recent; likewise that of a series that did not exist
+ten minutes ago although its rank did. (The usual `x unless x offset 10m` alone takes series for new after an outage of
+Prometheus.)
 
 A run's series outlive its ranks' where they have to: who was alive, and how it ended, is asked for when nobody is there.
+
+*Percentiles*: of classic and of native histograms the same series are recorded, which dashboards and alerts query, so that
+these do not depend on how Prometheus stores histograms: with `convert_classic_histograms_to_nhcb` there are no `_bucket`
+series.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchobs import catalog
+from torchobs.catalog import Metric
 from torchobs.rules.promql import (
     BY_GROUP,
     BY_RANK,
@@ -17,10 +30,41 @@ from torchobs.rules.promql import (
     ONE_RANK,
     ONE_RUN,
     REPLICA_GROUP,
+    RUN,
     grouped,
     select,
 )
 from torchobs.rules.rule_file import SEEN, WINDOW, WINDOW_S, Group, Recording
+
+RECENT = ":recent"
+
+
+def name(metric: Metric) -> str:
+    """Return the name of the recorded series of the metric's recent increase."""
+    level = "_".join(["rank", *(attribute.name.replace(".", "_") for attribute in metric.attributes)])
+    return f"{level}:{metric.prometheus.removesuffix('_total')}{RECENT}"
+
+
+def recent(metric: Metric, *matchers: str, born_later: bool = False) -> Recording:
+    """Return the rule; nothing is recorded where nothing was counted.
+
+    ``born_later``: the series may be much younger than their rank; otherwise they begin with it. The last sample of series that
+    have ended since the evaluation before counts, too.
+    """
+    counter, started = select(metric, *matchers), select(catalog.RANK_START_TIME)
+    now, before = f"last_over_time({counter}[{SEEN}])", f"offset {WINDOW}"
+    new = f"""
+          or
+            {now} unless {counter} {before} and on ({ONE_RANK}) {started} {before}"""
+    expr = f"""
+        (
+            {now} and on ({ONE_RANK}) time() - last_over_time({started}[{SEEN}]) < {WINDOW_S}{new if born_later else ""}
+          or
+            increase({counter}[{WINDOW}])
+        ) > 0
+    """
+    return Recording(name(metric), expr)
+
 
 ONE_NUMBER = f"{ONE_RUN}, rank"
 """A rank whatever machine it is on: after a restart elsewhere it has another instance."""
@@ -65,7 +109,7 @@ _STEP_S = 60
 """Resolution of the integral of the goodput"""
 LATE_PHASES = {"data": "", "forward": 'phase=~"backward|optimizer"', "optimizer": 'phase=~"forward|backward"'}
 """Phases in which a rank may be late, and those in which its peers may wait for that; all of them where there is no matcher
-(`torchobs/detect/stragglers.py`)"""
+(`torchobs/detect/speed.py`)"""
 
 
 def runs() -> Group:
@@ -249,3 +293,53 @@ def goodput() -> Group:
         ),
         interval="1m",
     )
+
+
+QUANTILES = ("0.5", "0.99")
+INTERVAL = "1m"
+"""For a thousand ranks a percentile takes half a second: 23 buckets each."""
+RATE_WINDOW = "5m"
+"""Five scrapes at the longest usual interval, a minute, so that one may fail; steps of a minute still count."""
+
+
+def rank_quantile(metric: Metric) -> str:
+    """Return the name of the recorded quantiles of each rank, with the label `quantile`."""
+    return f"rank_quantile:{metric.prometheus}:histogram_quantile"
+
+
+def run_quantile(metric: Metric) -> str:
+    """Return the name of the recorded quantiles over all ranks of a run, with the label `quantile`."""
+    return f"run_quantile:{metric.prometheus}:histogram_quantile"
+
+
+def classic() -> Group:
+    """Return the rules for classic histograms (`_bucket` series)."""
+    return _group(suffix="_bucket", by=(*RUN, "le"))
+
+
+def native() -> Group:
+    """Return the rules for native histograms, including those with custom buckets."""
+    return _group(suffix="", by=RUN)
+
+
+def split(group: Group) -> list[Group]:
+    """Return a group for each rule: they are evaluated side by side, and not one after the other."""
+    return [
+        replace(group, name=f"{group.name}.{number}", rules=(rule,), interval=INTERVAL)
+        for number, rule in enumerate(group.rules, start=1)
+    ]
+
+
+def _group(suffix: str, by: tuple[str, ...]) -> Group:
+    metric = catalog.STEP_DURATION
+    rates = f"rate({select(metric, suffix=suffix)}[{RATE_WINDOW}])"
+    summed = f"sum by ({', '.join(by)}) ({rates})"
+    quantiles = [
+        (name, of, q) for name, of in ((rank_quantile(metric), rates), (run_quantile(metric), summed)) for q in QUANTILES
+    ]
+    return Group("torchobs.percentiles", tuple(_quantile(name, of, q) for name, of, q in quantiles))
+
+
+def _quantile(name: str, of: str, quantile: str) -> Recording:
+    # Without steps in the window the quantile is NaN, which `>= 0` drops: nothing is recorded for a dead rank.
+    return Recording(name, f"histogram_quantile({quantile}, {of}) >= 0", (("quantile", quantile),))

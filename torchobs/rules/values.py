@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torchobs._version import __version__
-from torchobs.detect.loss_scaler import LEAST_SKIPPED
+from torchobs.detect.learning import LEAST_SKIPPED
 
 if TYPE_CHECKING:
     from pathlib import Path

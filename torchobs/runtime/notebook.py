@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.stall import Standstill, standstill
+from torchobs.detect.hangs import Standstill, standstill
 from torchobs.flight.format.layout import LIVE_PHASES
 from torchobs.flight.metrics.totals import Word
 from torchobs.runtime.stall_watch import durations, live_phase

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from torchobs import catalog
-from torchobs.detect.alike_interval import alike_interval
+from torchobs.detect.speed import alike_interval
 from torchobs.flight.format.event_ring import SpanIds
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect import stall
-from torchobs.detect.stall import Durations
+from torchobs.detect import hangs
+from torchobs.detect.hangs import Durations
 from torchobs.flight.format.layout import LIVE_PHASES
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
@@ -71,7 +71,7 @@ class StallWatch:
         if self._written_ns and since_ns > self._written_ns:
             self._written_ns, self._survived = 0, self._survived + 1
         quiet_s = (now_ns - max(since_ns, self._resumed_ns)) / 1e9
-        if quiet_s < stall.LEAST_S or self._written_ns or phase in _PATIENT or self._may_never_train(phase):
+        if quiet_s < hangs.LEAST_S or self._written_ns or phase in _PATIENT or self._may_never_train(phase):
             return
         if quiet_s >= self._limit_s():
             self._written_ns = now_ns
@@ -81,7 +81,7 @@ class StallWatch:
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
 
     def _limit_s(self) -> float:
-        return stall.early_limit_s(*durations(self._context), self._survived)
+        return hangs.early_limit_s(*durations(self._context), self._survived)
 
     def _may_never_train(self, phase: int) -> bool:
         """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""

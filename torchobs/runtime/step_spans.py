@@ -18,8 +18,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.alike_interval import alike_interval, taken
-from torchobs.detect.slow_steps import slow_from
+from torchobs.detect.speed import alike_interval, slow_from, taken
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.event_ring import SpanId
 from torchobs.flight.format.layout import PHASE_NAMES

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import GRAD_NORM, GRAD_NORM_RANKS, LOSS, PHASES, SCALAR_VALUE, Severity
-from torchobs.detect.stall import PATIENT_PHASES
+from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES, last_step
 from torchobs.exporter.ui.data import EventGroup

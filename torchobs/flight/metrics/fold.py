@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
-from torchobs.detect.vanishing import judge_low
+from torchobs.detect.spikes import judge_low
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.loss_course import begin_course, fold_course
 from torchobs.flight.metrics.totals import (

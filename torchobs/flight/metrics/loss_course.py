@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from torchobs.detect.divergence import AT_START, BACK, LEAST_FIRST, are_long, follow, stays_away
-from torchobs.detect.spikes import WARM_UP
+from torchobs.detect.spikes import AT_START, BACK, LEAST_FIRST, WARM_UP, are_long, follow, stays_away
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.totals import DIVERGED, Totals, Word, add_anomaly, count, is_active
 

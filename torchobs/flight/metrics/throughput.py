@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
-from torchobs.detect.stragglers import Spent
+from torchobs.detect.speed import Spent
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 
 if TYPE_CHECKING:

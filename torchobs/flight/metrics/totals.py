@@ -45,7 +45,7 @@ class Word:
     LOSSES = 22
     """number of its finite losses"""
     LOSS_LEFT = 23
-    """``detect.divergence``: which of them left the start, or one of its two other states"""
+    """``detect.spikes``: which of them left the start, or one of its two other states"""
     NORMS = 31
     """number of the present model's norms"""
     GOODPUT = 24

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_STEPS
+from torchobs.detect.learning import LASTING_STEPS
 from torchobs.flight.files import artifacts
 from torchobs.flight.writer.series_table import LAYERS
 from torchobs.probes.activations.statistics import FIELDS, MOST_ELEMENTS, NUMBERS, SAMPLED, combine, first_tensor, numbers

@@ -1,8 +1,5 @@
 """``torch.compile``: number, duration and causes of compilations, and compilation in progress, which could look like a hang.
 
-``trace_rules.add`` marks files as skipped and has no inverse, so entries are removed by hand. Its import takes a second: this
-waits until somebody else has imported it. ``torchobs.api`` is not marked: in a compiled region its functions return at once.
-
 ``recompile_reason`` and graph break reasons are texts for people, with source lines, stack traces, sizes and string values;
 only the guard's expression and its names leave the process. Formats: torch 2.13's
 ``torch/_dynamo/guards.py``, ``torch/csrc/dynamo/guards.cpp`` and ``graph_break_registry.json``.
@@ -32,7 +29,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.recompiles import QUIET_S, Recompiles
+from torchobs.detect.learning import QUIET_S, Recompiles
 from torchobs.probes.core.patch import Patch
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
@@ -51,7 +48,11 @@ SKIPPED = ("torchobs.probes", "torchobs.flight", "torchobs.support.error_guard",
 
 
 class DynamoRules:
-    """Our entries in Dynamo's list of files to skip."""
+    """Our entries in Dynamo's list of files to skip: our hooks would be compiled, and recompiled, with the user's code.
+
+    ``trace_rules.add`` marks files and has no inverse, so entries are removed by hand. Its import takes a second: this waits
+    until somebody else has imported it. ``torchobs.api`` is not marked: in a compiled region its functions return at once.
+    """
 
     def __init__(self) -> None:
         self._handle: MetaPathFinder | None = None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Event, Metric
     from torchobs.config.settings import Settings
-    from torchobs.detect.blown_layer import BlownLayer
+    from torchobs.detect.spikes import BlownLayer
     from torchobs.flight.metrics.totals import Anomaly
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues

@@ -32,7 +32,7 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING
 
-from torchobs.detect.prefetch import LEAST_USE, were_stored
+from torchobs.detect.speed import LEAST_USE, were_stored
 from torchobs.probes.core.evaluation_window import EvaluationEnd, EvaluationStart
 from torchobs.probes.data.fetch_times import fetched_since
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchobs.detect.code_loops import loop_lines
+from torchobs.detect.hangs import loop_lines
 from torchobs.probes.core.thread_frames import ThreadFrames
 
 if TYPE_CHECKING:

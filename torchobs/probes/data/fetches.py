@@ -8,7 +8,7 @@ from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.starvation import DataCounters, Starvation
+from torchobs.detect.speed import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE

@@ -16,7 +16,7 @@ from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.blown_layer import blown_layer
+from torchobs.detect.spikes import blown_layer
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
@@ -32,7 +32,7 @@ from torchobs.support.rate_limit import RateLimiter
 if TYPE_CHECKING:
     import torch
 
-    from torchobs.detect.blown_layer import BlownLayer
+    from torchobs.detect.spikes import BlownLayer
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.norms import Clipping, Measurement
     from torchobs.probes.precision.amp import LossScaling

@@ -33,7 +33,7 @@ from torchobs.support.tensor_reference import TensorReference
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from torchobs.detect.blown_layer import BlownLayer
+    from torchobs.detect.spikes import BlownLayer
     from torchobs.flight.writer.series_table import Cell, Table
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.norms import Measurement

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.core.boundaries import BACKWARD_ENDS
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.gradients.parameter_names import clean

@@ -26,7 +26,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
+from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 from torchobs.probes.gradients.parameter_names import layer_of

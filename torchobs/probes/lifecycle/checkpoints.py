@@ -1,9 +1,5 @@
 """Checkpoints: duration and size of ``torch.save``, ``safetensors.torch.save_file`` and ``torch.distributed.checkpoint``.
 
-State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
-memory with a trained parameter, and mappings of tensors with names or shapes of parameters (copies on another device, averaged
-weights, another precision).
-
 Nothing is changed or serialized twice: the size is the file's, or the distance that a buffer's position moved. Saves between
 two steps count as one checkpoint, since most trainers write several files. What counts:
 
@@ -57,7 +53,10 @@ _STATES = frozenset({"state_dict", "model_state_dict", "optimizer_state_dict", "
 def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
     """Return True if an object, or what it contains, is the state of a model or an optimizer.
 
-    ``parameters``: the trained parameters as far as known. If none are known, any tensor counts.
+    State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
+    memory with a trained parameter, and mappings of tensors with names or shapes of parameters (copies on another device,
+    averaged weights, another precision). ``parameters``: the trained parameters as far as known. If none are known, any tensor
+    counts.
     """
     import torch  # something is saved by it
 

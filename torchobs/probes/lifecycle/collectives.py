@@ -1,9 +1,9 @@
 """Collectives by process group, from torch's own flight recorder: what was called, what came back, what waits.
 
-The format is that of ``FlightRecorder.hpp`` and ``FlightRecorderDetail.hpp`` in ``torch/csrc/distributed/c10d``: a new field
-raises its minor version, a changed one its major. 2.4 is torch 2.5's, the first with JSON; 2.10 is torch 2.13's. In JSON all
-values of ``pg_status`` are text and absent times 0; the pickled form has numbers and ``None``, and the lines that called. Both
-are read; of a pickled one plain values alone are taken.
+The format of its dumps is that of ``FlightRecorder.hpp`` and ``FlightRecorderDetail.hpp`` in ``torch/csrc/distributed/c10d``: a
+new field raises its minor version, a changed one its major. 2.4 is torch 2.5's, the first with JSON; 2.10 is torch 2.13's. In
+JSON all values of ``pg_status`` are text and absent times 0; the pickled form has numbers and ``None``, and the lines that
+called. Both are read; of a pickled one plain values alone are taken.
 
 Backends fill it in differently. NCCL reports ``state`` and, with TORCH_NCCL_ENABLE_TIMING=1, durations. gloo leaves ``state``
 at "scheduled" for ever, sets ``retired`` once an operation has come back, and records neither send nor recv.
@@ -37,7 +37,7 @@ from math import nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect import collective_timeout
+from torchobs.detect import hangs
 from torchobs.probes.lifecycle.distributed import groups
 from torchobs.probes.lifecycle.exceptions import places, root_cause
 
@@ -426,7 +426,7 @@ class CollectivesProbe:
     def _explain_timeout(self, error: BaseException) -> dict[str, list[str]]:
         """Return the same for a timeout of torch.distributed. In the thread that it has ended."""
         message = root.args[0] if isinstance(root := root_cause(error), RuntimeError) and root.args else None
-        timed_out = type(message) is str and collective_timeout.parse(message) is not None
+        timed_out = type(message) is str and hangs.parse_timeout(message) is not None
         return self.recent() if timed_out and self._distributed.is_initialized() else {}
 
     # -- publishing, in the sampler thread ---------------------------------------------------------------------------------

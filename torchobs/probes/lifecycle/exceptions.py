@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.detect import collective_timeout
+from torchobs.detect import hangs
 from torchobs.identity.redaction import redacted_text
 from torchobs.probes.core.timeline import BACKWARD, DATA, OPTIMIZER
 from torchobs.probes.memory.source_lines import is_installed
@@ -233,7 +233,7 @@ def root_cause(error: BaseException) -> BaseException:
 def _timeout(error: BaseException) -> dict[str, Any]:
     """Return what an exception says of a timeout of torch.distributed; nothing of any other."""
     message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
-    found = collective_timeout.parse(message) if type(message) is str else None
+    found = hangs.parse_timeout(message) if type(message) is str else None
     if found is None:
         return {}
     attributes: dict[str, Any] = {"timeout": found.kind}

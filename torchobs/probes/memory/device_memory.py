@@ -5,10 +5,9 @@ unused device. Only devices with memory that is, or was, reserved are listed, an
 ``cudaMallocAsync`` the memory fraction of a device cannot be had without its context. A pluggable allocator (RAPIDS') has no
 statistics.
 
-Counted from the optimizers that have stepped and the modules that are alive, on one device; shapes are read and nothing is
-computed. A tensor that several share counts once, a sharded one by its own part, a sparse one by what it stores.
-
-What takes the memory is told by component and module, and by line where torch records the allocator's history.
+What takes the memory is counted by component and module, from the optimizers that have stepped and the modules that are alive;
+shapes are read and nothing is computed. A tensor that several share counts once, a sharded one by its own part, a sparse one by
+what it stores. Where torch records the allocator's history it is counted by line, too.
 
 torch calls an observer with the allocator's lock released (``CUDACachingAllocator.cpp``, ``malloc``), so it may read
 statistics and a snapshot. An observer cannot be detached, and attaching needs CUDA to be initialized: one function is

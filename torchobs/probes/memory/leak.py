@@ -1,17 +1,16 @@
 """Names what grows when memory grows without end: lines of the program, types of objects, shapes of tensors.
 
-Tensors are asked one by one through weak references. This runs in the training thread, at the beginning of a backward pass,
-so that nothing is kept alive that this thread is about to drop. For 300,000 objects it takes some 0.1 s; while
-``tracemalloc`` traces, ten times as long.
-
-The allocator's history (``torch.cuda.memory._record_memory_history``, which is private and may be missing) is recorded
-between the growth detector's verdict and the second snapshot, with Python's stacks alone and for living blocks alone. Where
-the user records it, it is left alone.
-
 Nothing is done until the growth detector has told of a leak (:mod:`torchobs.probes.memory.growth`). Then two counts of the
 living objects enclose two snapshots of ``tracemalloc``, and the differences are told. Tracing slows Python down two to three
 times while it lasts: ten seconds, five steps where these are slow, and no longer than a minute, and it ends early when it has
 taken 8 MiB. Where the user runs ``tracemalloc``, nothing is traced or counted (counting would take ten times as long).
+
+Objects are counted in the training thread, at the beginning of a backward pass, so that nothing is kept alive that this thread
+is about to drop; tensors are asked one by one through weak references. For 300,000 objects it takes some 0.1 s.
+
+Of a CUDA device the allocator's history (``torch.cuda.memory._record_memory_history``, which is private and may be missing) is
+recorded between the growth detector's verdict and the second snapshot, with Python's stacks alone and for living blocks alone.
+Where the user records it, it is left alone.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.recovery import HEALTHY
+from torchobs.detect.spikes import HEALTHY
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch

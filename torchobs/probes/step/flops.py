@@ -7,8 +7,7 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.device_peaks import peak_flops
-from torchobs.detect.model_flops import Parameters, Progress, step_flops, utilization
+from torchobs.detect.flops import Parameters, Progress, peak_flops, step_flops, utilization
 from torchobs.flight.metrics.totals import DURATION_SUM, Totals, Word
 from torchobs.probes.lifecycle.distributed import axis_of, by_axis, of_process_groups
 

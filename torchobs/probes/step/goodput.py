@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.idle import idle_from
+from torchobs.detect.hangs import idle_from
 from torchobs.flight.metrics.fold import clear_credit, credit, credited
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.boundaries import EVAL, TRAIN

@@ -10,7 +10,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.detect.idle import idle_from
+from torchobs.detect.hangs import idle_from
 from torchobs.flight.metrics.totals import DURATION_SUM
 from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.patch import Patch

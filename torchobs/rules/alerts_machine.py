@@ -1,12 +1,12 @@
-"""Alerts about what a run lives on: memory, disks, GPUs, loader workers."""
+"""The alerts about memory, disks, GPUs and links, and about torchobs itself."""
 
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.alert_texts import AT, DURATION, EXPORTER, SHARE, THIS_RUN, Culprits, amount
-from torchobs.rules.promql import BY_RUN, ONE_RANK, by_run, select
-from torchobs.rules.recent import name, recent
-from torchobs.rules.rule_file import SEEN, WINDOW, Alert, Group
+from torchobs.catalog import Metric
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, by_run, select
+from torchobs.rules.recordings import name, recent
+from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_RUN, WINDOW, Alert, Culprits, Group, amount
 from torchobs.rules.values import DEFAULT, Values
 
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
@@ -255,3 +255,161 @@ def _worker() -> Alert:
         ),
         culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), amount("worker", "workers", "$v"), "Most on"),
     )
+
+
+INFINIBAND, UNAME = "node_infiniband_state_id", "node_uname_info"
+"""Of node_exporter, whose collectors `infiniband` and `uname` are on by default; the exporter has no such collector."""
+ACTIVE = 4
+"""State of a port that carries data (`/sys/class/infiniband/*/ports/*/state`); below it there are down, init and armed."""
+DOWN = "2m"
+"""A port whose link is trained anew is back within seconds."""
+PAST = "1d"
+_PORT = "cluster, instance, device, port"
+
+
+def links() -> Group:
+    """Return the rules."""
+    return Group("torchobs.links", (_nvlink(), _infiniband()), interval="1m")
+
+
+def _nvlink() -> Alert:
+    def lost(*matchers: str) -> str:
+        there = select(catalog.GPU_NVLINK_LINKS, *matchers)
+        return f"max_over_time({there}[{PAST}]) - {there}"
+
+    return Alert(
+        alert="TorchobsNvlinkDown",
+        expr=by_run(f"{lost()} > 0"),
+        summary="has lost NVLinks.",
+        description=f"A GPU has {amount('link', 'links')} fewer than it had within a day: collectives take another way.",
+        culprits=Culprits(f"{lost(THIS_RUN)} > 0", f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
+    )
+
+
+def _infiniband() -> Alert:
+    """Return the alert on node_exporter's ports, by the name of the node that it and the ranks give.
+
+    A target that two jobs scrape, or that has just changed its name, must not make the rule fail.
+    """
+    nodes = f"topk by (cluster, instance) (1, max by (cluster, instance, nodename) ({UNAME}))"
+    down = f"max by ({_PORT}) (max_over_time({INFINIBAND}[{DOWN}]))"
+    before = f"max by ({_PORT}) (max_over_time({INFINIBAND}[{PAST}]))"
+    lost = f"(({down} < {ACTIVE} and {before} >= {ACTIVE}) * on (cluster, instance) group_left (nodename) {nodes})"
+    return Alert(
+        alert="TorchobsInfinibandDown",
+        expr=f"""
+            max {BY_RUN} (
+                {_located()}
+                * on (cluster, nodename) group_left ()
+                count by (cluster, nodename) ({lost})
+            )
+        """,
+        summary="has lost InfiniBand ports.",
+        description=(
+            f"One of its nodes has {amount('port', 'ports')} down that carried data within a day: collectives are slower, or "
+            "fail."
+        ),
+        culprits=Culprits(
+            f"{lost} and on (cluster, nodename) {_located(THIS_RUN)}",
+            "port {{ $l.port }} of {{ $l.device }} on {{ $l.nodename }}",
+            "Down are",
+            named=False,
+        ),
+    )
+
+
+def _located(*matchers: str) -> str:
+    """Return the ranks with their node's name: Kubernetes' where it is known, for a pod's host name is its own."""
+    by_host = f'label_replace({select(catalog.RANK_INFO, *matchers)}, "nodename", "$1", "host", "(.+)")'
+    return f'label_replace({by_host}, "nodename", "$1", "k8s_node_name", "(.+)")'
+
+
+_EXPORTER = "cluster, namespace, pod, instance"
+
+
+def itself() -> Group:
+    """Return the rules."""
+    return Group(
+        "torchobs.itself",
+        (recent(catalog.FLIGHT_DROPPED, born_later=True), _disabled(), _dropped(), _config(), _read(), _series(), _push()),
+    )
+
+
+def _disabled() -> Alert:
+    probes = f"count by ({ONE_RUN}, probe) ({select(catalog.PROBE_DISABLED, THIS_RUN)} == 1)"
+    return Alert(
+        alert="TorchobsProbeDisabled",
+        expr=by_run(f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)"),
+        summary="is watched by fewer probes.",
+        description=(
+            f"{amount('probe is', 'probes are')} switched off after an exception: "
+            "what is measured so is missing in those ranks. Training is not affected."
+        ),
+        culprits=Culprits(probes, f"{{{{ $l.probe }}}} on {amount('rank', 'ranks', '$v')}", "Most", named=False),
+    )
+
+
+def _dropped() -> Alert:
+    dropped = name(catalog.FLIGHT_DROPPED)
+    return Alert(
+        alert="TorchobsFlightDropped",
+        expr=by_run(f"sum {BY_RUN} ({dropped}) > 0"),
+        summary="records more than its flight files hold.",
+        description='{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',
+        culprits=Culprits(select(dropped, THIS_RUN), '{{ printf "%.0f" $v }} of kind {{ $l.what }}', "Most on"),
+    )
+
+
+def _config() -> Alert:
+    ok = select(catalog.EXPORTER_CONFIG_OK)
+    return _of_exporter(
+        "TorchobsExporterConfig",
+        f"count by ({_EXPORTER}) (max_over_time({ok}[{WINDOW}]) == 0)",
+        f"The exporter {EXPORTER} runs with an invalid configuration.",
+        "A part of it cannot be applied; the exporter serves what it can, and its log says what is wrong.",
+    )
+
+
+def _read() -> Alert:
+    return _of_exporter(
+        "TorchobsExporterReadErrors",
+        _growing(catalog.EXPORTER_READ_ERRORS),
+        f"The exporter {EXPORTER} cannot read flight files.",
+        f"It failed {amount('time', 'times')} in the last 10 minutes: ranks are missing on its page.",
+    )
+
+
+def _series() -> Alert:
+    return _of_exporter(
+        "TorchobsSeriesDropped",
+        _growing(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"'),
+        f"The exporter {EXPORTER} does not serve all series.",
+        '{{ printf "%.0f" $value }} were left out in the last 10 minutes, for a limit on their number or a conflict of names.',
+    )
+
+
+def _push() -> Alert:
+    return _of_exporter(
+        "TorchobsPushDropped",
+        _growing_sum(  # a receiver that takes no logs refuses them all its life, and is no fault
+            select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
+            select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
+        ),
+        f"The exporter {EXPORTER} loses what it pushes.",
+        '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes did not reach the receiver and '
+        "were dropped.",
+    )
+
+
+def _growing(counter: Metric, *matchers: str) -> str:
+    """Return a counter's increase, if there is some."""
+    return _growing_sum(select(counter, *matchers))
+
+
+def _growing_sum(*counters: str) -> str:
+    """Return the increase of several selections of series, if there is some."""
+    return f"sum by ({_EXPORTER}) ({' or '.join(f'increase({one}[{WINDOW}])' for one in counters)}) > 0"
+
+
+def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
+    return Alert(alert, f"max by ({_EXPORTER}) (\n    {expr}\n)", summary, description, of_run=False)

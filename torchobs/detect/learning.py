@@ -1,6 +1,6 @@
-"""Detect layers that learn nothing.
+"""Layers that learn nothing, a learning rate of zero, a stuck loss scaler, recompilations without end.
 
-:mod:`torchobs.detect.vanishing` compares the gradient with its own past, which such a layer does not have: here it is compared
+:mod:`torchobs.detect.spikes` compares a gradient with its own past, which a stuck layer does not have: here it is compared
 with what can move a weight, and with its peers. There are three findings:
 
 *Lost*: a step so small that adding it leaves a float32 weight unchanged (half a unit in the last place: 2^-24 of the weight),
@@ -18,13 +18,76 @@ A single layer counts if it had a gradient before: the first of several inputs m
 
 A gradient of exactly zero elsewhere means nothing: an unused part, a loss term with the weight 0, parameters included for DDP.
 It belongs to the finding in a layer before a lost or unfed one, which blocks the gradient.
+
+*A learning rate* next to zero is one below float32's rounding of the highest one of the same model: a step that doubled a
+weight at that does not change its last bit any more. It may change others (small ones, or in float64), which is not known here.
+A scheduler that counts epochs and is stepped in each batch gets there within some hundred steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
+
+from torchobs.support.rate_limit import RateLimiter
+
+LEAST_SKIPPED = 20
+"""Steps in a row that a loss scaler skips before it is stuck: from 65,536, where torch's begins, 16 halvings lead to 1, and a
+starting job may need some of them."""
+LONGEST_SEARCH = 128
+"""Halvings from float32's largest number to 1: no scaler needs more to find its scale, wherever it begins."""
+
+
+def is_stuck(streak: float, scale: float | None) -> bool:
+    """Return True if a scaler that has skipped so many steps in a row finds no scale; ``scale``: the present one, if known.
+
+    One that was made with a large scale, or has grown it, may skip many steps in good health on its way down.
+    """
+    return streak >= LEAST_SKIPPED and (scale is None or scale <= 1 or streak >= LONGEST_SEARCH)
+
+
+STORM = 4
+"""Recompilations of one function within the window. Up to three are usual: a size that turns out to be dynamic, training and
+evaluation, a second dtype. torch stops at eight (``torch._dynamo.config.recompile_limit``) with a warning."""
+
+APART, WITHIN_ONE = 3, 7
+"""Steps of the training that a storm is spread over at least, or else the number that is one anyway: an optimizer that compiles
+one function for each kind of parameter (torchao's) recompiles it four times in its first step and never again. Seven are all
+that torch allows by default."""
+WINDOW_S = 600.0
+QUIET_S = 60.0
+_MOST = 256
+
+
+class Recompiles:
+    """Recent recompilations by function name."""
+
+    __slots__ = ("_report_limit", "_times")
+
+    def __init__(self) -> None:
+        self._times: dict[str, deque[tuple[float, int]]] = {}
+        self._report_limit = RateLimiter(QUIET_S)
+
+    def note(self, function: str, now_s: float, step: int) -> int:
+        """Add a recompilation; return how many there were within ten minutes if that is to be reported now, else 0.
+
+        The fourth is reported and, while they continue, one a minute. ``step``: the training's number of steps so far.
+        """
+        if function not in self._times and len(self._times) >= _MOST:
+            self._forget_oldest()
+        times = self._times.setdefault(function, deque(maxlen=_MOST))
+        times.append((now_s, step))
+        while times[0][0] < now_s - WINDOW_S:
+            times.popleft()
+        spread = len(times) >= WITHIN_ONE or len({step for _, step in times}) >= APART
+        return len(times) if len(times) >= STORM and spread and self._report_limit.take(now_s, function) else 0
+
+    def _forget_oldest(self) -> None:
+        oldest = min(self._times, key=lambda function: self._times[function][-1][0])
+        del self._times[oldest]
+
 
 RESOLUTION = 2.0**-24
 FAR = 1e-6
@@ -130,3 +193,50 @@ class StuckLayerDetector:
 def leading(zeros: Sequence[bool]) -> int:
     """Return how many first layers of an optimizer have a zero gradient; 0 if all have. ``zeros``: in its order."""
     return zeros.index(False) if False in zeros else 0
+
+
+LEAST_ZEROS, ZEROS_SHARE = 20, 0.05
+"""Steps, and their share of all, with a rate of zero at the end: a schedule may end there, and its last steps are few"""
+ENOUGH = 200
+"""Steps that suffice, where the ones before them are not known"""
+NEGLIGIBLE = 2.0**-24
+"""Of the highest rate: half of the distance between float32 numbers near 1"""
+OTHER_GROUPS = 7
+"""Most parameter groups of which the rate is recorded, besides the first (``catalog.GROUP``): there may be more"""
+
+
+class ZeroRate(NamedTuple):
+    """Steps in a row, up to the last one, with a rate of zero, or a negligible one."""
+
+    first: int
+    steps: int
+    is_begun_before: bool
+    """Whether the steps before the first one are not known"""
+    highest: float = 0.0
+    """The highest rate that is known, if that of the steps is negligible beside it and not zero"""
+
+
+def zero_rate(rates: Sequence[tuple[int, float | None]], began: int = 0) -> ZeroRate | None:
+    """Return since when the rate is zero, or negligible; ``None`` if the last one's is not, or for too short a time.
+
+    ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is not known. ``began``: the
+    step in which the training of the last model began, or 0: what is negligible for it has no measure in another one's rates.
+    """
+    highest = max((rate for step, rate in rates if step >= began and rate is not None and isfinite(rate)), default=0.0)
+    return _at_most(0.0, rates, 0.0) or _at_most(NEGLIGIBLE * highest, rates, highest)
+
+
+def _at_most(limit: float, rates: Sequence[tuple[int, float | None]], highest: float) -> ZeroRate | None:
+    begins = None
+    for index in range(len(rates) - 1, -1, -1):
+        rate = rates[index][1]
+        if rate is not None and not 0.0 <= rate <= limit:
+            break
+        begins = index if rate is not None else begins
+    if begins is None:
+        return None
+    first, last = rates[begins][0], rates[-1][0]
+    count, is_begun_before = last - first + 1, begins == 0 and first > 1
+    if count < LEAST_ZEROS or count < min(ZEROS_SHARE * last, ENOUGH if is_begun_before else last):
+        return None
+    return ZeroRate(first, count, is_begun_before, highest)
