@@ -370,15 +370,16 @@ _RULES = (
 )  # fmt: skip
 
 
-LEAST_S = 10.0
+LEAST_IDLE_S = 10.0
 """A pause between two steps (a plot, a message, a garbage collection) is part of training up to here."""
 
 
 def idle_from(longest_s: float) -> float:
     """Return the idle threshold in seconds, three times the longest step so far; infinity before the first (not positive)."""
-    return max(FACTOR * longest_s, LEAST_S) if longest_s > 0 else inf
+    return max(FACTOR * longest_s, LEAST_IDLE_S) if longest_s > 0 else inf
 
 
+LEAST_S = 10.0
 """Shortest stall: people wait about that long before Ctrl-C. Shorter ones may be a slow batch or an unobserved save."""
 
 LONG_FACTOR = 2.0

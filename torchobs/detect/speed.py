@@ -65,7 +65,7 @@ def were_stored(fetches: int, taken: int, fetch_ns: int, use_ns: int, forward_ns
 
 FACTOR = 3.0
 LEAST_EXCESS_S = 0.005
-"""Python threads switch every 5 ms: a step of 1 ms that waited for another thread is no finding."""
+"""Python threads switch every 5 ms: a step of 1 ms that waited for another thread is no finding, nor is a rank late for it."""
 LEAST_SEEN = 16
 """Least number of steps for a baseline: the first ones warm up."""
 
@@ -205,8 +205,6 @@ LEAST_STEPS = 8
 """Least number of steps for a comparison: a mean of fewer is dominated by single steps."""
 SLOW = 1.2
 """Factor from which a rank is called slow. A fifth longer than its peers costs the run a sixth of its speed."""
-
-"""Least excess per step: Python threads switch every 5 ms, which may not count against a rank with steps of 1 ms."""
 LEAST_LOST_S = 1.0
 """Least excess of all steps compared: a first step, or a processor that others wanted, takes tenths of a second once"""
 
