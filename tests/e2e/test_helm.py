@@ -193,17 +193,6 @@ def test_the_api_server_takes_every_variant(name: str, namespace: Namespace) -> 
     assert done.stdout.count("(server dry run)") == text.count("\nkind: ")
 
 
-def test_the_api_server_knows_what_the_operators_know(namespace: Namespace) -> None:
-    """A field that a PodMonitor does not have, and one of the wrong type, are refused: the CRDs are more than names."""
-    for setting, reason in (("sampelLimit=1", 'unknown field "spec.podMetricsEndpoints[0].sampelLimit"'), ("port=1", "string")):
-        made = helm("template", "t", CHART, *IMAGE, "--kube-version", "1.33.0", "-s", "templates/podmonitor.yaml",
-                    "--set", f"podMonitor.endpoint.{setting}", "--namespace", namespace.name)  # fmt: skip
-        argv = ["kubectl", "create", "--dry-run=server", "--validate=strict", "-f", "-"]
-        done = subprocess.run(argv, input=made.stdout, capture_output=True, text=True, check=False)
-        assert done.returncode != 0
-        assert reason in done.stderr
-
-
 def test_it_warns_of_a_prometheus_that_would_ignore_it(namespace: Namespace) -> None:
     """The notes compare labels with the selectors of the Prometheus objects, if asked to; and the grace with a scrape."""
     selects = {"podMonitorSelector": {"matchLabels": {"release": "other"}}}

@@ -7,11 +7,8 @@ import copy
 import json
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +24,10 @@ from tests.kubernetes.cluster import (
     environment,
     get,
     printed_steps,
-    reached_from,
 )
 from tests.kubernetes.jobs import ARBITRARY_UID, IN_A_CLUSTER, SHIPPED, exporter_of, job, scripts, trainer_of
-from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import wait_until
-from torchobs.catalog import METRICS, Kind, prometheus_label
-from torchobs.exporter.text_format import family_of, sample_name
 
 pytestmark = IN_A_CLUSTER
 
@@ -236,95 +229,6 @@ def test_the_first_signal_drains_and_the_second_ends(stage: Stage) -> None:
     assert restarted.container("torchobs")["lastState"]["terminated"]["exitCode"] == 0
     wait_until(lambda: (value_on(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=600)
     assert restarted.container("trainer")["restartCount"] == 0
-
-
-def pushing(made: dict[str, Any], collector: Collector) -> dict[str, Any]:
-    """A Job whose exporter pushes as well."""
-    exporter_of(made)["env"] = environment(OTEL_EXPORTER_OTLP_ENDPOINT=collector.http, OTEL_METRIC_EXPORT_INTERVAL="5000")
-    return made
-
-
-@pytest.fixture
-def pushed(
-    stage: Stage, program: Callable[[str], str], start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> Collector:
-    """A Collector on this machine, and two Jobs that push there: one ends well, one is killed for its memory."""
-    collector = Collector(program("otelcol"), start, tmp_path, reached_from(stage.running("long")))
-    dies = job("pushes-and-dies", "400", "60", backoffLimit=0)
-    trainer_of(dies)["resources"]["limits"]["memory"] = "640Mi"
-    stage.namespace.apply(pushing(job("pushes", "150"), collector), pushing(dies, collector))
-    return collector
-
-
-def test_what_was_pushed_last_is_what_was_scraped_last(stage: Stage, pushed: Collector) -> None:
-    """At the end of a Job, and of a rank that the kernel has killed: every counter, the state, the exit, value by value."""
-    for name, condition, reason in (("pushes", "Complete", "finished"), ("pushes-and-dies", "Failed", "out_of_memory")):
-        wait_until(partial(stage.namespace.job_condition, name), timeout_s=600, interval_s=1.0)
-        assert stage.namespace.job_condition(name) == condition
-        (pod,) = stage.namespace.pods(name)
-        sent, scraped = shown(last_pushed(pushed, pod)), shown(last_scraped(stage, pod))
-        assert sent == scraped
-        assert [key for key, value in sent.items() if key[0] == "torchobs_rank_exit" and value] == [
-            ("torchobs_rank_exit", frozenset({("reason", reason)}))
-        ]
-        assert sent["torchobs_steps_total", frozenset()] >= (150 if reason == "finished" else 60)
-
-
-Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
-BY_SAMPLE = {metric.prometheus: metric for metric in METRICS}
-
-
-def shown(values: Values) -> Values:
-    """Of these, what a page shows of a rank that has ended: no quiet series with nothing to count, no fact that ranks share."""
-    known = {key: BY_SAMPLE.get(key[0]) for key in values}
-    return {
-        key: values[key]
-        for key, metric in known.items()
-        if metric is None or not (metric.shared or values[key] == metric.quiet)
-    }
-
-
-def last_pushed(collector: Collector, pod: Pod) -> Values:
-    """What the Collector has of a pod's rank that has not ended, by Prometheus' names, less what says whose it is."""
-    found: Values = {}
-    for line in collector.resources("metrics"):
-        resource = pairs_of_json(line["resource"]["attributes"])
-        if resource.get("k8s.pod.name") != pod.name:
-            continue
-        for metric in (metric for scope in line["scopeMetrics"] for metric in scope["metrics"]):
-            (kind,) = metric.keys() & {"sum", "gauge", "histogram"}
-            for point in metric[kind]["dataPoints"]:
-                key = sample(metric, kind), frozenset(own(pairs_of_json(point["attributes"])))
-                if point.get("flags"):
-                    found.pop(key, None)
-                else:
-                    found[key] = float(point.get("count") or point.get("asInt") or point.get("asDouble") or 0)
-    return found
-
-
-def sample(metric: Mapping[str, Any], kind: str) -> str:
-    """The name of a sample of a metric in OTLP's JSON: of a histogram that of its count."""
-    kinds = {"gauge": Kind.GAUGE, "histogram": Kind.HISTOGRAM, "sum": Kind.COUNTER}
-    family = family_of(metric["name"], kinds[kind], metric.get("unit", ""))
-    return f"{family.name}_count" if kind == "histogram" else sample_name(family)
-
-
-def own(labels: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """A series' labels, less those that say whose it is."""
-    whose = {"__name__", "job", "instance", "pod", "job_name", "run_id", "rank"}
-    return ((prometheus_label(name), str(value)) for name, value in labels.items() if name not in whose)
-
-
-def last_scraped(stage: Stage, pod: Pod) -> Values:
-    """What the last scrape of the pod had of its rank; what had ended by then is older."""
-    selector = f'{{pod="{pod.name}",rank!="",__name__!~".*_(bucket|sum)"}}'
-    found = stage.prometheus.query(f"{selector}[1h]")
-    newest_s = max(one.points[-1][0] for one in found)
-    return {
-        (one.labels["__name__"], frozenset(own(one.labels))): one.points[-1][1]
-        for one in found
-        if one.points[-1][0] == newest_s
-    }
 
 
 def _restarted(stage: Stage) -> Pod | None:

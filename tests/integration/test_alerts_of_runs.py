@@ -1,4 +1,4 @@
-"""The alerts about whole runs in a real Prometheus, also after an outage of it."""
+"""The alerts about whole runs in a real Prometheus, also after an outage of it; what Alertmanager makes of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tests.alertmanager_server import alertmanager_command, serving, start_alert
 from tests.exporters import start_program
 from tests.prometheus_server import DIRECT, PrometheusServer
 from tests.recorded_runs import Life, RecordedRun, Recording, Told, cases, record, told
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 from torchobs import catalog
-from torchobs.rules.files import rendered
-from torchobs.rules.promql import select
+from torchobs.rules.files import alert_groups, rendered
+from torchobs.rules.promql import RUN, select
 from torchobs.rules.recordings import ALIVE, FAILED
+from torchobs.rules.rule_file import Alert
 from torchobs.rules.values import Thresholds, Values
 
 if TYPE_CHECKING:
@@ -306,3 +307,41 @@ def test_nobody_is_told_that_a_run_is_gone_which_nobody_looked_at(
         page["text"] = "".join(f'{select(catalog.RANK_UP)}{{job_name="gpt", run_id="{run}", rank="0"}} 1\n' for run in RUNS)
         wait_until(lambda: not active() & set(ALERTS.items()), timeout_s=60)
         assert not prometheus.query('count_over_time(ALERTS{alertstate="firing"}[1h])')
+
+
+SEVERITIES = {rule.alert: rule.severity for group in alert_groups() for rule in group.rules if isinstance(rule, Alert)}
+ALERTMANAGER = yaml.safe_load((ROOT / "deploy" / "alertmanager" / "alertmanager.yml").read_text())
+
+
+def test_amtool_is_content(program: Callable[[str], str], checkout: Path) -> None:
+    """And a page goes to the pager, everything else to the tickets."""
+    path = checkout / "deploy" / "alertmanager" / "alertmanager.yml"
+    subprocess.run([program("amtool"), "check-config", path], check=True, capture_output=True)
+    for severity, receiver in (("page", "pager"), ("ticket", "tickets")):
+        arguments = ["config", "routes", "test", f"--config.file={path}", f"severity={severity}", "run_id=a"]
+        done = subprocess.run([program("amtool"), *arguments], check=True, capture_output=True, text=True)
+        assert done.stdout.strip() == receiver
+
+
+def test_only_alerts_that_exist_are_named_and_no_ticket_silences_a_page() -> None:
+    """A run that hangs because a rank died wakes somebody up all the same; each cluster's run is told of by itself."""
+    assert ALERTMANAGER["route"]["group_by"] == [*RUN]
+    for rule in ALERTMANAGER["inhibit_rules"]:
+        assert rule["equal"] == [*RUN]
+        sources, targets = (
+            {SEVERITIES[name] for name in rule[side][0].split('"')[1].split("|")}
+            for side in ("source_matchers", "target_matchers")
+        )
+        assert sources == {"page"} or targets == {"ticket"}
+
+
+def test_a_run_that_nobody_sees_is_told_once() -> None:
+    """That it is down or gone explains the ranks that are missing, and the machines that it does not use."""
+    follows = {
+        (source, target)
+        for rule in ALERTMANAGER["inhibit_rules"]
+        for source in rule["source_matchers"][0].split('"')[1].split("|")
+        for target in rule["target_matchers"][0].split('"')[1].split("|")
+    }
+    for source in ("TorchobsRunDown", "TorchobsTelemetryGone"):
+        assert {(source, "TorchobsRanksMissing"), (source, "TorchobsGoodputLow")} <= follows

@@ -184,29 +184,6 @@ def test_breaks_are_not_lost_by_a_reset(run: Recording) -> None:
     assert sum(counted(series(run), catalog.COMPILE_GRAPH_BREAKS).values()) == 6
 
 
-@pytest.mark.serial
-def test_the_stages_are_the_time_that_it_took(run: Recording) -> None:
-    """By our own clock around the calls; with a backend that sleeps, that part is the backend's."""
-    slept: list[float] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-        begun = time.perf_counter()
-        time.sleep(0.5)
-        slept.append(time.perf_counter() - begun)
-        return graph.forward
-
-    model = mlp()
-    torch.compile(scaled, backend="eager")(torch.ones(3))  # what torch does once in a process is over
-    before = counted(series(run), catalog.COMPILE_TIME)
-    begun = time.perf_counter()
-    torch.compile(model, backend=backend)(torch.ones(4, 8))
-    elapsed = time.perf_counter() - begun
-    stages = {stage: spent - before.get(stage, 0.0) for stage, spent in counted(series(run), catalog.COMPILE_TIME).items()}
-    assert 0.9 * elapsed <= sum(stages.values()) <= elapsed
-    assert slept[0] <= stages["aot"] < 2 * slept[0]
-    assert set(stages) == {"dynamo", "aot"}
-
-
 def test_a_function_that_is_given_up_is_told(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
     """Torch's limit of recompilations: counted, an event, and one line that says what failed and what to do."""
     compiled = torch.compile(scaled, backend="eager", dynamic=False)
@@ -391,15 +368,6 @@ def test_shutdown_leaves_dynamo_as_it_was(flight_dir: Path) -> None:
     points = {(point.series.name, *point.series.attributes): point.value for point in file.read().points}
     file.close()
     assert points[catalog.COMPILE_COMPILATIONS.name, ("cause", "first")] == 1
-
-
-def test_the_probe_can_be_left_out(flight_dir: Path) -> None:
-    """Then nothing of the compiler is touched but the list of files that it must not trace."""
-    before = vars(callback.CompilationCallbackHandler)["install_callbacks"]
-    for run in recording(flight_dir, disable_probes="compile"):
-        assert vars(callback.CompilationCallbackHandler)["install_callbacks"] is before
-        torch.compile(scaled, backend="eager")(torch.ones(3))
-        assert series(run) == {}
 
 
 @pytest.mark.parametrize("missing", ["get_compilation_metrics", "graph_break_reasons", "counters", "CompilationMetrics"])

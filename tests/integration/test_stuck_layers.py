@@ -113,30 +113,6 @@ def test_the_layers_of_the_model_are_counted_whatever_is_trained(run: Recording)
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
 
 
-class Translator(nn.Module):
-    """An encoder whose last state a decoder carries on over a hundred steps of its own, at the end of which the loss is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.RNN(WIDTH, WIDTH, batch_first=True)
-        self.decoder = nn.RNN(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        """Of shape (batch, time, width) to one number each."""
-        _, state = self.encoder(inputs)
-        states, _ = self.decoder(inputs, state)
-        return self.head(states[:, -1])
-
-
-def test_what_lies_before_a_long_recurrence(run: Recording) -> None:
-    """The decoder's own weights have the gradient of its last steps; to the encoder it comes through all of them."""
-    model = Translator()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (told,) = train(run, (model, optimizer), lambda: torch.randn(8, 60, WIDTH))
-    assert (told["cause"], told["layers"]) == ("vanishing", ["encoder"])
-
-
 def saturated() -> Any:
     """Units of tanh at 30, whose slope is exactly zero in float32."""
     model = chain(nn.Tanh, 4)

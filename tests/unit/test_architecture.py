@@ -1,10 +1,17 @@
-"""docs/architecture.md names rooms, layers, files and functions that there are."""
+"""docs/architecture.md names rooms, layers, files and functions that there are; modules can be read one after the other."""
+
+from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
 
+import grimp
 import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE = "docs/architecture.md"
 NAMED = re.compile(r"`(?P<name>[A-Za-z_][A-Za-z_.]*)`\s+in\s+\[[^\]]+\]\((?P<target>[^)]+\.py)\)")
@@ -52,3 +59,14 @@ def test_the_layers_are_those_that_lint_holds(checkout: Path, pytestconfig: pyte
     layers = [layer for layer in re.findall(r'"([^"]+)"', contract) if layer != "__main__"]
     drawn = (checkout / PAGE).read_text().split("## The direction of imports")[1].split("```text\n")[1].split("```")[0]
     assert drawn.splitlines() == [layer.removeprefix("_version | ") for layer in layers]
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Neither at run time, in a function or at its head, nor for the type checker."""
+    graph = grimp.build_graph("torchobs", exclude_type_checking_imports=False, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 200
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as problem:
+        pytest.fail(" -> ".join(problem.args[1]))

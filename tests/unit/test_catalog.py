@@ -139,13 +139,6 @@ def test_only_histograms_have_bounds_and_they_are_powers(metric: Metric) -> None
     assert all(math.frexp(bound)[0] == 0.5 for bound in metric.bounds)
 
 
-def test_norm_bounds_are_powers_of_four() -> None:
-    """A norm spans eight orders of magnitude: every other power of two is enough."""
-    exponents = [math.frexp(bound)[1] - 1 for bound in catalog.NORM_BOUNDS]
-    assert {exponent % 2 for exponent in exponents} == {0}
-    assert (min(catalog.NORM_BOUNDS), max(catalog.NORM_BOUNDS)) == (4.0**-6, 4.0**6)
-
-
 @each_metric
 def test_labels_are_no_target_s(metric: Metric) -> None:
     """An attribute never hides what the scrape adds or what every series of a rank carries."""

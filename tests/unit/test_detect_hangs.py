@@ -1,34 +1,56 @@
-"""Whether a rank hangs, and for whom the others wait."""
+"""Whether a rank hangs, for whom the others wait, who did not come to a collective, and whom a timeout waited for."""
 
 from __future__ import annotations
 
 import random
 import sys
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.diagnosis_files import START_S, fact, facts, steps
+from tests.ui import row
+from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.detect import hangs
 from torchobs.detect.hangs import (
     EARLY_FIRST_S,
     PATIENT_PHASES,
+    Absence,
+    CollectiveTimeout,
     Durations,
+    GroupProgress,
     Position,
     Standstill,
+    Surplus,
+    absent,
     blamed,
     early_limit_s,
+    inserted,
     loop_lines,
+    mismatched,
+    parse_timeout,
     standstill,
+    surplus,
     usual_and_long_s,
     waits,
 )
+from torchobs.diagnosis import endings as collective_timeout
+from torchobs.diagnosis import hangs as collectives
+from torchobs.diagnosis import health
+from torchobs.diagnosis.endings import compare, ending
 from torchobs.flight.reader.decode import Distribution
+from torchobs.probes.lifecycle.exceptions import describe
 from torchobs.ranks.state import hang_timeout_s
 
 if TYPE_CHECKING:
     from types import CodeType
+
+    from torchobs.diagnosis.rank_report import RankReport
+    from torchobs.diagnosis.status import RankStatus
+
 
 WAITS = ("/x/torch/autograd/graph.py:800 in _engine_run_backward", "/x/train.py:9 in main")
 SLEEPS = ("/home/me/hooks.py:12 in pause", *WAITS)
@@ -247,3 +269,377 @@ def test_the_outermost_loop_around_an_instruction(name: str) -> None:
     lines = loop_lines(made, offset)
     assert (lines[1] if lines else None) == expected
     assert lines is None or lines[0] <= line
+
+
+WAITING = GroupProgress(413, 412, 60.0, "all_reduce", 4000.0)
+AWAY = GroupProgress(412, 412, 0.0)
+
+
+def ranks(*progress: GroupProgress, group: str = "default") -> dict[str, dict[str, GroupProgress]]:
+    """Ranks 0, 1, … of one group."""
+    return {str(rank): {group: one} for rank, one in enumerate(progress)}
+
+
+def test_the_rank_that_did_not_come_is_named() -> None:
+    """Seven of eight wait in number 413, and rank 3 has called 412."""
+    found = absent(ranks(*[AWAY if rank == 3 else WAITING for rank in range(8)]))
+    assert found == {"3": Absence("default", 413, "all_reduce", 412, 7)}
+
+
+def test_several_that_did_not_come_are_named() -> None:
+    """All for the same collective."""
+    found = absent(ranks(WAITING, AWAY, WAITING, AWAY))
+    assert {name: (one.number, one.operation, one.waiting) for name, one in found.items()} == {
+        "1": (413, "all_reduce", 2), "3": (413, "all_reduce", 2),
+    }  # fmt: skip
+
+
+def test_who_has_called_ahead_waits_in_the_first_that_is_open() -> None:
+    """DDP calls several buckets at once: number 413 is what does not come back."""
+    assert absent(ranks(WAITING._replace(enqueued=416), AWAY))["1"].number == 413
+
+
+def test_nobody_is_named_where_all_came() -> None:
+    """A network or a GPU that does not answer; and where nobody waits, nothing hangs."""
+    assert absent(ranks(WAITING, WAITING, WAITING)) == {}
+    assert absent(ranks(AWAY, AWAY)) == {}
+    assert absent({}) == {}
+
+
+def test_a_rank_that_waits_in_another_group_is_not_to_blame() -> None:
+    """Ranks 0 and 1 are one group, 1 and 2 another: 0 waits for 1, 1 for 2, and 2 sleeps."""
+    found = absent(
+        {
+            "0": {"tp:1": WAITING},
+            "1": {"tp:1": AWAY, "dp:2": GroupProgress(8, 7, 60.0, "all_gather")},
+            "2": {"dp:2": GroupProgress(7, 7, 0.0)},
+        }
+    )
+    assert found == {"2": Absence("dp:2", 8, "all_gather", 7, 1)}
+
+
+def test_groups_are_judged_each_by_itself() -> None:
+    """Four ranks in two halves, of which the second is fine and further, as pipeline stages may be."""
+    found = absent(
+        {
+            **ranks(WAITING, AWAY, group="dp:1"),
+            "2": {"dp:2": GroupProgress(900, 900, 0.0)},
+            "3": {"dp:2": AWAY},
+        }
+    )
+    assert set(found) == {"1"}
+
+
+def test_a_circle_names_nobody() -> None:
+    """Each waits in a group in which the other is missing: the order of their collectives differs."""
+    assert absent({"0": {"a": WAITING, "b": AWAY}, "1": {"a": AWAY, "b": WAITING}}) == {}
+
+
+def test_a_rank_in_an_operation_without_a_number_waits() -> None:
+    """NCCL's recorder has send and recv, which the numbers leave out."""
+    assert absent(ranks(WAITING, GroupProgress(412, 412, 30.0, "recv"))) == {}
+
+
+def test_other_operations_of_the_same_number_are_told() -> None:
+    """Rank 1 has left one out, or called one more."""
+    (one,) = mismatched(ranks(WAITING, WAITING._replace(operation="broadcast"), WAITING))
+    assert (one.group, one.number) == ("default", 413)
+    assert one.kinds == {("all_reduce", None): ("0", "2"), ("broadcast", None): ("1",)}
+
+
+def test_other_sizes_are_told_where_they_have_to_be_equal() -> None:
+    """Not of what may be uneven, or is unknown."""
+    (one,) = mismatched(ranks(WAITING, WAITING._replace(size=8.0)))
+    assert one.kinds == {("all_reduce", 4000.0): ("0",), ("all_reduce", 8.0): ("1",)}
+    assert mismatched(ranks(WAITING, WAITING._replace(size=None))) == []
+    uneven = WAITING._replace(operation="all_to_all")
+    assert mismatched(ranks(uneven, uneven._replace(size=8.0))) == []
+
+
+def test_other_numbers_are_no_mismatch() -> None:
+    """They are compared only where each was called next."""
+    assert mismatched(ranks(WAITING, GroupProgress(414, 413, 9.0, "broadcast"))) == []
+    assert mismatched(ranks(WAITING, AWAY)) == []
+
+
+def calling(one: GroupProgress | None, state: str = "hung", phase: str = "backward", frames: tuple[str, ...] = ()) -> Position:
+    """A rank in step 11."""
+    return Position(state, 10, phase, frames, {} if one is None else {"default": one})
+
+
+def test_ranks_in_one_phase_are_told_apart() -> None:
+    """All are in backward of the same step, and there are no stacks."""
+    found = blamed(
+        {
+            "0": calling(WAITING),
+            "1": calling(AWAY),
+            "2": calling(WAITING),
+        }
+    )
+    assert {name: one.why for name, one in found.items()} == {"1": hangs.NOT_ARRIVED}
+    assert blamed({"0": calling(None), "1": calling(None)}) == {}
+
+
+def test_the_recorder_decides_before_phases_do() -> None:
+    """Rank 0 waits in a collective of its evaluation; rank 1, in backward, did not come to it."""
+    found = blamed({"0": calling(WAITING, "alive", "evaluation"), "1": calling(AWAY)})
+    assert set(found) == {"1"}
+
+
+def test_an_ended_rank_comes_first() -> None:
+    """It is known to be gone."""
+    assert {one.why for one in blamed({"0": calling(WAITING), "1": calling(AWAY, "failed")}).values()} == {hangs.ENDED}
+
+
+def test_a_stack_in_an_operation_that_is_not_recorded_absolves() -> None:
+    """The recorder of gloo leaves recv out: rank 1 waits there for rank 2."""
+    recv = ("/x/torch/distributed/distributed_c10d.py:9 in recv",)
+    found = blamed(
+        {
+            "0": calling(WAITING),
+            "1": calling(AWAY, frames=recv),
+            "2": calling(AWAY, frames=("/home/me/train.py:3 in load",)),
+        }
+    )
+    assert set(found) == {"2"}
+
+
+def test_ranks_that_called_different_numbers_are_told_apart_by_group() -> None:
+    """The most calls first; a group in which all called the same, or of one rank here, has no difference."""
+    called = {"0": {"default": 207, "tp:1": 9}, "1": {"default": 206, "tp:1": 9}, "2": {"default": 207, "dp:2": 4}, "3": {}}
+    assert surplus(called) == [Surplus("default", {207: ("0", "2"), 206: ("1",)})]
+    assert surplus({}) == []
+
+
+def calls(*texts: str, first: int = 1) -> dict[int, str]:
+    """Calls by number."""
+    return dict(enumerate(texts, first))
+
+
+def test_the_calls_that_one_rank_made_more_are_those_between_equal_ones() -> None:
+    """A barrier in one rank's branch shifts all that follow; a second rank's lines before and behind it are the same."""
+    one, other = calls("step", "step", "save", "finish"), calls("step", "step", "finish")
+    assert inserted(one, other) == ("save",)
+    assert inserted(calls("step", "step", "finish"), calls("step", "step")) == ("finish",)
+    assert inserted(calls("step", "a", "b", "finish"), calls("step", "finish")) == ("a", "b")
+
+
+def test_calls_that_do_not_align_show_nothing() -> None:
+    """Lines that differ by rank, windows without a common beginning, and none at all."""
+    assert inserted(calls("rank 0", "x", "finish"), calls("rank 1", "finish")) == ()
+    assert inserted(calls("step", "save", "other", "finish"), calls("step", "more", "finish")) == ()
+    assert inserted(calls("save", "finish", first=9), calls("step", "finish", first=7)) == ()
+    assert inserted(calls("step"), calls("step")) == inserted({}, {}) == inserted(calls("step"), {}) == ()
+
+
+def hung(name: str, progress: GroupProgress) -> RankStatus:
+    """A rank in backward of step 11, with its progress in a process group."""
+    return replace(row(0, "hung").status, rank=name, collectives={"x": progress}, called={"x": progress.enqueued})
+
+
+def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
+    """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
+    ranks = [
+        hung("0-g0", WAITING),
+        hung("1-g0", WAITING),
+        hung("0-g1", AWAY),
+        hung("1-g1", AWAY),
+    ]
+    assert not [*collectives.surplus(ranks), *health.waited_for(ranks)]
+    assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
+    (text,) = (one.text for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
+    assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
+    assert "-g1" not in text
+    apart = [
+        *ranks[:1],
+        hung("0-g1", WAITING),
+        hung("1-g1", WAITING._replace(operation="broadcast")),
+    ]
+    assert [one.kind for one in health.waited_for(apart)] == ["collectives_differ"]
+
+
+GLOO = "[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"
+MESSAGES = {
+    GLOO: CollectiveTimeout("collective", 4.0, ()),
+    "[/x/unbound_buffer.cc:137] Timed out waiting 1800000ms for send operation to complete": CollectiveTimeout(
+        "collective", 1800.0, ()
+    ),
+    "[/x/pair.cc:534] Application timeout caused pair closure": CollectiveTimeout("collective", None, ()),
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, NumelIn=1, NumelOut=1,"
+    " Timeout(ms)=5000) ran for 5023 milliseconds before timing out.": CollectiveTimeout("collective", 5.0, ()),
+    "[Rank 0] Caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600123"
+    " milliseconds before timing out.": CollectiveTimeout("collective", 600.0, ()),
+    f"[Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms\n Original exception: \n{GLOO}": CollectiveTimeout(
+        "monitored_barrier", 3.0, (1,)
+    ),
+    "[Rank 0]: Ranks 1, 5, 12 failed to pass monitoredBarrier in 250 ms": CollectiveTimeout(
+        "monitored_barrier", 0.25, (1, 5, 12)
+    ),
+    "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check"
+    " rank 0 logs for faulty rank.": CollectiveTimeout("monitored_barrier", None, ()),
+    "Timed out after 301 seconds waiting for clients. 1/2 clients joined.": CollectiveTimeout("rendezvous", 301.0, ()),
+    "wait timeout after 300000ms, keys: /default_pg/0//cuda//0": CollectiveTimeout("rendezvous", 300.0, ()),
+    "Timed out initializing process group in store based barrier on rank: 0": CollectiveTimeout("rendezvous", None, ()),
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_of_torch(message: str) -> None:
+    """Numbers alone are taken."""
+    assert parse_timeout(message) == MESSAGES[message]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "", "CUDA error: the launch timed out and was terminated", "DataLoader timed out after 5 seconds",
+        "[/x/pair.cc:534] Connection closed by peer [127.0.0.1]:31337", "Timed out waiting for the lock", "x" * 100_000,
+    ],
+)  # fmt: skip
+def test_other_messages(message: str) -> None:
+    """A peer that has ended, an operator's own words."""
+    assert parse_timeout(message) is None
+
+
+def test_an_exception_s_message_is_read_for_that_alone() -> None:
+    """Of a `RuntimeError`, which torch raises, or of the one at its root; a text that is another's code is not."""
+
+    class Mine(str):
+        __slots__ = ()
+
+    assert describe(RuntimeError(GLOO))["timeout_s"] == 4.0
+    outer = ValueError("while averaging")
+    outer.__cause__ = RuntimeError(GLOO)
+    assert describe(outer)["timeout"] == "collective"
+    for error in (ValueError(GLOO), RuntimeError(), RuntimeError(Mine(GLOO)), RuntimeError("out of luck")):
+        assert "timeout" not in describe(error)
+
+
+END_S = 24.0
+IN_BACKWARD = "torch/autograd/graph.py:979 in _engine_run_backward"
+
+
+def rank(number: int, *, gave_up: bool = False, seconds: float = END_S, **given: Any) -> RankReport:
+    """One of a run's ranks after 201 steps, ended by a timeout in backward, or by a launcher."""
+    attributes = {
+        "exception__type": "builtins.RuntimeError",
+        "location": IN_BACKWARD,
+        "timeout": "collective",
+        "timeout_s": 4.0,
+    }
+    fields: dict[str, Any] = {"state": "failed", "reason": "terminated", "phase": "other", "last_s": START_S + seconds}
+    if gave_up:
+        fields |= {"reason": "exception", "events": [fact(catalog.EVENT_EXCEPTION, seconds, 201, **attributes)]}
+    return facts(steps(201), resource={"rank": number, "world_size": 8}, **{**fields, **given})
+
+
+def told(*ranks: RankReport) -> str:
+    """What is said first of the ranks together."""
+    return compare(ranks)[0].text
+
+
+def test_the_one_of_many_that_is_elsewhere() -> None:
+    """Some gave up, the others were ended before they did."""
+    ranks = [rank(0, gave_up=True), rank(1, phase="data"), *(rank(number, phase="backward") for number in range(2, 8))]
+    text = told(*ranks)
+    assert text == (
+        "A collective timed out after 4 s on rank 0. Rank 1 fetches data of step 202, and the other 7 ranks wait in backward of"
+        " step 202."
+    )
+    assert set(collective_timeout.blamed(ranks)) == {"1"}
+
+
+def test_a_rank_that_had_finished_in_order_is_waited_for() -> None:
+    """It had fewer batches."""
+    ranks = rank(0, gave_up=True), rank(1, state="finished", reason="finished", seconds=20.5)
+    assert told(*ranks).endswith("Rank 1 ended in order, and the other rank waits in backward of step 202.")
+
+
+def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
+    """In different places; or in the same, of which it cannot be told."""
+    apart = rank(0, gave_up=True), rank(1, gave_up=True, events=[timeout_elsewhere()], phase="forward")
+    assert told(*apart) == (
+        "A collective timed out after 4 s on ranks 0 and 1. They waited for each other: rank 0 in backward of step 202 and"
+        " rank 1 in forward of step 202."
+    )
+    assert told(rank(0, gave_up=True), rank(1, gave_up=True)).endswith("which rank did not come cannot be told.")
+    assert not collective_timeout.blamed([rank(0, gave_up=True), rank(1, gave_up=True)])
+
+
+def counted(report: RankReport, number: int, *calls: str) -> RankReport:
+    """The same rank with the number of collectives that it has called, and the last of them."""
+    values: dict[tuple[str, ...], Any] = {(catalog.COLLECTIVE_ENQUEUED.name, "gloo", "default"): float(number)}
+    numbered = [f"default (gloo) #{number - len(calls) + 1 + at} {call}" for at, call in enumerate(calls)]
+    events = [one._replace(attributes={**one.attributes, "collectives": numbered}) for one in report.events]
+    return replace(report, values=values, events=tuple(events))
+
+
+def test_a_rank_that_called_one_collective_more_is_told_with_the_line() -> None:
+    """Promise: by the numbers that groups count, and where both ranks' last calls are known with the one that was more."""
+    last_steps = ["all_reduce at a.py:9 in main"] * 2
+    stacks = fact(catalog.EVENT_STACKS, END_S - 1, 201, cause="stalled")
+    one = counted(
+        rank(0, gave_up=True),
+        207,
+        *last_steps,
+        "barrier at a.py:2 in save",
+        "barrier at a.py:5 in finish",
+    )
+    other = counted(rank(1, phase="idle", events=[stacks]), 206, *last_steps, "barrier at a.py:5 in finish")
+    more = "Rank 0 called one collective more than rank 1 (207 and 206 of group default (gloo))"
+    assert told(one, other) == (
+        "A collective timed out after 4 s on rank 0. Rank 1 has left its training loop, and the other rank waits in backward of"
+        f" step 202. {more}: barrier at a.py:2 in save."
+    )
+    assert told(one, counted(other, 206)).endswith(f"{more}.")
+
+
+def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:
+    """Promise: nobody is named for being where the rank is that waits for it; without counts it cannot be told."""
+    waits, other = rank(0, gave_up=True), rank(1, phase="backward")
+    assert told(waits, other) == "A collective timed out after 4 s on rank 0. Which rank did not come cannot be told."
+    assert not collective_timeout.blamed([waits, other])
+    assert told(counted(waits, 9), counted(other, 7)) == (
+        "A collective timed out after 4 s on rank 0. "
+        "Rank 0 called 2 collectives more than rank 1 (9 and 7 of group default (gloo))."
+    )
+    assert set(collective_timeout.blamed([counted(waits, 9), counted(other, 7)])) == {"1"}
+    apart = [counted(replace(waits, suffix="-g0"), 9), counted(replace(other, suffix="-g1"), 7)]  # default groups of their own
+    assert not collective_timeout.blamed(apart)
+    assert "more than" not in told(*apart)
+
+
+def test_counts_of_a_rank_that_trained_to_its_end_are_not_compared() -> None:
+    """Promise: they are published once a second, and may be those of a step before its last."""
+    killed = counted(rank(1, phase="other", seconds=20.5), 7)
+    assert "more than" not in told(counted(rank(0, gave_up=True, seconds=20.9), 9), killed)
+
+
+def timeout_elsewhere() -> Any:
+    """A timeout that was raised outside of backward."""
+    at = {
+        "exception__type": "builtins.RuntimeError",
+        "location": "torch/distributed/distributed_c10d.py:4 in barrier",
+    }
+    return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)
+
+
+def test_a_rank_of_another_machine_is_named_by_its_number() -> None:
+    """By a monitored barrier alone."""
+    attributes = {"timeout": "monitored_barrier", "timeout_s": 4.0, "absent_ranks": [5]}
+    event = fact(
+        catalog.EVENT_EXCEPTION, END_S, 201, exception__type="builtins.RuntimeError", location="a.py:1 in b", **attributes
+    )
+    ranks = rank(0, gave_up=True, events=[event]), rank(1)
+    assert told(*ranks) == (
+        "A monitored barrier timed out after 4 s on rank 0. Rank 5 did not come, and is not among the files here."
+    )
+    assert next(ending(ranks[0])).text.endswith(": a timeout after 4 s, it waited for rank 5, which did not come.")
+
+
+def test_a_rank_that_failed_before_is_the_cause() -> None:
+    """By an exception of its own, minutes before the others gave up."""
+    own = fact(catalog.EVENT_EXCEPTION, 21.0, 201, exception__type="builtins.KeyError", location="/home/me/train.py:3 in load")
+    ranks = rank(0, gave_up=True), rank(1, seconds=21.0, reason="exception", events=[own])
+    assert told(*ranks).startswith("Rank 1 failed first, 3 s before rank 0")
+    assert not collective_timeout.blamed(ranks)

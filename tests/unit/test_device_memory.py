@@ -18,10 +18,8 @@ from torchobs.probes.memory.device_memory import (
     DeviceMemoryProbe,
     OomObserver,
     _observe,
-    largest_allocations,
     of_stats,
     segments_in_time,
-    summary,
     used_devices,
 )
 
@@ -353,12 +351,6 @@ def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recor
         watcher.note(0, GIB, TOTAL, 0)
         now_s[0] += 0.03
     assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 2
-
-
-def test_without_statistics_an_event_is_written_all_the_same() -> None:
-    """Another allocator may keep none."""
-    assert summary({}) == {}
-    assert largest_allocations({"segments": []}, 0, "/torch") == []
 
 
 def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing(

@@ -1,6 +1,5 @@
 """docs/scale.md: what it computes is what its formula gives, of the budgets that are held by a test."""
 
-import re
 from pathlib import Path
 
 import yaml
@@ -55,11 +54,3 @@ def test_so_many_series_are_recorded_of_a_rank_at_least(checkout: Path) -> None:
     always = [name for name in names if not name.endswith(":recent")]
     assert len(always) + phases - 1 <= RULES
     assert [name for name in always if name.startswith("rank_phase:")], "which there is one of for each phase"
-
-
-def test_every_file_that_the_page_names_is_there(checkout: Path) -> None:
-    """A link to a configuration that was renamed leads nowhere."""
-    page = checkout / "docs" / "scale.md"
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    assert len(links) > 5
-    assert [link for link in links if not (page.parent / link).exists()] == []

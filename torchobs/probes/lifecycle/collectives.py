@@ -31,7 +31,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from math import nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 MAJOR = 2
 """The major version that is understood"""
-_LONGEST_MS = 1e12
-MOST_ENTRIES = 100_000
-"""More than anybody sets: a dump beyond it is refused"""
 
 _ITEM_BYTES = {
     "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Half": 2, "BFloat16": 2, "UInt16": 2, "Int": 4, "Float": 4, "UInt32": 4,
@@ -70,7 +67,7 @@ _PLAIN = frozenset({"broadcast", "reduce", "gather", "scatter", "barrier", "send
 
 
 class UnreadableError(ValueError):
-    """A dump that is damaged, or of a version that is not understood; the message says which."""
+    """A dump of a version that is not understood, or that is not as that version has it; the message says which."""
 
 
 class GroupStatus(NamedTuple):
@@ -122,49 +119,46 @@ class Dump(NamedTuple):
 
     groups: Mapping[int, GroupStatus]
     operations: tuple[Operation, ...]
-    """oldest first; those that make no sense are left out"""
+    """oldest first"""
 
 
 def decode(dumped: bytes) -> Dump:
     """Return the contents of a dump in JSON. Raises :class:`UnreadableError`."""
     try:
-        return parse(json.loads(dumped))
-    except (ValueError, RecursionError) as problem:
-        if isinstance(problem, UnreadableError):
-            raise
+        content = json.loads(dumped)
+    except ValueError as problem:
         reason = "is no valid JSON"
         raise UnreadableError(reason) from problem
+    return parse(content)
 
 
-def parse(dump: object) -> Dump:
+def parse(dump: Any) -> Dump:
     """Return the contents of a dump as objects. Raises :class:`UnreadableError`."""
-    if not isinstance(dump, Mapping):
-        reason = "is no mapping"
-        raise UnreadableError(reason)
-    version = dump.get("version")
-    major = version.partition(".")[0] if isinstance(version, str) else ""
-    if major != str(MAJOR):
-        reason = f"has version {str(version)[:16]!r}, and {MAJOR} is understood"
-        raise UnreadableError(reason)
-    status, entries = dump.get("pg_status"), dump.get("entries") or ()
-    if not isinstance(status, Mapping) or not isinstance(entries, (list, tuple)) or len(entries) > MOST_ENTRIES:
-        reason = "has no status of process groups"
-        raise UnreadableError(reason)
-    groups = {int(key): found for key, one in status.items() if _is_number(key) and (found := _status(one)) is not None}
-    return Dump(groups, tuple(_operations(entries)))
+    _check_version(dump)
+    try:
+        groups = {int(key): _status(one) for key, one in dump["pg_status"].items()}
+        return Dump(groups, tuple(map(_operation, dump.get("entries") or ())))
+    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+        reason = f"is not as torch writes version {MAJOR}"
+        raise UnreadableError(reason) from problem
 
 
 def calls(dumped: bytes, most: int) -> list[RecordedCall]:
     """Return the last collectives in a pickled dump, oldest first; empty if it makes no sense."""
     try:
         dump = _Plain(io.BytesIO(dumped)).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError):
+        _check_version(dump)
+        found = [_call(entry) for entry in dump["entries"][-2 * most :] if not entry.get("is_p2p")]
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError):
         return []
-    version = dump.get("version") if isinstance(dump, dict) else None
-    if not isinstance(version, str) or version.partition(".")[0] != str(MAJOR) or not isinstance(dump.get("entries"), list):
-        return []
-    found = [call for entry in dump["entries"][-2 * most :] if (call := _call(entry)) is not None]
     return found[-most:]
+
+
+def _check_version(dump: Any) -> None:
+    version = dump.get("version") if isinstance(dump, dict) else None
+    if str(version).partition(".")[0] != str(MAJOR):
+        reason = f"has version {str(version)[:16]!r}, and {MAJOR} is understood"
+        raise UnreadableError(reason)
 
 
 class _Plain(pickle.Unpickler):
@@ -176,23 +170,10 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(reason)
 
 
-def _call(entry: object) -> RecordedCall | None:
-    if not isinstance(entry, dict) or entry.get("is_p2p"):
-        return None
-    group, name, number = entry.get("process_group"), entry.get("profiling_name"), entry.get("collective_seq_id")
-    if not isinstance(group, (list, tuple)) or len(group) != 2 or not isinstance(name, str) or type(number) is not int:  # noqa: PLR2004  # name, description
-        return None
-    frames = entry.get("frames")
-    read = [_frame(frame) for frame in frames] if isinstance(frames, list) else []
-    lines = tuple(frame for frame in read if frame is not None)
-    return RecordedCall(str(group[0]), str(group[1]), name.partition(":")[0], operation(name), number, lines)
-
-
-def _frame(frame: object) -> tuple[str, int, str] | None:
-    if not isinstance(frame, dict):
-        return None
-    file, line, function = (frame.get(key) for key in ("filename", "line", "name"))
-    return (file, line, function) if isinstance(file, str) and type(line) is int and isinstance(function, str) else None
+def _call(entry: Mapping[str, Any]) -> RecordedCall:
+    (group, description), name = entry["process_group"], entry["profiling_name"]
+    lines = tuple((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
+    return RecordedCall(group, description, name.partition(":")[0], operation(name), entry["collective_seq_id"], lines)
 
 
 def operation(name: str) -> str:
@@ -205,54 +186,21 @@ def operation(name: str) -> str:
     return next((family for family in _FAMILIES if word.lstrip("_").startswith(family)), "other")
 
 
-def _operations(entries: list[Any] | tuple[Any, ...]) -> Iterator[Operation]:
-    for entry in entries:
-        if not isinstance(entry, Mapping):
-            continue
-        group, name, number = entry.get("process_group"), entry.get("profiling_name"), entry.get("pg_id")
-        created_ns = entry.get("time_created_ns")
-        if not isinstance(group, (list, tuple)) or len(group) != 2 or not isinstance(name, str):  # noqa: PLR2004  # name, description
-            continue
-        record = entry.get("record_id")
-        if type(number) is not int or type(created_ns) is not int or type(record) is not int:
-            continue
-        done = entry.get("retired") is True or entry.get("state") == "completed"
-        kind, size = operation(name), _size(entry.get("input_sizes"), entry.get("input_dtypes"))
-        backend = name.partition(":")[0]
-        took_s = _seconds(entry.get("duration_ms"))
-        yield Operation(number, str(group[0]), str(group[1]), backend, kind, created_ns, size, not done, record, took_s)
+def _operation(entry: Mapping[str, Any]) -> Operation:
+    (group, description), name, took_ms = entry["process_group"], entry["profiling_name"], entry.get("duration_ms")
+    done = entry["retired"] is True or entry["state"] == "completed"
+    backend, kind, size = name.partition(":")[0], operation(name), _size(entry["input_sizes"], entry["input_dtypes"])
+    number, at_ns, took_s = entry["pg_id"], entry["time_created_ns"], None if took_ms is None else took_ms / 1e3
+    return Operation(number, group, description, backend, kind, at_ns, size, not done, entry["record_id"], took_s)
 
 
-def _seconds(duration_ms: object) -> float | None:
-    return float(duration_ms) / 1e3 if isinstance(duration_ms, (int, float)) and 0 <= duration_ms < _LONGEST_MS else None
+def _size(shapes: Sequence[Sequence[int]], types: Sequence[str]) -> int | None:
+    items = [1 if name.startswith("Float8") else _ITEM_BYTES.get(name) for name in types]
+    return None if None in items else sum(item * prod(shape) for item, shape in zip(items, shapes, strict=True) if item)
 
 
-def _size(shapes: object, types: object) -> int | None:
-    if not isinstance(shapes, (list, tuple)) or not isinstance(types, (list, tuple)) or len(shapes) != len(types):
-        return None
-    total = 0
-    for shape, name in zip(shapes, types, strict=True):
-        item = 1 if str(name).startswith("Float8") else _ITEM_BYTES.get(str(name))
-        if item is None or not isinstance(shape, (list, tuple)) or not all(type(n) is int and n >= 0 for n in shape):
-            return None
-        total += item * prod(shape)
-    return total
-
-
-def _status(one: object) -> GroupStatus | None:
-    if not isinstance(one, Mapping):
-        return None
-    found = [one.get(f"last_{what}_collective") for what in ("enqueued", "completed")]
-    if not all(_is_number(value) for value in found):
-        return None
-    enqueued, completed = (max(0, int(value)) for value in found if value is not None)  # -1: none yet
-    return GroupStatus(enqueued, completed)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, str):
-        return len(value) < 20 and value.removeprefix("-").isdecimal() and value.isascii()  # noqa: PLR2004  # digits of 2^63
-    return type(value) is int
+def _status(one: Mapping[str, Any]) -> GroupStatus:
+    return GroupStatus(*(max(0, int(one[f"last_{what}_collective"])) for what in ("enqueued", "completed")))  # -1: none yet
 
 
 ADVANCED = 2
