@@ -320,13 +320,7 @@ def test_a_rank_that_waits_in_another_group_is_not_to_blame() -> None:
 
 def test_groups_are_judged_each_by_itself() -> None:
     """Four ranks in two halves, of which the second is fine and further, as pipeline stages may be."""
-    found = absent(
-        {
-            **ranks(WAITING, AWAY, group="dp:1"),
-            "2": {"dp:2": GroupProgress(900, 900, 0.0)},
-            "3": {"dp:2": AWAY},
-        }
-    )
+    found = absent({**ranks(WAITING, AWAY, group="dp:1"), "2": {"dp:2": GroupProgress(900, 900, 0.0)}, "3": {"dp:2": AWAY}})
     assert set(found) == {"1"}
 
 
@@ -369,13 +363,7 @@ def calling(one: GroupProgress | None, state: str = "hung", phase: str = "backwa
 
 def test_ranks_in_one_phase_are_told_apart() -> None:
     """All are in backward of the same step, and there are no stacks."""
-    found = blamed(
-        {
-            "0": calling(WAITING),
-            "1": calling(AWAY),
-            "2": calling(WAITING),
-        }
-    )
+    found = blamed({"0": calling(WAITING), "1": calling(AWAY), "2": calling(WAITING)})
     assert {name: one.why for name, one in found.items()} == {"1": hangs.NOT_ARRIVED}
     assert blamed({"0": calling(None), "1": calling(None)}) == {}
 
@@ -395,11 +383,7 @@ def test_a_stack_in_an_operation_that_is_not_recorded_absolves() -> None:
     """The recorder of gloo leaves recv out: rank 1 waits there for rank 2."""
     recv = ("/x/torch/distributed/distributed_c10d.py:9 in recv",)
     found = blamed(
-        {
-            "0": calling(WAITING),
-            "1": calling(AWAY, frames=recv),
-            "2": calling(AWAY, frames=("/home/me/train.py:3 in load",)),
-        }
+        {"0": calling(WAITING), "1": calling(AWAY, frames=recv), "2": calling(AWAY, frames=("/home/me/train.py:3 in load",))}
     )
     assert set(found) == {"2"}
 
@@ -439,22 +423,13 @@ def hung(name: str, progress: GroupProgress) -> RankStatus:
 
 def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
-    ranks = [
-        hung("0-g0", WAITING),
-        hung("1-g0", WAITING),
-        hung("0-g1", AWAY),
-        hung("1-g1", AWAY),
-    ]
+    ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
     assert not [*collectives.surplus(ranks), *health.waited_for(ranks)]
     assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
     (text,) = (one.text for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
     assert "-g1" not in text
-    apart = [
-        *ranks[:1],
-        hung("0-g1", WAITING),
-        hung("1-g1", WAITING._replace(operation="broadcast")),
-    ]
+    apart = [*ranks[:1], hung("0-g1", WAITING), hung("1-g1", WAITING._replace(operation="broadcast"))]
     assert [one.kind for one in health.waited_for(apart)] == ["collectives_differ"]
 
 
@@ -578,13 +553,7 @@ def test_a_rank_that_called_one_collective_more_is_told_with_the_line() -> None:
     """Promise: by the numbers that groups count, and where both ranks' last calls are known with the one that was more."""
     last_steps = ["all_reduce at a.py:9 in main"] * 2
     stacks = fact(catalog.EVENT_STACKS, END_S - 1, 201, cause="stalled")
-    one = counted(
-        rank(0, gave_up=True),
-        207,
-        *last_steps,
-        "barrier at a.py:2 in save",
-        "barrier at a.py:5 in finish",
-    )
+    one = counted(rank(0, gave_up=True), 207, *last_steps, "barrier at a.py:2 in save", "barrier at a.py:5 in finish")
     other = counted(rank(1, phase="idle", events=[stacks]), 206, *last_steps, "barrier at a.py:5 in finish")
     more = "Rank 0 called one collective more than rank 1 (207 and 206 of group default (gloo))"
     assert told(one, other) == (
@@ -617,10 +586,7 @@ def test_counts_of_a_rank_that_trained_to_its_end_are_not_compared() -> None:
 
 def timeout_elsewhere() -> Any:
     """A timeout that was raised outside of backward."""
-    at = {
-        "exception__type": "builtins.RuntimeError",
-        "location": "torch/distributed/distributed_c10d.py:4 in barrier",
-    }
+    at = {"exception__type": "builtins.RuntimeError", "location": "torch/distributed/distributed_c10d.py:4 in barrier"}
     return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)
 
 
