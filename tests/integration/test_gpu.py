@@ -16,9 +16,7 @@ from tests import nvml, support
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.flight.reader import reader
-from torchobs.probes.gpu import monitor as fleets
-from torchobs.probes.gpu import monitor as probes
-from torchobs.probes.gpu import sensors
+from torchobs.probes.gpu import monitor, sensors
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
 from torchobs.probes.gpu.sensors import MEANINGS, Used, kind, used, visible
 
@@ -281,7 +279,7 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
     """That one uses one GPU of eight is worth knowing; a few values of each tell it."""
     bench.look()
     assert bench.of("hw.gpu.utilization", G1) == {}
-    monkeypatch.setattr(fleets, "IDLE_GPUS_AFTER_S", 0.0)
+    monkeypatch.setattr(monitor, "IDLE_GPUS_AFTER_S", 0.0)
     bench.look()
     assert bench.of("hw.gpu.utilization", G1) == {("general",): 0.97}
     assert bench.of("hw.power", G1) == {(): 612.345}
@@ -291,7 +289,7 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
 def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second stage of the training may take another GPU."""
     nvml.installed([nvml.h100(0), nvml.h100(1)], monkeypatch)
-    monkeypatch.setattr(fleets, "IDLE_GPUS_AFTER_S", 0.0)
+    monkeypatch.setattr(monitor, "IDLE_GPUS_AFTER_S", 0.0)
     devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
     assert run.session.writer is not None
     fleet = GpuMonitor(run.session.writer, GpuAssignment(0, None), lambda: devices)
@@ -358,7 +356,7 @@ def test_a_session_samples_from_a_thread_of_its_own(
     session: torchobs.Session, library: nvml.FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From init to shutdown, and the last value is that of the end."""
-    monkeypatch.setattr(probes, "END_WAIT_S", 30.0)
+    monkeypatch.setattr(monitor, "END_WAIT_S", 30.0)
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
     assert session._probe_manager is not None
@@ -403,7 +401,7 @@ def test_a_driver_that_hangs_stops_nothing_but_its_own_thread(
     session: torchobs.Session, library: nvml.FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The heartbeat goes on, the gauges end, it is said once, the process does not wait for it; it may come back."""
-    monkeypatch.setattr(probes, "STUCK_S", 0.05)
+    monkeypatch.setattr(monitor, "STUCK_S", 0.05)
     caplog.set_level(logging.INFO, "torchobs")
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
@@ -473,25 +471,15 @@ def test_gpus_that_cuda_would_list(variable: str | None, expected: list[str]) ->
     assert visible(variable, [FIRST, SECOND, THIRD]) == expected
 
 
-@pytest.mark.parametrize("number", [13, 31, 32, 43, 45, 69])
-def test_what_a_program_does_to_itself_is_no_fault_of_the_gpu(number: int) -> None:
-    """NVIDIA's action is to restart or check the program: an illegal address, and the cleanup after it."""
-    assert kind(number) == "xid_application"
+XIDS = {
+    "xid_application": (13, 31, 32, 43, 45, 69),
+    "xid_hardware": (48, 62, 64, 74, 79, 94, 95, 140, 149),
+    "xid_driver": (61, 63, 92, 119, 120, 154, 9999),
+}
 
 
-@pytest.mark.parametrize("number", [48, 62, 64, 74, 79, 94, 95, 140, 149])
-def test_what_needs_a_reset_or_a_technician_is_hardware(number: int) -> None:
-    """Memory, NVLink, the bus, the GPU's own controllers."""
-    assert kind(number) == "xid_hardware"
-
-
-@pytest.mark.parametrize("number", [61, 63, 92, 119, 120, 154, 9999])
-def test_the_rest_is_the_driver_s(number: int) -> None:
-    """Firmware, what NVIDIA says to ignore, and numbers that nobody knows yet: none of them shall wake anybody."""
-    assert kind(number) == "xid_driver"
-
-
-def test_every_kind_is_one_of_the_catalog() -> None:
-    """A closed attribute."""
+def test_whose_affair_an_xid_is() -> None:
+    """By NVIDIA's action: the program's to itself, a reset's or a technician's, and the rest, which shall wake nobody."""
+    assert {name: tuple(number for number in numbers if kind(number) == name) for name, numbers in XIDS.items()} == XIDS
     assert {kind(number) for number in range(200)} == set(catalog.XID_ERRORS) <= set(catalog.HW_ERROR.values)
     assert {kind(number) for number in MEANINGS} == set(catalog.XID_ERRORS)

@@ -357,9 +357,9 @@ def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
             "Ranks 0 and 1 were told to end 3 s ago.", WARNING,
         ),
         *(
-            ([row(0, "failed", reason=reason, age_s=3), row(1, **other)], "", ERROR)
+            ([row(0, "failed", reason=reason, age_s=3), other], "", ERROR)
             for reason in ("terminated", "interrupted")
-            for other in ({}, {"state": "failed", "reason": "exception"})
+            for other in (row(1), row(1, "failed", reason="exception"))
         ),
         # what an alert is about, and its healthy twins
         ([row(0, values=skips(40, 0.5))], SKIPS.format(40), ERROR),
