@@ -13,10 +13,11 @@ import math
 import os
 import threading
 import time
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -49,13 +50,6 @@ _PROCFS = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
-class Roots(NamedTuple):
-    """Mount points of procfs and sysfs: a container may have the machine's mounted elsewhere."""
-
-    procfs: str
-    sysfs: str
-
-
 @contextmanager
 def _procfs(path: str) -> Iterator[None]:
     """Have psutil read below ``path``, which is a global variable of psutil, hence under a lock."""
@@ -67,21 +61,21 @@ def _procfs(path: str) -> Iterator[None]:
             psutil.PROCFS_PATH = before
 
 
-def cpu(roots: Roots) -> Iterator[Sample]:
+def cpu(config: ExporterConfig) -> Iterator[Sample]:
     """Yield the processors' samples. Raises one of ``FAILS``, as all collectors do."""
-    with _procfs(roots.procfs):
+    with _procfs(config.procfs):
         times = psutil.cpu_times()
     for mode, fields in _CPU_FIELDS.items():
         yield Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: mode}, sum(getattr(times, name, 0.0) for name in fields))
     yield Sample(catalog.HOST_CPUS, {}, psutil.cpu_count() or 0)
     yield Sample(catalog.SYSTEM_CPU_LOAD, {}, psutil.getloadavg()[0])
     threads = dict(zip(("procs_running", "procs_blocked"), catalog.THREAD_STATES, strict=True))
-    yield from by_attribute(catalog.HOST_THREADS, _numbers(f"{roots.procfs}/stat", threads))
+    yield from by_attribute(catalog.HOST_THREADS, _numbers(f"{config.procfs}/stat", threads))
 
 
-def memory(roots: Roots) -> Iterator[Sample]:
+def memory(config: ExporterConfig) -> Iterator[Sample]:
     """Yield the samples of memory and swap; the states of memory add up to the total, with procps' definition of cached."""
-    with _procfs(roots.procfs):
+    with _procfs(config.procfs):
         ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     used = max(0, ram.total - ram.free - ram.buffers - ram.cached)
     states = {"used": used, "free": ram.free, "buffers": ram.buffers, "cached": ram.cached}
@@ -90,18 +84,18 @@ def memory(roots: Roots) -> Iterator[Sample]:
     yield Sample(catalog.SYSTEM_MEMORY_AVAILABLE, {}, ram.available)
     yield Sample(catalog.SYSTEM_MEMORY_SHARED, {}, ram.shared)
     yield from by_attribute(catalog.SYSTEM_PAGING_USAGE, {"used": swap.used, "free": swap.free})
-    unwritten = _numbers(f"{roots.procfs}/meminfo", {"Dirty:": "dirty", "Writeback:": "writeback"})
+    unwritten = _numbers(f"{config.procfs}/meminfo", {"Dirty:": "dirty", "Writeback:": "writeback"})
     yield from by_attribute(catalog.HOST_MEMORY_UNWRITTEN, {k: v * 1024 for k, v in unwritten.items()})
-    for number in _numbers(f"{roots.procfs}/vmstat", {"oom_kill": ""}).values():
+    for number in _numbers(f"{config.procfs}/vmstat", {"oom_kill": ""}).values():
         yield Sample(catalog.HOST_OOM_KILLS, {}, number)
 
 
-def disk(roots: Roots) -> Iterator[Sample]:
+def disk(config: ExporterConfig) -> Iterator[Sample]:
     """Yield the physical disks' samples."""
-    with _procfs(roots.procfs):
+    with _procfs(config.procfs):
         found = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
     # a slash in a name (cciss/c0d0) is an exclamation mark in sysfs
-    physical = [name for name in found if _is_physical(f"{roots.sysfs}/block/{name.replace('/', '!')}")]
+    physical = [name for name in found if _is_physical(f"{config.sysfs}/block/{name.replace('/', '!')}")]
     for name in _bounded(physical, "disks"):
         own, counts = {catalog.SYSTEM_DEVICE.name: name}, found[name]
         yield Sample(catalog.SYSTEM_DISK_IO_TIME, own, getattr(counts, "busy_time", 0) / 1e3)
@@ -112,14 +106,14 @@ def disk(roots: Roots) -> Iterator[Sample]:
             yield Sample(catalog.SYSTEM_DISK_OPERATION_TIME, one, getattr(counts, f"{direction}_time") / 1e3)
 
 
-def network(roots: Roots) -> Iterator[Sample]:
+def network(config: ExporterConfig) -> Iterator[Sample]:
     """Yield the samples of the physical interfaces or, in a pod, which has none, of the pod's own."""
-    first = f"{roots.procfs}/1"  # in a mounted procfs, ``net`` is the reader's own network namespace, ``1/net`` the machine's
-    is_mounted = roots.procfs != OWN_PROCFS and Path(f"{first}/net/dev").exists()
-    with _procfs(first if is_mounted else roots.procfs):
+    first = f"{config.procfs}/1"  # in a mounted procfs, ``net`` is the reader's own network namespace, ``1/net`` the machine's
+    is_mounted = config.procfs != OWN_PROCFS and Path(f"{first}/net/dev").exists()
+    with _procfs(first if is_mounted else config.procfs):
         found = psutil.net_io_counters(pernic=True, nowrap=False)
     # the traffic of a bond or a bridge is counted at its members
-    physical = [name for name in found if _is_physical(f"{roots.sysfs}/class/net/{name}")]
+    physical = [name for name in found if _is_physical(f"{config.sysfs}/class/net/{name}")]
     for name in _bounded(physical or [name for name in found if name != "lo"], "network interfaces"):
         for direction, suffix, way in (("receive", "recv", "in"), ("transmit", "sent", "out")):
             own = {catalog.NETWORK_INTERFACE.name: name, catalog.NETWORK_DIRECTION.name: direction}
@@ -197,26 +191,22 @@ class HostMetrics:
     """Collects the machine's metrics. To be used in one event loop; ``latest`` may be read by any thread."""
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._roots, self._clock = Roots(config.procfs, config.sysfs), clock
-        self._collectors = [*_collectors(config, self._roots, clock)]
-        self._names = config.collect_host
+        self._config, self._clock = config, clock
+        self._collectors = [*_collectors(config, clock)]
         self._running: asyncio.Future[None] | None = None
         self._looked_s = -FRESH_S
         self._booted_ns = 0
+        with suppress(*FAILS), _procfs(config.procfs):
+            self._booted_ns = int(psutil.boot_time()) * 10**9
         self.latest: HostFacts | None = None
 
     async def look(self) -> None:
         """Update ``latest``; collectors that do not answer in time keep their values. Simultaneous scrapes share one update."""
-        if self._running is None:
+        if self._running is None or self._running.done():
             if self._clock() - self._looked_s < FRESH_S:
                 return
             self._running = asyncio.ensure_future(asyncio.to_thread(self.take))
-        running = self._running
-        await asyncio.wait({running})
-        if self._running is running:
-            self._running = None
-            if (problem := running.exception()) is not None:
-                _log.error("host: a look failed, the last one is shown: %r", problem, exc_info=problem)
+        await asyncio.wait({self._running})
 
     def take(self) -> None:
         """Collect now, for at most :data:`DEADLINE_S`."""
@@ -227,29 +217,18 @@ class HostMetrics:
         for collector in self._collectors:
             samples += collector.wait(began_s + DEADLINE_S - self._clock())
         self._looked_s = self._clock()
-        self.latest = HostFacts(tuple(_once(samples)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
-
-    def _own(self, took_s: float) -> Iterator[Sample]:
-        errors = dict.fromkeys(self._names, 0)
+        errors = Counter(dict.fromkeys(self._config.collect_host, 0))
         for collector in self._collectors:
             errors[collector.name] += collector.errors
-        yield Sample(catalog.EXPORTER_HOST_DURATION, {}, took_s)
-        yield from by_attribute(catalog.EXPORTER_HOST_ERRORS, errors)
-
-    def _boot_time_ns(self) -> int:
-        if not self._booted_ns:
-            try:
-                with _procfs(self._roots.procfs):
-                    self._booted_ns = int(psutil.boot_time()) * 10**9
-            except FAILS:
-                return 0
-        return self._booted_ns
+        took = Sample(catalog.EXPORTER_HOST_DURATION, {}, self._looked_s - began_s)
+        own = (took, *by_attribute(catalog.EXPORTER_HOST_ERRORS, errors))
+        self.latest = HostFacts(tuple(_once(samples)), own, self._booted_ns)
 
 
-def _collectors(config: ExporterConfig, roots: Roots, clock: Callable[[], float]) -> Iterator[Collector]:
+def _collectors(config: ExporterConfig, clock: Callable[[], float]) -> Iterator[Collector]:
     for collect in (cpu, memory, disk, network):
         if collect.__name__ in config.collect_host:
-            yield Collector(collect.__name__, collect.__name__, partial(collect, roots), clock)
+            yield Collector(collect.__name__, collect.__name__, partial(collect, config), clock)
     if "filesystem" in config.collect_host:
         yield Collector("filesystem", "file system of the flight files", partial(_of_flight_files, config), clock)
         for path in dict.fromkeys(config.host_paths):
