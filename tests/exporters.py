@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,8 +23,9 @@ from torchobs.node.lifetime import ServiceStatus
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-vars(daemon)["gc_tuning"] = SimpleNamespace(frozen_gc=nullcontext)
-"""An exporter's end in this process would let go of what the tests have frozen. The real program has its own."""
+frozen_gc = daemon.frozen_gc
+"""The real program's. An exporter's end in this process would let go of what the tests have frozen."""
+vars(daemon)["frozen_gc"] = nullcontext
 
 EXPORTER = (sys.executable, "-m", "torchobs", "exporter")
 """The real program, as far as its options."""

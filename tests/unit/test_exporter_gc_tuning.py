@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.exporters import frozen_gc
 from tests.support import freeze
-from torchobs.exporter import gc_tuning
+from torchobs.exporter import daemon
 
 
 class Loop:
@@ -40,7 +41,7 @@ def clock() -> Iterator[Clock]:
 
 def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> None:
     """Young garbage goes at once; what was alive at a full collection goes an hour later, should it be garbage by then."""
-    with gc_tuning.frozen_gc(clock):
+    with frozen_gc(clock):
         old = Loop()
         gc.collect()
         assert gc.get_freeze_count() > 0
@@ -50,7 +51,7 @@ def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> N
         gc.collect()
         assert gone() is None
         assert forgotten() is not None
-        clock.seconds = gc_tuning.THOROUGH_S
+        clock.seconds = daemon.THOROUGH_S
         gc.collect()
         assert forgotten() is None
         assert gc.get_freeze_count() > 0
@@ -58,7 +59,7 @@ def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> N
 
 def test_younger_collections_are_what_they_are(clock: Clock) -> None:
     """They take what is young, and keep nothing."""
-    with gc_tuning.frozen_gc(clock):
+    with frozen_gc(clock):
         young = Loop()
         gone = weakref.ref(young)
         del young
@@ -70,7 +71,7 @@ def test_younger_collections_are_what_they_are(clock: Clock) -> None:
 def test_in_the_end_everything_is_as_it_was(clock: Clock) -> None:
     """Nothing is called any more, and nothing is kept; the youngest are looked at as often as before."""
     before = list(gc.callbacks), gc.get_threshold()
-    with gc_tuning.frozen_gc(clock):
-        assert gc.get_threshold() == (gc_tuning.YOUNG, *before[1][1:])
+    with frozen_gc(clock):
+        assert gc.get_threshold() == (daemon.YOUNG, *before[1][1:])
         gc.collect()
     assert (list(gc.callbacks), gc.get_threshold()) == before

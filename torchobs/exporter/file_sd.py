@@ -70,23 +70,25 @@ class TargetFile:
                 self._path.unlink()
 
     def _text(self, target: ScrapeTarget) -> str:
-        addresses = [_dialled(address, self._host, self._outside) for address in target.addresses]
+        addresses = {str(self._dialled(address)) for address in target.addresses}
         labels = {"torchobs_host": self._host, "__metrics_path__": target.telemetry_path}
         if target.tls:
             labels["__scheme__"] = "https"
-        groups = [{"targets": sorted({str(one) for one in addresses}), "labels": labels}] if addresses else []
+        groups = [{"targets": sorted(addresses), "labels": labels}] if addresses else []
         return json.dumps(groups, indent=2) + "\n"
+
+    def _dialled(self, address: Address) -> Address:
+        everywhere = ip_address(address.host.partition("%")[0]).is_unspecified
+        return Address(self._outside(self._host), address.port) if everywhere else address
 
     def _write(self, text: str) -> None:
         # the temporary name must not end in .json or .yml: Prometheus reads every file that matches
         temporary = self._path.with_name(f".{self._path.name}.{token_hex(4)}.tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
         try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                os.fchmod(fd, _MODE)
+            with temporary.open("x", encoding="utf-8") as file:
                 file.write(text)
-                file.flush()
-                status = os.fstat(fd)
+                os.fchmod(file.fileno(), _MODE)
+                status = os.fstat(file.fileno())
             temporary.replace(self._path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -97,11 +99,9 @@ class TargetFile:
 def reachable(host: str) -> str:
     """Return how other machines reach this one: by its name if that resolves to it, else by the outbound address."""
     with contextlib.suppress(OSError):
-        found = [
-            ip_address(str(one[4][0]).partition("%")[0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        ]
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         # Debian's /etc/hosts resolves the machine's own name to 127.0.1.1
-        if found and not any(one.is_loopback for one in found):
+        if not any(ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos):
             return host
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect(_NOWHERE)
@@ -112,8 +112,3 @@ def reachable(host: str) -> str:
 def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:
     """Return the addresses that the TCP sockets among ``bound`` are bound to."""
     return tuple(Address(*one.getsockname()[:2]) for one in bound if one.family in {socket.AF_INET, socket.AF_INET6})
-
-
-def _dialled(address: Address, host: str, outside: Callable[[str], str]) -> Address:
-    everywhere = ip_address(address.host.partition("%")[0]).is_unspecified
-    return Address(outside(host), address.port) if everywhere else address
