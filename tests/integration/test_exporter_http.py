@@ -1,34 +1,36 @@
-"""The exporter's listeners: responses, addresses and Unix sockets."""
+"""The exporter's listeners: responses, addresses, Unix sockets, and which connections are closed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import re
 import shutil
 import socket
+import ssl
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tests.exporters import Answer, Service
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from tests.ui import Parsed
-from tests.web_configs import USERS
+from tests.web_configs import USERS, certify
 from torchobs.config.option_types import Address
 from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import chunked_writes
+from torchobs.exporter.http import HttpProtocol, Server, chunked_writes, serve_on
 from torchobs.exporter.metrics_page import _deadline_s
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.exporter.unix_socket import UnixAddress, bind_unix
@@ -37,7 +39,7 @@ from torchobs.flight.writer.writer import FlightWriter
 from torchobs.node.lifetime import ServiceStatus
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SCRAPE = {"X_Prometheus_Scrape_Timeout_Seconds": "10", "User_Agent": "Prometheus/3.11"}
 
@@ -114,17 +116,6 @@ def test_other_requests_are_refused(exporter: Service, method: str, path: str, s
         assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
     if method == "HEAD":
         assert answer.body == b""
-
-
-def test_a_body_nobody_asked_for_hurts_nobody(exporter: Service) -> None:
-    """10 MB of headers are refused, and the next scrape is served."""
-    with socket.create_connection(("127.0.0.1", int(exporter.address.split(":")[1]))) as raw:
-        raw.settimeout(60)
-        raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
-        with pytest.raises(OSError):  # noqa: PT011, PT012  # reset, or a broken pipe
-            for _ in range(1000):
-                raw.sendall(b"X-Long: " + b"x" * 10_000 + b"\r\n")
-    assert exporter.get().status == 200
 
 
 def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, flight_dir: Path) -> None:
@@ -295,15 +286,6 @@ def test_a_unix_socket_needs_no_password_where_a_port_does(flight_dir: Path, pat
         assert b"torchobs_build_info" in ask(path)
 
 
-def test_what_a_killed_exporter_left_behind_is_replaced(flight_dir: Path, path: Path) -> None:
-    """Nobody listens there any more."""
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(str(path))
-    left.close()
-    with Service(config(flight_dir, path)):
-        assert b"torchobs_build_info" in ask(path)
-
-
 def test_a_socket_on_which_somebody_listens_is_left_alone_and_waited_for(flight_dir: Path, path: Path) -> None:
     """It says so, and takes the name when it is free."""
     other = bind_unix(path)
@@ -345,16 +327,6 @@ def test_a_name_that_was_deleted_is_taken_again(flight_dir: Path, path: Path) ->
             wait_until(lambda: b"torchobs_build_info" in ask(flight_dir / "x" / "api.sock"))
         wait_until(lambda: exporter.value("torchobs_exporter_config_ok") == 1)
     assert not list(flight_dir.glob("**/*.sock"))
-
-
-def test_two_exporters_take_turns(flight_dir: Path, path: Path) -> None:
-    """The second waits, and has the name when the first has left; the first does not take it along."""
-    with Service(config(flight_dir, path)) as first, Service(config(flight_dir, path)) as second:
-        wait_until(lambda: f"cannot listen on unix:{path}" in second.page("/"))
-        first.stop()
-        wait_until(lambda: b"torchobs_build_info" in ask(path))
-        wait_until(lambda: second.value("torchobs_exporter_config_ok") == 1)
-    assert not path.exists()
 
 
 def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:
@@ -405,3 +377,181 @@ def test_a_page_is_written_as_it_is_read(size: int) -> None:
     assert b"".join(piece["body"] for piece in pieces) == body
     assert all(len(piece["body"]) <= AT_ONCE for piece in pieces)
     assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+
+
+APP = PlainTextResponse("page")
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+Address4 = tuple[str, int]
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp = APP, context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Server, Address4]]:
+    """A server on a free port, and its address."""
+    running = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), app, lambda: context)
+    yield running, bound.getsockname()
+    await running.shutdown()
+
+
+def test_the_end_of_a_page_waits_for_no_acknowledgement() -> None:
+    """A page goes out in pieces: with Nagle's algorithm the last of them waits 40 ms, at every scrape."""
+
+    async def no_delay() -> int:
+        async with serving() as (running, address):
+            with socket.create_connection(address):
+                while not running.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
+                    await asyncio.sleep(0.01)
+                (connection,) = running.server_state.connections
+                accepted = cast("HttpProtocol", connection).transport.get_extra_info("socket")
+                return int(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    assert asyncio.run(no_delay()) != 0
+
+
+def test_whoever_is_there_when_tls_changes_is_answered_once() -> None:
+    """Then the connection is closed. A second change changes nothing."""
+
+    async def answers() -> tuple[bytes, bool]:
+        async with serving() as (running, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(HEAD[:10])
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            running.renew()
+            running.renew()
+            writer.write(HEAD[10:])
+            answer = await asyncio.wait_for(reader.read(), 10)  # to its end
+            writer.close()
+            return answer, bool(running.server_state.connections)
+
+    answer, is_left = asyncio.run(answers())
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.endswith(b"page")
+    assert not is_left
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, program: Callable[[str], str]) -> Path:
+    """A certificate of this machine, beside its key."""
+    return certify(program("openssl"), tmp_path, "server")
+
+
+def contexts(certificate: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """What a server has with that certificate, and a client that trusts it."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, certificate.with_suffix(".key"))
+    return server, ssl.create_default_context(cafile=str(certificate))
+
+
+async def asked(address: Address4, trust: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has got a page."""
+    reader, writer = await asyncio.open_connection(*address, ssl=trust)
+    writer.write(HEAD)
+    assert (await asyncio.wait_for(reader.readuntil(b"page"), 10)).startswith(b"HTTP/1.1 200 OK")
+    return reader, writer
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: above the cap the connection that has waited longest for a head is closed, and a request is answered.
+
+    With TLS one that does not begin its handshake is such a connection.
+    """
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
+    context, trust = contexts(certificate) if scheme == "https" else (None, None)
+
+    async def closed() -> list[bool]:
+        async with serving(APP, context) as (_, address):
+            silent = [await asyncio.open_connection(*address) for _ in range(6)]
+            scraper = await asked(address, trust)
+            found = [reader.at_eof() for reader, _ in silent]
+            for _, writer in (*silent, scraper):
+                writer.close()
+            return found
+
+    assert asyncio.run(closed()) == [True] * 3 + [False] * 3
+
+
+def test_idle_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: where all connections are between two requests, the one that has been so longest is closed."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
+
+    async def closed() -> list[bool]:
+        async with serving() as (_, address):
+            idle = [await asked(address) for _ in range(4)]
+            scraper = await asked(address)
+            found = [reader.at_eof() for reader, _ in idle]
+            for _, writer in (*idle, scraper):
+                writer.close()
+            return found
+
+    assert asyncio.run(closed()) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_a_head_that_does_not_come_ends_the_connection(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: of a first request and of a later one; a scraper between two requests is left alone."""
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
+
+    async def ends() -> None:
+        async with serving() as (_, address):
+            idle_reader, idle = await asked(address)
+            reader, writer = await (asked(address) if requests else asyncio.open_connection(*address))
+            writer.write(HEAD[:10])
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 10)  # to its end
+            idle.write(HEAD)
+            assert (await asyncio.wait_for(idle_reader.readuntil(b"page"), 10)).startswith(b"HTTP/1.1 200 OK")
+            writer.close()
+            idle.close()
+
+    asyncio.run(ends())
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: nothing of it is left, as of one that a client breaks off, and of garbage."""
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    context, trust = contexts(certificate)
+
+    async def ends() -> None:
+        async with serving(APP, context) as (running, address):
+            for first in (b"", b"\x16\x03\x01\x02\x00\x01", HEAD):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(first)
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(reader.read(), 10)  # to its end
+                writer.close()
+            _, gone = await asyncio.open_connection(*address)
+            gone.close()
+            _, writer = await asked(address, trust)
+            writer.close()
+            while running.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(ends(), 60))
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_a_response_that_is_not_read_ends_the_connection(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: of a first request and of a later one, also where all of it but its end was taken."""
+    monkeypatch.setattr(server, "RESPONSE_S", 0.3)
+    large = PlainTextResponse(b"x" * 20_000_000)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (large if scope["path"] == "/large" else APP)(scope, receive, send)
+
+    async def ends() -> None:
+        async with serving(app) as (running, address):
+            client = socket.create_connection(address)
+            client.setblocking(False)  # noqa: FBT003  # as socket has it
+            loop = asyncio.get_running_loop()
+            for _ in range(requests):
+                await loop.sock_sendall(client, HEAD)
+                await asyncio.wait_for(loop.sock_recv(client, 4096), 10)
+            await loop.sock_sendall(client, HEAD.replace(b"GET /", b"GET /large"))
+            while not running.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
+                await asyncio.sleep(0.01)
+            while running.server_state.connections:  # noqa: ASYNC110  # as above
+                await asyncio.sleep(0.05)
+            client.close()
+
+    asyncio.run(ends())
