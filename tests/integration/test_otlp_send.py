@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import ssl
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,12 @@ from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from urllib3 import HTTPResponse
 
 from tests.exporters import Service, start_program
 from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, to
@@ -31,7 +39,10 @@ from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import certify
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
-from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http
+from torchobs.exporter.otlp import source
+from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
+from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http, Outcome, _retry_after_s
+from torchobs.exporter.otlp.source import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
 from torchobs.flight.format.series import Scope
 
 if TYPE_CHECKING:
@@ -486,3 +497,166 @@ def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: P
         web.close()
     assert (before.kind, after.kind) == ("retry", "sent")
     assert "CERTIFICATE_VERIFY_FAILED" in before.words
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None), ("", None), ("5", 5.0), (" 120 ", 120.0), ("-1", None), ("1.5", None), ("soon", None), ("٣", None),
+        ("9" * 9000, None), (formatdate(10, usegmt=True), 0.0), ("Fri, 99 Foo 2000 00:00:00 GMT", None),
+    ],
+)  # fmt: skip
+def test_retry_after_is_a_number_or_a_date(header: str | None, seconds: float | None) -> None:
+    """RFC 9110; what is neither says nothing."""
+    assert _retry_after_s(HTTPResponse(headers={} if header is None else {"Retry-After": header})) == seconds
+
+
+def names_of(batches: Sequence[Batch]) -> list[str]:
+    """The names of the records that are in requests, in their order."""
+    found = []
+    for batch in batches:
+        (resource,) = ExportLogsServiceRequest.FromString(batch.body).resource_logs
+        records = [record.event_name for scope in resource.scope_logs for record in scope.log_records]
+        assert len(records) == batch.items
+        found += records
+    return found
+
+
+def test_requests_have_a_size_that_receivers_accept() -> None:
+    """Many small records are in few; large ones are in several; one that is too large by itself is sent alone."""
+    place = Place(Resource(), InstrumentationScope(name="torchobs"))
+
+    def of(names: Sequence[str]) -> list[Batch]:
+        return source.batches("logs", [Item(place, LogRecord(event_name=name)) for name in names])
+
+    small = [f"{number}" for number in range(2 * MOST_ITEMS["logs"] + 1)]
+    assert [batch.items for batch in of(small)] == [MOST_ITEMS["logs"], MOST_ITEMS["logs"], 1]
+    assert names_of(of(small)) == small
+    assert of([]) == []
+    large = [letter * (MOST_BYTES // 3) for letter in "abcdefg"] + ["z" * (MOST_BYTES + 1), "small"]
+    requests = of(large)
+    assert names_of(requests) == large
+    assert all(len(batch.body) <= MOST_BYTES for batch in requests if batch.items > 1)
+    assert len(requests) < len(large)
+
+
+class Waits(Fast):
+    """A clock that notes what was waited for, and goes on at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def now(self) -> float:
+        """The sum of what was waited for."""
+        return math.fsum(self.waits)
+
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        """See :class:`Fast`."""
+        condition.wait(0)
+        self.waits.append(seconds)
+
+
+class Steps:
+    """A transport that answers by what it is given, and then closes the sender."""
+
+    def __init__(self, *steps: Outcome | Callable[[], Outcome]) -> None:
+        self._steps = iter(steps)
+        self.sender: Sender
+        self.bodies: list[bytes] = []
+
+    def send(self, body: bytes) -> Outcome:
+        """See Transport."""
+        self.bodies.append(body)
+        step = next(self._steps, None)
+        if step is None:
+            self.sender.close(0.0)
+            return Outcome("sent")
+        return step if isinstance(step, Outcome) else step()
+
+    def close(self) -> None:
+        """See Transport."""
+
+
+def sender(receiver: Steps, clock: Fast | None = None, limit_bytes: int = 100) -> Sender:
+    """A sender to that receiver, whose thread is the test's."""
+    receiver.sender = Sender("metrics", receiver, limit_bytes, clock or Waits())
+    return receiver.sender
+
+
+def test_the_oldest_makes_room_and_is_sent_first() -> None:
+    """The newest is worth most; and cumulative points never arrive backwards, also after a failure."""
+    receiver = Steps(Outcome("retry"), Outcome("sent"), Outcome("sent"))
+    queue = sender(receiver)
+    for number in range(5):
+        queue.put(Batch(bytes([number]) * 40, number))
+    assert (queue.counts.dropped["overflow"], queue.counts.queued) == (0 + 1 + 2, 3 + 4)
+    queue.put(Batch(b"e", 1))
+    queue._run()
+    assert [body[0] for body in receiver.bodies] == [3, 3, 4, b"e"[0]]
+    assert (queue.counts.sent, queue.counts.failures, queue.counts.queued) == (7, 1, 0)
+    assert queue.counts.dropped["shutdown"] == 1
+    queue.put(Batch(b"late", 5))
+    assert queue.counts.dropped["shutdown"] == 6
+
+
+@pytest.mark.parametrize(("after_s", "expected"), [(None, None), (30.0, 30.0), (31_536_000.0, LONGEST_RETRY_AFTER_S)])
+def test_pauses_double_with_chance_up_to_a_minute(after_s: float | None, expected: float | None) -> None:
+    """They begin anew after a success. A receiver is not asked before it wants to be; a year is a mistake."""
+    clock, again = Waits(), Outcome("retry", after_s=after_s)
+    queue = sender(Steps(*[again] * 12, Outcome("sent"), again), clock)
+    queue.put(Batch(b"x", 1))
+    queue.put(Batch(b"y", 1))
+    queue._run()
+    for number, waited_s in enumerate([*clock.waits[:12], clock.waits[12]]):
+        longest_s = min(FIRST_S * 2 ** (number % 12), MOST_S)
+        assert max(longest_s / 2, expected or 0.0) <= waited_s <= max(longest_s, expected or 0.0)
+
+
+def test_an_outage_of_days_is_an_outage() -> None:
+    """Promise: whatever comes back is sent to, also after thousands of attempts."""
+    queue = sender(Steps(*[Outcome("retry")] * 3000, Outcome("sent")))
+    for body in (b"x", b"the last"):
+        queue.put(Batch(body, 1))
+    queue._run()
+    assert (queue.counts.sent, queue.counts.failures) == (1, 3000)
+
+
+def test_a_request_that_cannot_be_sent_costs_no_other() -> None:
+    """Promise: whatever is raised is a refusal of that request, and the signal's thread goes on."""
+
+    def fails() -> Outcome:
+        raise TypeError("getattr(): attribute name must be string")
+
+    queue = sender(Steps(fails, Outcome("sent")))
+    for number in (1, 2, 3):
+        queue.put(Batch(bytes([number]), number))
+    queue._run()
+    assert (queue.counts.dropped["refused"], queue.counts.sent) == (1, 2)
+
+
+@pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 5), (1.0, [2.0] * 5), (120.0, [120.0] * 5)])
+def test_after_an_outage_an_exporter_that_ends_tries_again_and_again(after_s: float | None, expected: list[float]) -> None:
+    """Soon, not after the minute that the outage has taught it; never before the receiver wants it."""
+    clock, again = Waits(), Outcome("retry", after_s=after_s)
+
+    def hurried() -> Outcome:
+        queue.hurry()
+        return again
+
+    queue = sender(Steps(*[again] * 9, hurried, *[again] * 4), clock)
+    queue.put(Batch(b"x", 1))
+    queue._run()
+    assert clock.waits[8] >= MOST_S / 2
+    assert clock.waits[9:] == pytest.approx(expected)
+
+
+def test_a_refusal_is_logged_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever numbers are in it: one at each push would fill the log."""
+    outcomes = [Outcome("refused", words=f"404: not found at {number}", of_address=True) for number in range(20)]
+    queue = sender(Steps(*outcomes))
+    for number in range(21):
+        queue.put(Batch(b"x", number))
+    queue._run()
+    assert caplog.text.count("the receiver refuses them: 404") == 1
+    assert queue.counts.dropped["refused"] == sum(range(20))
