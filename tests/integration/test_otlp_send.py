@@ -344,24 +344,22 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize(("code", "kind"), CODES.items())
-def test_what_the_codes_of_grpc_mean(pool: ThreadPoolExecutor, code: str, kind: str) -> None:
-    """By the specification. Headers go along as metadata; of the next request, what is rejected in part is counted."""
-    server = Server((grpc.StatusCode[code], b""))
+@pytest.mark.parametrize(
+    ("code", "kind", "after_s"), [*((code, kind, None) for code, kind in CODES.items()), ("RESOURCE_EXHAUSTED", "retry", 7)]
+)
+def test_what_the_codes_of_grpc_mean(pool: ThreadPoolExecutor, code: str, kind: str, after_s: int | None) -> None:
+    """By the specification: one that is exhausted is asked again only if it says when, by RetryInfo.
+
+    Headers go along as metadata; of the next request, what is rejected in part is counted.
+    """
+    server = Server((grpc.StatusCode[code], retry_info(after_s) if after_s else b""))
     server.answer.partial_success.rejected_data_points = 2
     with connected(pool, server) as rpc:
         outcome, then = rpc.send(b"metrics"), rpc.send(b"metrics")
     assert ("of address" if outcome.of_address else outcome.kind) == kind
-    assert outcome.words == f"{code} not now"
+    assert (outcome.words, outcome.after_s) == (f"{code} not now", after_s)
     assert [(got[0]["api-key"], got[1]) for got in server.got] == [("x y", b"metrics")] * 2
     assert (then.kind, then.rejected) == ("sent", 2)
-
-
-def test_one_that_is_exhausted_is_asked_again_only_if_it_says_when(pool: ThreadPoolExecutor) -> None:
-    """By RetryInfo."""
-    with connected(pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(7)))) as rpc:
-        outcome = rpc.send(b"")
-    assert (outcome.kind, outcome.after_s) == ("retry", 7.0)
 
 
 OFF = """

@@ -111,16 +111,9 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
             file, log = tmp_path / f"agent-{number}.yml", tmp_path / f"agent-{number}.log"
             file.write_text(yaml.safe_dump(shard(checkout, number, targets, behind.url)))
             with log.open("w") as output:
-                start(
-                    *(
-                        program(name),
-                        AGENT[name],
-                        f"--config.file={file}",
-                        f"--storage.agent.path={tmp_path / f'wal-{number}'}",
-                    ),
-                    *("--web.listen-address=127.0.0.1:0", "--scrape.discovery-reload-interval=100ms"),
-                    stdout=output,
-                )
+                paths = f"--config.file={file}", f"--storage.agent.path={tmp_path / f'wal-{number}'}"
+                options = "--web.listen-address=127.0.0.1:0", "--scrape.discovery-reload-interval=100ms"
+                start(program(name), AGENT[name], *paths, *options, stdout=output)
             logs.append(log)
 
         def scraped(log: Path) -> set[str]:
@@ -130,11 +123,8 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
             with DIRECT.open(f"http://{found[1]}/api/v1/targets?state=active", timeout=5) as answer:
                 return {target["labels"]["instance"] for target in json.load(answer)["data"]["activeTargets"]}
 
-        def alive() -> None:
-            writer.heartbeat()
-
         def all_there() -> bool:
-            alive()
+            writer.heartbeat()
             return len(behind.query('torchobs_rank_up{namespace="training", cluster="my-cluster"} == 1')) == TARGETS
 
         wait_until(all_there, timeout_s=60)
@@ -146,7 +136,7 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
         assert {series.labels["pod"] for series in behind.query("torchobs_steps_total")} == {f"pod-{n}" for n in range(TARGETS)}
 
         def sent_on() -> bool:
-            alive()
+            writer.heartbeat()
             return [series.value for series in long_term.query("run:torchobs_rank_up:sum")] == [TARGETS]
 
         wait_until(sent_on, timeout_s=60)
@@ -297,23 +287,9 @@ def step_and_reason(span: dict[str, Any]) -> tuple[int, str]:
 def test_the_sampling_has_options_that_are_documented(checkout: Path) -> None:
     """By the processor's config.schema.yaml; and decisions are remembered for longer than spans, as its README asks for."""
     sampling = shipped(checkout, "collector/gateway.yml")["processors"]["tail_sampling"]
-    documented = {
-        *(
-            "block_on_overflow",
-            "decision_cache",
-            "decision_wait",
-            "decision_wait_after_root_received",
-            "num_traces",
-            "policies",
-        ),
-        *(
-            "drop_pending_traces_on_shutdown",
-            "expected_new_traces_per_sec",
-            "maximum_trace_size_bytes",
-            "sample_on_first_match",
-        ),
-        "sampling_strategy",
-    }
+    waits = {"decision_wait", "decision_wait_after_root_received", "drop_pending_traces_on_shutdown", "block_on_overflow"}
+    sizes = {"num_traces", "expected_new_traces_per_sec", "maximum_trace_size_bytes", "decision_cache"}
+    documented = waits | sizes | {"policies", "sample_on_first_match", "sampling_strategy"}
     assert sampling.keys() <= documented
     assert sampling["decision_cache"].keys() == {"sampled_cache_size", "non_sampled_cache_size"}
     assert min(sampling["decision_cache"].values()) >= 10 * sampling["num_traces"]

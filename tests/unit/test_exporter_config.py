@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,94 +40,55 @@ def test_nothing_given_is_the_default() -> None:
     assert ExporterConfig(mode="node").addresses == (Address("127.0.0.1", 10960),)
 
 
+SET: dict[str, tuple[list[str], object]] = {
+    "flight_dir": (["/dev/shm/x"], "/dev/shm/x"),
+    "listen": ([":1", "[::1]:2", "unix:/run/x/y.sock"], (Address("", 1), Address("::1", 2), UnixAddress("/run/x/y.sock"))),
+    "telemetry_path": (["/telemetry/metrics"], "/telemetry/metrics"),
+    "web_config_file": (["web.yml"], "web.yml"),
+    "file_sd": (["/shared/torchobs-%h.json"], "/shared/torchobs-%h.json"),
+    "mode": (["node"], "node"),
+    "grace_s": (["1m"], 60.0),
+    "drain_timeout_s": (["5"], 5.0),
+    "hang_timeout_s": (["10m"], 600.0),
+    "allow_foreign_owner": (["true"], True),
+    "created_samples": (["on"], True),
+    "series_limit": (["10"], 10),
+    "series_limit_total": (["20"], 20),
+    "memory_limit": (["128Mi"], 128 << 20),
+    "drop_metrics": (["torchobs_gpu_*", "hw_power_watts"], ("torchobs_gpu_*", "hw_power_watts")),
+    "api_socket": (["/run/api.sock"], "/run/api.sock"),
+    "api_token_file": (["/run/secrets/token"], "/run/secrets/token"),
+    "control_dir": (["/run/control"], "/run/control"),
+    "pod_uid": (["a-uid"], "a-uid"),
+    "collect_host": (["disk, cpu"], ("cpu", "disk")),
+    "host_paths": (["/lustre/checkpoints", "/nfs"], ("/lustre/checkpoints", "/nfs")),
+    "procfs": (["/host/proc"], "/host/proc"),
+    "sysfs": (["/host/sys"], "/host/sys"),
+    "log_level": (["warn"], "warn"),
+    "log_format": (["json"], "json"),
+}
+"""By its option, texts and the value that they give."""
+
+
 def test_every_option_sets_its_field() -> None:
     """As text, as the command line and the environment give it."""
-    given = {
-        "flight_dir": ["/dev/shm/x"],
-        "listen": [":1", "[::1]:2", "unix:/run/x/y.sock"],
-        "telemetry_path": ["/telemetry/metrics"],
-        "web_config_file": ["web.yml"],
-        "file_sd": ["/shared/torchobs-%h.json"],
-        "mode": ["node"],
-        "grace_s": ["1m"],
-        "drain_timeout_s": ["5"],
-        "hang_timeout_s": ["10m"],
-        "allow_foreign_owner": ["true"],
-        "created_samples": ["on"],
-        "series_limit": ["10"],
-        "series_limit_total": ["20"],
-        "memory_limit": ["128Mi"],
-        "drop_metrics": ["torchobs_gpu_*", "hw_power_watts"],
-        "api_socket": ["/run/api.sock"],
-        "api_token_file": ["/run/secrets/token"],
-        "control_dir": ["/run/control"],
-        "pod_uid": ["a-uid"],
-        "collect_host": ["disk, cpu"],
-        "host_paths": ["/lustre/checkpoints", "/nfs"],
-        "procfs": ["/host/proc"],
-        "sysfs": ["/host/sys"],
-        "log_level": ["warn"],
-        "log_format": ["json"],
-    }
-    assert given.keys() == {option.name for option in config.OPTIONS}
-    assert config.parse(given, {"XDG_RUNTIME_DIR": "/run/user/1"}) == ExporterConfig(
-        flight_dir="/dev/shm/x",
-        listen=(Address("", 1), Address("::1", 2), UnixAddress("/run/x/y.sock")),
-        telemetry_path="/telemetry/metrics",
-        web_config_file="web.yml",
-        file_sd="/shared/torchobs-%h.json",
-        mode="node",
-        grace_s=60.0,
-        drain_timeout_s=5.0,
-        hang_timeout_s=600.0,
-        allow_foreign_owner=True,
-        created_samples=True,
-        series_limit=10,
-        series_limit_total=20,
-        memory_limit=128 << 20,
-        drop_metrics=("torchobs_gpu_*", "hw_power_watts"),
-        api_socket="/run/api.sock",
-        api_token_file="/run/secrets/token",
-        control_dir="/run/control",
-        pod_uid="a-uid",
-        collect_host=("cpu", "disk"),
-        host_paths=("/lustre/checkpoints", "/nfs"),
-        procfs="/host/proc",
-        sysfs="/host/sys",
-        log_level="warn",
-        log_format="json",
-        runtime_dir="/run/user/1",
-    )
+    assert SET.keys() == {option.name for option in config.OPTIONS}
+    values: dict[str, Any] = {name: value for name, (_, value) in SET.items()}
+    given = {name: texts for name, (texts, _) in SET.items()}
+    expected = ExporterConfig(**values, runtime_dir="/run/user/1")
+    assert config.parse(given, {"XDG_RUNTIME_DIR": "/run/user/1"}) == expected
     assert config.parse({"hang_timeout_s": ["auto"]}, {}).hang_timeout_s is None
 
 
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("listen", "10960"),
-        ("listen", ":99999"),
-        ("listen", "unix:relative"),
-        ("listen", "unix:/x/"),
-        ("telemetry_path", "metrics"),
-        ("telemetry_path", "/"),
-        ("telemetry_path", "/-/healthy"),
-        ("telemetry_path", "/api/v1"),
-        ("telemetry_path", "/live/stream"),
-        ("telemetry_path", "/a{b}"),
-        ("grace_s", "soon"),
-        ("mode", "daemon"),
-        ("hang_timeout_s", "never"),
-        ("allow_foreign_owner", "maybe"),
-        ("series_limit", "0"),
-        ("series_limit_total", "many"),
-        ("memory_limit", "128M"),
-        ("memory_limit", "-1"),
-        ("drop_metrics", "torchobs_gpu_.*"),
-        ("drop_metrics", "a|b"),
-        ("drop_metrics", "*_layer_*"),
-        ("drop_metrics", "*"),
-        ("flight_dir", ""),
-        ("flight_dir", "a\0b"),
+        *(("listen", text) for text in ("10960", ":99999", "unix:relative", "unix:/x/")),
+        *(("telemetry_path", text) for text in ("metrics", "/", "/-/healthy", "/api/v1", "/live/stream", "/a{b}")),
+        *(("grace_s", "soon"), ("mode", "daemon"), ("hang_timeout_s", "never"), ("allow_foreign_owner", "maybe")),
+        *(("series_limit", "0"), ("series_limit_total", "many"), ("memory_limit", "128M"), ("memory_limit", "-1")),
+        *(("drop_metrics", text) for text in ("torchobs_gpu_.*", "a|b", "*_layer_*", "*")),
+        *(("flight_dir", ""), ("flight_dir", "a\0b")),
     ],
 )
 def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> None:
@@ -184,14 +146,6 @@ def test_one_bad_address_does_not_take_the_good_one_along() -> None:
     chosen = config.parse({"listen": ["nonsense", ":9000"]}, {})
     assert chosen.listen == (Address("", 9000),)
     assert len(chosen.problems) == 1
-
-
-def test_every_option_has_a_variable_of_its_own() -> None:
-    """Derived from the flag, so that nobody has to look it up."""
-    variables = {option.flag: option.variables[0] for option in config.OPTIONS}
-    assert variables["--web.listen-address"] == "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"
-    assert variables["--flight-dir"] == "TORCHOBS_EXPORTER_FLIGHT_DIR"
-    assert len(set(variables.values())) == len(config.OPTIONS)
 
 
 def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
