@@ -76,8 +76,7 @@ class Sender:
     def __init__(self, signal: str, transport: Transport, limit_bytes: int, clock: Clock) -> None:
         self._signal, self._transport, self._limit, self._clock = signal, transport, limit_bytes, clock
         self._waiting: deque[Batch] = deque()
-        self._in_hand: Batch | None = None
-        """what is being sent; it is counted as queued, too"""
+        """besides the one that is being sent, which is counted as queued, too"""
         self._bytes = self._queued = self._sent = self._failures = 0
         self._dropped = dict.fromkeys(REASONS, 0)
         self._changed = Condition()
@@ -103,8 +102,6 @@ class Sender:
             self._waiting.append(batch)
             self._bytes += len(batch.body)
             self._queued += batch.items
-            if self._closed:
-                self._drop_oldest("shutdown")
             self._make_room()
             self._changed.notify_all()
 
@@ -115,14 +112,10 @@ class Sender:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Stop. Unsent requests are dropped, the one in progress among them. Idempotent."""
+        """Stop. Unsent requests are dropped; the one in progress has ``timeout_s`` to succeed. Idempotent."""
         with self._changed:
             self._closed = True
-            if self._in_hand is not None:
-                self._waiting.appendleft(self._in_hand)
-                self._in_hand = None
-            while self._waiting:
-                self._drop_oldest("shutdown")
+            self._make_room()
             self._changed.notify_all()
         self._transport.close()
         if self._thread.ident is not None:
@@ -132,12 +125,12 @@ class Sender:
         while (batch := self._take()) is not None:
             try:
                 outcome = self._transport.send(batch.body)
+                if outcome.kind == "refused" and not outcome.of_address and len(batch.owners) > 1:
+                    self._put_back(batch, source.divided(self._signal, batch))
+                    continue
             except Exception as problem:  # noqa: BLE001  # the thread goes on: the next request may be accepted
                 _log.exception("OTLP %s: a request could not be sent", self._signal)
                 outcome = send.Outcome("refused", words=repr(problem), of_address=True)
-            if outcome.kind == "refused" and not outcome.of_address and len(batch.owners) > 1:
-                self._divide(batch)
-                continue
             self._settle(batch, outcome)
             self._log_outcome(outcome, batch.owners[0][0] if len(batch.owners) == 1 and not outcome.of_address else "")
             if outcome.kind == "retry":
@@ -147,20 +140,15 @@ class Sender:
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
-            self._in_hand = None if self._closed else self._waiting.popleft()
-            return self._in_hand
+            return None if self._closed else self._waiting.popleft()
 
     def _settle(self, batch: Batch, outcome: Outcome) -> None:
-        """Count the outcome of the request in hand; one to be retried becomes the oldest in the queue again."""
+        """Count the outcome of a request; one to be retried becomes the oldest in the queue again."""
         with self._changed:
-            if self._in_hand is not batch:
-                return  # closed meanwhile, which counted it as dropped
-            self._in_hand = None
             if outcome.kind == "retry":
                 self._failures += 1
                 self._attempts += 1
-                self._waiting.appendleft(batch)
-                self._make_room()
+                self._put_back(batch, [batch])
                 return
             self._attempts = 0
             self._forget(batch)
@@ -168,24 +156,18 @@ class Sender:
             self._dropped["refused" if outcome.kind == "refused" else "rejected"] += rejected
             self._sent += batch.items - rejected
 
-    def _divide(self, batch: Batch) -> None:
-        """Replace the request in hand by its parts, one for each rank, which are the oldest then."""
-        parts = source.divided(self._signal, batch)
+    def _put_back(self, batch: Batch, parts: Sequence[Batch]) -> None:
+        """Put a request back into the queue, whole or in parts, which have as many items and are the oldest then."""
         with self._changed:
-            if self._in_hand is batch:
-                self._in_hand = None
-                self._waiting.extendleft(reversed(parts))
-                self._bytes += sum(len(part.body) for part in parts) - len(batch.body)
-                self._make_room()
+            self._waiting.extendleft(reversed(parts))
+            self._bytes += sum(len(part.body) for part in parts) - len(batch.body)
+            self._make_room()
 
     def _make_room(self) -> None:
-        while self._waiting and self._bytes > self._limit:
-            self._drop_oldest("overflow")
-
-    def _drop_oldest(self, reason: str) -> None:
-        batch = self._waiting.popleft()
-        self._forget(batch)
-        self._dropped[reason] += batch.items
+        while self._waiting and (self._closed or self._bytes > self._limit):
+            batch = self._waiting.popleft()
+            self._forget(batch)
+            self._dropped["shutdown" if self._closed else "overflow"] += batch.items
 
     def _forget(self, batch: Batch) -> None:
         self._bytes -= len(batch.body)
