@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
@@ -21,7 +21,6 @@ from torchobs.flight.files import artifacts, control, location, lock
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.files.control import Command
 from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.files.location import opened
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 _LONGEST_DETAIL = 200
-_MEDIA_TYPES = {PROFILE: "application/gzip"}
 _FAILURES = {catalog.EVENT_STACKS_FAILED.name, catalog.EVENT_PROFILE_FAILED.name}
 _REMEDIES = {
     "no_room": "had no room for it: make room where its flight file is, in its memory limit or `ulimit -f`, and ask again.",
@@ -51,20 +49,11 @@ _REMEDIES = {
 
 
 class StoredArtifact(NamedTuple):
-    """An artifact that was found, with what is needed to open it."""
+    """An artifact, opened. ``size``: as it was then; stacks of a stuck rank may grow."""
 
     evidence: ArtifactName
-    directory: str
-    owner: int | None
-    inode: int
+    file: BinaryIO
     size: int
-
-
-class _Run(NamedTuple):
-    """The run and rank that an artifact belongs to; ``None``: unknown."""
-
-    job_name: str | None
-    run_id: str | None
 
 
 class ArtifactStore:
@@ -73,7 +62,7 @@ class ArtifactStore:
     def __init__(self, config: ExporterConfig) -> None:
         self._directory = Directory(config)
         self._hidden: set[str] = set()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, dict[str, str]] = {}
         """by flight file; snapshots lack the earlier incarnations of restarted ranks, which left artifacts, too"""
 
     def listing(self) -> list[dict[str, Any]]:
@@ -86,16 +75,10 @@ class ArtifactStore:
             directory_fd, owner = self._open()
             for one in artifacts.names(directory_fd):
                 if one.id == identifier:
-                    status = artifacts.look(directory_fd, one, owner)
-                    return StoredArtifact(one, self._directory.path, owner, status.st_ino, status.st_size)
-        raise Problem(
-            404, "no-such-evidence", "There is no such evidence, or not yet: GET /api/v1/evidence lists what there is."
-        )
-
-    def stuck(self, flight: str) -> ArtifactName | None:
-        """Return the stacks that a rank has written itself because it is stuck, if it is stuck now."""
-        one = artifacts.named(flight, STUCK, 0)
-        return one if self.has(one) else None
+                    fd, size = artifacts.open_checked(directory_fd, one, owner)
+                    return StoredArtifact(one, os.fdopen(fd, "rb"), size)
+        detail = "There is no such evidence, or not yet: GET /api/v1/evidence lists what there is."
+        raise Problem(404, "no-such-evidence", detail)
 
     def has(self, one: ArtifactName) -> bool:
         """Return True if that artifact exists."""
@@ -148,15 +131,15 @@ class ArtifactStore:
                 if one.name not in self._hidden:
                     yield (status.st_mtime_ns, one.name, one), _description(one, status, self._run_of(one))
 
-    def _run_of(self, one: ArtifactName) -> _Run:
-        """Return the run and rank in the header of the artifact's flight file, which is opened once for that."""
+    def _run_of(self, one: ArtifactName) -> dict[str, str] | dict[str, None]:
+        """Return the run in the header of the artifact's flight file, which is opened once for that."""
         if one.flight not in self._runs:
             try:
                 with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
                     job_name, run_id, _ = labels.identity(file.header.resource)
             except READ_ERRORS:
-                return _Run(None, None)  # gone or unreadable; not cached, as that may change
-            self._runs[one.flight] = _Run(job_name, run_id)
+                return {"job_name": None, "run_id": None}  # gone or unreadable; not cached, as that may change
+            self._runs[one.flight] = {"job_name": job_name, "run_id": run_id}
         return self._runs[one.flight]
 
     def _open(self) -> tuple[int, int | None]:
@@ -166,28 +149,17 @@ class ArtifactStore:
 
 
 def read(stored: StoredArtifact) -> Iterator[bytes]:
-    """Yield the file's bytes up to the size found; fewer if the file was replaced.
-
-    The file is reopened for each piece, so that none stays open when the client disconnects.
-    """
-    offset = 0
-    while offset < stored.size and (chunk := _piece(stored, offset)):
-        offset += len(chunk)
-        yield chunk
-
-
-def _piece(stored: StoredArtifact, offset: int) -> bytes:
-    with contextlib.suppress(OSError), opened(stored.directory) as directory_fd:
-        fd, _ = artifacts.open_checked(directory_fd, stored.evidence, stored.owner)
-        with open(fd, "rb"):  # noqa: PTH123  # a descriptor, closed at the end
-            if os.fstat(fd).st_ino == stored.inode:
-                return os.pread(fd, min(CHUNK, stored.size - offset), offset)
-    return b""
+    """Yield the file's bytes up to the size found, and close it."""
+    left = stored.size
+    with stored.file:
+        while left > 0 and (chunk := stored.file.read(min(CHUNK, left))):
+            left -= len(chunk)
+            yield chunk
 
 
 def media_type(one: ArtifactName) -> str:
     """Return the file's media type."""
-    return _MEDIA_TYPES.get(one.kind, "text/plain; charset=utf-8")
+    return "application/gzip" if one.kind == PROFILE else "text/plain; charset=utf-8"
 
 
 def link(one: ArtifactName) -> dict[str, str]:
@@ -195,12 +167,12 @@ def link(one: ArtifactName) -> dict[str, str]:
     return {"id": one.id, "href": f"/api/v1/evidence/{one.id}"}
 
 
-def _description(one: ArtifactName, status: os.stat_result, run: _Run) -> dict[str, Any]:
+def _description(one: ArtifactName, status: os.stat_result, run: dict[str, str] | dict[str, None]) -> dict[str, Any]:
     return {
         **link(one),
         "kind": one.kind,
         "rank": one.rank,
-        **run._asdict(),
+        **run,
         "incarnation": one.incarnation,
         "time": instant(status.st_mtime_ns),
         "size_bytes": status.st_size,
@@ -223,14 +195,12 @@ def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:
     return Problem(410, "evidence-failed", f"Rank {rank} {what}" + (f" ({details})" if details else ""))
 
 
+_MOST_REQUESTS = 2000
 _FORGOTTEN_S = 3600.0
 """Age, in seconds, at which commands of an earlier exporter are removed."""
 
 UNREAD_NS = 200_000_000
 """A request younger than this may be unread, twice the ranks' polling interval; a later one would replace it."""
-
-MOST_OWNERS = 1000
-"""Most requested artifacts for which the rank is remembered."""
 
 _log = logging.getLogger(__name__)
 
@@ -251,8 +221,6 @@ class CommandService:
         """incarnations with a command in the control directory"""
         self._hung: dict[str, int | None] = {}
         """time of the last step of each rank of a hung run, whose stacks are asked for"""
-        self._owners: dict[str, str] = {}
-        """incarnation asked for each artifact"""
         self._requests: dict[tuple[str, str], _Request] = {}
         self._cleaned = False
         self.failures = 0
@@ -277,7 +245,7 @@ class CommandService:
             detail = f"Rank {rank.rank} was asked for one a moment ago, which will be evidence {unread.id}: ask again after it."
             raise Problem(409, "profile-asked", detail, Retry_After="1")
         (sent,) = self._send([rank], Command(profile_steps=steps))
-        return {"steps": steps, **sent, "evidence": self._expect(rank, PROFILE, sent["command"])}
+        return {"steps": steps, **sent, "evidence": link(artifacts.named(_flight(rank), PROFILE, sent["command"]))}
 
     def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
         """Request the ranks' stacks; for a stuck rank return those it has written itself. Raises ``Problem``.
@@ -309,8 +277,6 @@ class CommandService:
         for rank in snapshot.ranks:
             if not rank.up and rank.incarnation in self._commanded:
                 self._commanded.discard(rank.incarnation)
-                for kind in (STACKS, PROFILE):
-                    self._requests.pop((rank.incarnation, kind), None)
                 with contextlib.suppress(OSError), self._directory() as directory_fd:
                     control.remove(directory_fd, bytes.fromhex(rank.incarnation))
 
@@ -319,15 +285,9 @@ class CommandService:
         return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._commanded) for rank in snapshot.ranks)
 
     def owner_of(self, identifier: str) -> str | None:
-        """Return the incarnation asked for that artifact, if this exporter did so recently."""
-        return self._owners.get(identifier)
-
-    def _expect(self, rank: Rank, kind: str, number: int) -> dict[str, str]:
-        expected = artifacts.named(_flight(rank), kind, number)
-        self._owners[expected.id] = rank.incarnation
-        while len(self._owners) > MOST_OWNERS:
-            del self._owners[next(iter(self._owners))]
-        return link(expected)
+        """Return the incarnation that this exporter has asked for that artifact, if it asked it for no later one."""
+        found = (incarnation for (incarnation, _), sent in self._requests.items() if sent.evidence.id == identifier)
+        return next(found, None)
 
     def _unread(self, rank: Rank, kind: str) -> ArtifactName | None:
         """Return the artifact expected from a request that the rank may not have read yet."""
@@ -341,9 +301,9 @@ class CommandService:
     def _stacks(self, rank: Rank, sent: dict[str, Any] | None) -> dict[str, Any]:
         flight = _flight(rank)
         if sent is not None:
-            return {**sent, "evidence": self._expect(rank, STACKS, sent["command"]), "refused": None}
+            return {**sent, "evidence": link(artifacts.named(flight, STACKS, sent["command"])), "refused": None}
         answer = {**named(rank), "command": None, "refused": None}
-        if (stuck := self._store.stuck(flight)) is not None:
+        if self._store.has(stuck := artifacts.named(flight, STUCK, 0)):  # written by itself, as it is stuck
             return {**answer, "evidence": link(stuck)}
         if self._store.is_stopped(flight):
             why = f"Rank {rank.rank} is stopped (SIGSTOP): send it SIGCONT, and ask again."
@@ -378,6 +338,8 @@ class CommandService:
             if wanted:
                 request = _Request(artifacts.named(_flight(rank), kind, number), time.monotonic_ns())
                 self._requests[rank.incarnation, kind] = request
+        while len(self._requests) > _MOST_REQUESTS:
+            del self._requests[next(iter(self._requests))]
         return {**named(rank), "command": number}
 
     @contextlib.contextmanager
