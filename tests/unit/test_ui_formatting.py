@@ -121,26 +121,16 @@ HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})
 
 def test_events_become_lines_and_what_is_none_is_left_out() -> None:
     """An event of ours has its severity, an anomaly that of its kind; a name is text."""
+    nan = {"kind": "nonfinite_loss", "value": "NaN"}
+    late_ns = 1_700_000_100 * 10**9
+    evaluation = {"k": "span", "name": "torchobs.evaluation", "t0": late_ns, "t1": late_ns + 3 * 10**9, "attrs": {}}
     frames: list[dict[str, object]] = [
-        {
-            "k": "event",
-            "t": 5 * 10**9,
-            "name": "torchobs.anomaly",
-            "step": 7,
-            "attrs": {"kind": "nonfinite_loss", "value": "NaN"},
-        },
+        {"k": "event", "t": 5 * 10**9, "name": "torchobs.anomaly", "step": 7, "attrs": nan},
         {"k": "event", "t": 6 * 10**9, "name": "torchobs.data.worker_died", "attrs": {"pid": 3}},
         {"k": "event", "t": 10**10, "name": "mine <b>", "attrs": {}},
         {"k": "span", "name": "torchobs.step", "t0": 1, "t1": 2, "scope": ["torchobs"]},
-        {
-            "k": "span",
-            "name": "torchobs.evaluation",
-            "t0": 10**18,
-            "t1": 10**18 + 3 * 10**9,
-            "scope": ["torchobs"],
-            "attrs": {},
-        },
-        {"k": "span", "name": "torchobs.evaluation", "t0": 10**18, "t1": 10**18 + 3, "scope": ["somebody"], "attrs": {}},
+        {**evaluation, "scope": ["torchobs"]},
+        {**evaluation, "scope": ["somebody"]},
     ]
     told = of_ring(HEADER, "0", enumerate(frames))
     assert [(one.title, one.text, one.severity, one.step) for one in told] == [

@@ -362,18 +362,18 @@ def is_gauge(series: Series) -> bool:
 
 
 class SeriesLines:
-    """The lines of one series in one style."""
+    """The lines of one series in one style. ``in_block``: its index in the block."""
 
-    __slots__ = ("_entry", "_prefixes", "_style")
+    __slots__ = ("_prefixes", "_style", "entry", "heading", "in_block")
 
-    def __init__(self, entry: LabelledSeries, style: Style) -> None:
-        self._entry, self._style = entry, style
+    def __init__(self, in_block: int, entry: LabelledSeries, heading: Heading, style: Style) -> None:
+        self.in_block, self.entry, self.heading, self._style = in_block, entry, heading, style
         self._prefixes: list[str] = []
 
     @property
     def prefixes(self) -> Sequence[str]:
         """The lines up to their numbers; made when they are needed, for most quiet series never are."""
-        entry, style, name = self._entry, self._style, self._entry.family.name
+        entry, style, name = self.entry, self._style, self.entry.family.name
         if not self._prefixes and entry.buckets:
             self._prefixes = [prefix(style, f"{name}_bucket", own) for own in entry.buckets]
             self._prefixes += [prefix(style, f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
@@ -383,7 +383,7 @@ class SeriesLines:
 
     def numbers(self, value: Value | None) -> Sequence[float]:
         """Return the numbers of the first lines; none for values that a page cannot show (not finite, a negative counter)."""
-        entry = self._entry
+        entry = self.entry
         if isinstance(value, Distribution):
             return self._of_histogram(value) if entry.buckets else ()
         if value is None or entry.buckets or not isfinite(value) or (value < 0 and entry.series.kind is Kind.COUNTER):
@@ -391,29 +391,19 @@ class SeriesLines:
         return (float(value),)
 
     def _of_histogram(self, value: Distribution) -> Sequence[float]:
-        totals, bounds = [*map(float, accumulate(value.counts))], self._entry.series.bounds
+        totals, bounds = [*map(float, accumulate(value.counts))], self.entry.series.bounds
         # with negative values the sum is not monotonic, and OpenMetrics then forbids both sum and count
         return totals if value.sum < 0 or (bounds and bounds[0] < 0) else [*totals, totals[-1], value.sum]
 
     def created(self, born_s: float) -> str:
         """Return the ``_created`` line of a counter or histogram, empty for others."""
-        name, entry = f"{self._entry.family.name}_created", self._entry
+        name, entry = f"{self.entry.family.name}_created", self.entry
         return f"{prefix(self._style, name, entry.labels)}{number(born_s)}" if cumulative(entry.series.kind) else ""
 
     def exemplars(self, found: Shown) -> list[tuple[int, str]]:
         """Return the exemplars to append to bucket lines, with their line's index."""
-        own = rank_labels.exemplars_of(self._entry.series, found) if self._entry.buckets else {}
+        own = rank_labels.exemplars_of(self.entry.series, found) if self.entry.buckets else {}
         return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in own.items()]
-
-
-class _Row(NamedTuple):
-    """A series that is no gauge. ``in_block``: its index in the block."""
-
-    in_block: int
-    heading: Heading
-    lines: SeriesLines
-    quiet: LabelledSeries | None
-    """the series, if it is quiet"""
 
 
 class _Plan(NamedTuple):
@@ -454,11 +444,11 @@ class BlockRenderer:
         in_order = sorted(entries, key=lambda one: self._positions[one[1].family.name])
         mixed = {entry.family.name for _, entry in entries if entry.quiet is not None or not is_gauge(entry.series)}
         self._rows = [
-            _Row(index, headings[entry.family.name], SeriesLines(entry, style), entry if entry.quiet is not None else None)
+            SeriesLines(index, entry, headings[entry.family.name], style)
             for index, entry in in_order
             if entry.family.name in mixed
         ]
-        self._hidden, self._shown = [row for row in self._rows if row.quiet is not None], self._rows
+        self._hidden, self._shown = [row for row in self._rows if row.entry.quiet is not None], self._rows
         self._pick_hidden = _picking(())
         self._hidden_values: tuple[Value | None, ...] = ()
         self._revealed = -1
@@ -504,11 +494,11 @@ class BlockRenderer:
         self._hidden_values, self._revealed = self._pick_hidden(values), self._quiet.revealed
         self._shape, self._exemplars = None, (rank_labels.NO_EXEMPLARS, [])
 
-    def _numbers(self, row: _Row, value: Value | None) -> Sequence[float]:
-        found = row.lines.numbers(value)
-        if row.quiet is None:
+    def _numbers(self, row: SeriesLines, value: Value | None) -> Sequence[float]:
+        found = row.numbers(value)
+        if row.entry.quiet is None:
             return found
-        shown = self._quiet.shown(row.quiet, found)
+        shown = self._quiet.shown(row.entry, found)
         self.is_holding |= bool(shown) and shown is not found
         return shown
 
@@ -529,10 +519,10 @@ class BlockRenderer:
         starts, created = list[int](), dict[int, str]()
         for row, length in zip(self._shown, lengths, strict=True):
             starts.append(len(prefixes))
-            prefixes += row.lines.prefixes[:length]
+            prefixes += row.prefixes[:length]
             headings += [row.heading] * length
             if self._born_s is not None and length:
-                created[len(prefixes) - 1] = row.lines.created(self._born_s)
+                created[len(prefixes) - 1] = row.created(self._born_s)
         template = LineTemplate(headings, prefixes)
         template.ranges.sort(key=lambda one: self._positions[one[0].family])
         return _Plan(_picking([index for index, _, _ in gauges]), template, starts, created)
@@ -540,7 +530,7 @@ class BlockRenderer:
     def _exemplar_texts(self, exemplars: Shown) -> list[tuple[int, int, str]]:
         """Return the row, the bucket and the text of each exemplar."""
         if exemplars is not self._exemplars[0]:
-            by_row = ((number, row.lines.exemplars(exemplars)) for number, row in enumerate(self._shown))
+            by_row = ((number, row.exemplars(exemplars)) for number, row in enumerate(self._shown))
             self._exemplars = exemplars, [(number, bucket, text) for number, found in by_row for bucket, text in found]
         return self._exemplars[1]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import rank_report, text_format
-from torchobs.diagnosis.rank_report import events_of, with_unit
+from torchobs.diagnosis.rank_report import Fact, SpanFact, events_of, spans_of, with_unit
 from torchobs.diagnosis.status import (
     LAST_LOSSES,
     NO_REPLICAS,
@@ -67,8 +67,6 @@ _SPANS = {
     catalog.SPAN_RESTORE.name: "Restore",
 }
 """Spans shown as events because they are long; those of steps are for tracing tools."""
-
-_FAR_S = 1e11
 
 Kind = tuple[str, str]
 """The title, and an anomaly's kind"""
@@ -184,51 +182,39 @@ def _time(event: EventRow) -> float:
 
 
 def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[EventRow]:
-    """Return the events of a rank's ring, oldest first."""
-    rows = (_event(header, rank, fields) or _span(rank, fields) for _, fields in frames)
-    return [row for row in rows if row is not None]
+    """Return the events and the long spans of a rank's ring, oldest first."""
+    frames = list(frames)
+    ours = (frame for frame in frames if str(frame[1].get("scope", "")).startswith("['torchobs'"))
+    rows = [_event(rank, fact) for fact in events_of(frames, header) if fact.name != catalog.EVENT_SCALARS.name]  # curves
+    return sorted([*rows, *(_span(rank, span) for span in spans_of(ours) if span.name in _SPANS)], key=_time)
 
 
-def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | None:
-    name = fields.get("name", "")
-    if fields.get("k") != "event" or name == catalog.EVENT_SCALARS.name:  # shown as curves
-        return None
-    known, attributes = catalog.EVENT_BY_NAME.get(name), fields["attrs"]
-    row = EventRow(
-        at_s=header.wall_s(fields["t"]),
+def _event(rank: str, fact: Fact) -> EventRow:
+    known, kind = catalog.EVENT_BY_NAME.get(fact.name), fact.attributes.get("kind")
+    is_anomaly = known is catalog.EVENT_ANOMALY and kind in catalog.ANOMALY_KINDS
+    return EventRow(
+        at_s=fact.time_s,
         ranks=(rank,),
-        step=fields.get("step"),
-        severity=catalog.event_severity(name, attributes),
-        title=_title(name) if known else labels.text(name)[:MOST_TEXT],
-        text=_text(name, attributes),
+        step=fact.step,
+        severity=catalog.event_severity(fact.name, fact.attributes),
+        title=_title(fact.name) if known else labels.text(fact.name)[:MOST_TEXT],
+        text=_text(fact.name, fact.attributes),
+        anomaly=str(kind) if is_anomaly else "",
+        number=1 + fact.count("left_out") if is_anomaly else 1,
     )
-    kind = attributes.get("kind")
-    if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
-        return row
-    return row._replace(anomaly=kind, number=1 + attributes.get("left_out", 0))
 
 
 def _title(name: str) -> str:
-    words = name.removeprefix("torchobs.").replace("_", " ").replace(".", " ")
-    return words[:1].upper() + words[1:]
+    return name.removeprefix("torchobs.").replace("_", " ").replace(".", " ").capitalize()
 
 
-def _span(rank: str, fields: Mapping[str, Any]) -> EventRow | None:
-    title, begun_ns, ended_ns = _SPANS.get(str(fields.get("name"))), fields.get("t0"), fields.get("t1")
-    ours = isinstance(fields.get("scope"), list) and fields["scope"][:1] == ["torchobs"]
-    if not title or not ours or not isinstance(begun_ns, int) or not isinstance(ended_ns, int):
-        return None
-    if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
-        return None
-    duration = text_format.duration(max((ended_ns - begun_ns) / 1e9, 0.0))
-    text = _text(str(fields.get("name")), fields.get("attrs"))
-    return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {duration}" + (f" · {text}" if text else ""))
+def _span(rank: str, span: SpanFact) -> EventRow:
+    parts = [f"took {text_format.duration(span.end_s - span.start_s)}", _text(span.name, span.attributes)]
+    return EventRow(span.end_s, (rank,), None, Severity.INFO, _SPANS[span.name], " · ".join(filter(None, parts)))
 
 
-def _text(name: str, attributes: object) -> str:
+def _text(name: str, attributes: Mapping[str, Any]) -> str:
     """Return the attributes of an event or span as one line: names in words, sizes and durations with their unit."""
-    if not isinstance(attributes, dict):
-        return ""
     parts = ((label, with_unit(name, label, value) or _value(value)) for label, value in attributes.items())
     return " · ".join(f"{_label(label)} {text}" for label, text in parts if text)[:MOST_TEXT]
 
