@@ -13,8 +13,9 @@ from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT
-from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES, Exit
+from torchobs.flight.format.layout import LIVE_PHASES, Exit
 from torchobs.ranks.scanner import Directory, ForeignDirectoryError, Scanner, accepted_owner
+from torchobs.ranks.snapshot import Snapshot
 
 
 @pytest.fixture
@@ -32,36 +33,53 @@ def rank(flight_dir: Path) -> Iterator[Callable[..., File]]:
         file.release()
 
 
-def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
-) -> None:
+Look = Callable[..., Snapshot]
+
+
+@pytest.fixture
+def look(scanner: Scanner, clock: Clock) -> Look:
+    """Scan at a moment, with the heartbeats of these ranks shortly before it, or ``beat_s`` then."""
+
+    def scan(seconds: float, *files: File, beat_s: float | None = None) -> Snapshot:
+        clock.seconds = seconds
+        for file in files:
+            file.beat(seconds - 0.1 if beat_s is None else beat_s)
+            file.save()
+        return scanner.scan()
+
+    return scan
+
+
+def trained(*files: File) -> None:
+    """A hundred steps in ten seconds: the timeout is a minute then."""
+    for file in files:
+        for number in range(1, 101):
+            file.step(number, number / 10)
+
+
+def enter(file: File, phase: str, seconds: float) -> None:
+    """Begin a phase at that moment."""
+    file.writer.phase(1 + LIVE_PHASES.index(phase), BORN_NS + round(seconds * S))
+
+
+def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(look: Look, rank: Callable[..., File]) -> None:
     """A script that closes descriptors drops the lock: the old mark beside a heart that beats is no end; then it is."""
     file = rank()
     file.release()
     file.lock_path.write_text("Stack (most recent call first)\n")
     os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
-    for seconds in (3.0, 4.0):
-        file.beat(seconds)
-        file.save()
-        clock.seconds = seconds + 0.1
-        assert states(scanner.scan()) == {"0": "alive"}
-    clock.seconds = 4.7
-    assert states(scanner.scan()) == {"0": "failed"}
-    file.beat(5.0)
-    file.save()
-    clock.seconds = 5.1
-    assert states(scanner.scan()) == {"0": "alive"}, "its heart beats again"
+    for seconds in (3.1, 4.1):
+        assert states(look(seconds, file)) == {"0": "alive"}
+    assert states(look(4.7)) == {"0": "failed"}
+    assert states(look(5.1, file)) == {"0": "alive"}, "its heart beats again"
 
 
-def test_a_living_rank_is_served_up_to_its_last_step(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[..., File]) -> None:
     """Steps that nobody has folded yet are counted, and the age of the last one is exact."""
     file = rank()
     for number in range(1, 8):
         file.step(number, number)
-    file.beat(7.0)
-    file.save()
-    clock.seconds = 7.25
-    snapshot = scanner.scan()
+    snapshot = look(7.25, file)
     (seen,) = snapshot.ranks
     assert (seen.job_name, seen.run_id, seen.rank) == ("gpt", "run-1", "0")
     assert (seen.state, seen.up, seen.progress_age_s, seen.ended_in) == ("alive", True, 0.25, None)
@@ -70,99 +88,53 @@ def test_a_living_rank_is_served_up_to_its_last_step(scanner: Scanner, rank: Cal
     assert not snapshot.problems
 
 
-def test_the_states_of_one_rank_from_birth_to_oblivion(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_the_states_of_one_rank_from_birth_to_oblivion(look: Look, rank: Callable[..., File]) -> None:
     """Alive, unresponsive while it is stopped, alive again, fading for one look, lost, and after the grace gone."""
     file = rank()
-    seen = []
-    for seconds, beat in ((0.4, 0.4), (1.4, 0.4), (2.6, 0.4), (3.6, 3.5)):
-        clock.seconds = seconds
-        file.beat(beat)
-        file.save()
-        seen.append(states(scanner.scan())["0"])
+    seen = [states(look(at_s, file, beat_s=beat_s))["0"] for at_s, beat_s in ((0.4, 0.4), (1.4, 0.4), (2.6, 0.4), (3.6, 3.5))]
     assert seen == ["alive", "alive", "unresponsive", "alive"]
-
     file.beat(4.0)
     file.save().release()
-    clock.seconds = 4.1
-    assert (states(snapshot := scanner.scan()), snapshot.fading) == ({"0": "alive"}, True)
-    clock.seconds = 4.7
-    assert (states(snapshot := scanner.scan()), snapshot.fading) == ({"0": "lost"}, False)
-    clock.seconds = 304.0
-    assert states(scanner.scan()) == {"0": "lost"}
-    clock.seconds = 304.1
-    snapshot = scanner.scan()
+    for seconds, state, fading in ((4.1, "alive", True), (4.7, "lost", False), (304.0, "lost", False)):
+        snapshot = look(seconds)
+        assert (states(snapshot), snapshot.fading) == ({"0": state}, fading)
+    snapshot = look(304.1)
     assert (states(snapshot), snapshot.files["expired"], snapshot.files["served"]) == ({}, 1, 0)
 
 
-def test_a_rank_without_steps_for_too_long_is_hung_until_it_steps(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
-) -> None:
-    """With steps of 0.1 s the timeout is a minute; the age counts on meanwhile."""
+def test_a_rank_without_steps_for_too_long_is_hung_until_it_steps(look: Look, rank: Callable[..., File]) -> None:
+    """The age counts on meanwhile; batches of an evaluation that nobody announced are a sign of life, too."""
     file = rank()
-    for number in range(1, 101):
-        file.step(number, number / 10)
+    trained(file)
     seen = []
     for seconds in (69.0, 71.0, 72.0):
-        clock.seconds = seconds
-        file.beat(seconds - 0.1)
         if seconds == 72.0:
             file.step(101, 71.5)
-        file.save()
-        (one,) = scanner.scan().ranks
+        (one,) = look(seconds, file).ranks
         seen.append((one.state, one.progress_age_s))
     assert seen == [("alive", 59.0), ("hung", 61.0), ("alive", 0.5)]
-
-
-def test_a_rank_that_goes_on_from_batch_to_batch_has_not_hung(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
-) -> None:
-    """An evaluation that nobody announced shows boundaries, too."""
-    file = rank()
-    for number in range(1, 101):
-        file.step(number, number / 10)
-    seen = []
-    for seconds in (80.0, 145.0):
-        clock.seconds = seconds
-        file.beat(seconds - 0.1)
-        file.writer.phase(1 + PHASE_NAMES.index("forward"), BORN_NS + 80 * S)
-        file.save()
-        seen.append(states(scanner.scan())["0"])
-    assert seen == ["alive", "hung"]
+    enter(file, "forward", 140.0)
+    assert [states(look(seconds, file))["0"] for seconds in (195.0, 205.0)] == ["alive", "hung"]
 
 
 @pytest.mark.parametrize(("phase", "state"), [("evaluation", "alive"), ("checkpoint", "alive"), ("backward", "hung")])
 def test_who_waits_for_a_peer_that_may_take_any_time_has_not_hung(
-    phase: str, state: str, scanner: Scanner, rank: Callable[..., File], clock: Clock
+    phase: str, state: str, look: Look, rank: Callable[..., File]
 ) -> None:
     """For half an hour: so long collectives wait, too."""
     files = [rank(seed=1, rank=0), rank(seed=2, rank=1)]
-    for file in files:
-        for number in range(1, 101):
-            file.step(number, number / 10)
-    files[0].writer.phase(1 + PHASE_NAMES.index(phase), BORN_NS + 10 * S)
-    seen = []
-    for seconds in (80.0, 1_809.0, 1_811.0):
-        clock.seconds = seconds
-        for file in files:
-            file.beat(seconds - 0.1)
-            file.save()
-        seen.append(states(scanner.scan())["1"])
-    assert seen == [state, state, "hung"]
+    trained(*files)
+    enter(files[0], phase, 10.0)
+    assert [states(look(seconds, *files))["1"] for seconds in (80.0, 1_809.0, 1_811.0)] == [state, state, "hung"]
 
 
-def test_a_replica_group_waits_for_no_other(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_a_replica_group_waits_for_no_other(look: Look, rank: Callable[..., File]) -> None:
     """One whose peer is in another group hangs while that evaluates, and where it stands is no concern of the other."""
     files = [rank(seed=1 + group, replica_group=group) for group in range(2)]
-    for file in files:
-        for number in range(1, 101):
-            file.step(number, number / 10)
+    trained(*files)
     for file, phase in zip(files, ("evaluation", "backward"), strict=True):
-        file.writer.phase(1 + PHASE_NAMES.index(phase), BORN_NS + 10 * S)
-    clock.seconds = 80.0
-    for file in files:
-        file.beat(79.9)
-        file.save()
-    snapshot = scanner.scan()
+        enter(file, phase, 10.0)
+    snapshot = look(80.0, *files)
     assert states(snapshot) == {"0-g0": "alive", "0-g1": "hung"}
     assert [one.rank for one in snapshot.ranks if one.standing and one.standing.stalled] == ["0-g1"]
 
@@ -171,77 +143,59 @@ def test_a_replica_group_waits_for_no_other(scanner: Scanner, rank: Callable[...
     ("world_size", "phase", "state"), [(1, "other", "alive"), (1, "backward", "hung"), (2, "other", "hung")]
 )
 def test_who_has_begun_nothing_alone_has_not_hung(
-    world_size: int, phase: str, state: str, scanner: Scanner, rank: Callable[..., File], clock: Clock
+    world_size: int, phase: str, state: str, look: Look, rank: Callable[..., File]
 ) -> None:
     """It serves a model, evaluates one, or is a notebook; ranks of several may wait for each other before the first step."""
     file = rank(world_size=world_size)
-    file.writer.phase(1 + PHASE_NAMES.index(phase), BORN_NS)
-    clock.seconds = 3_600.0
-    file.beat(3_599.9)
-    file.save()
-    assert states(scanner.scan())["0"] == state
+    enter(file, phase, 0.0)
+    assert states(look(3_600.0, file))["0"] == state
 
 
-def test_who_does_not_record_steps_has_not_hung(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_who_does_not_record_steps_has_not_hung(look: Look, rank: Callable[..., File]) -> None:
     """It has no age either, and is not compared with its peers; switched on again, its patience begins anew."""
     files = [rank(seed=1, rank=0), rank(seed=2, rank=1)]
-    for file in files:
-        for number in range(1, 101):
-            file.step(number, number / 10)
+    trained(*files)
     seen = []
     for seconds, since_ns in ((80.0, None), (90.0, BORN_NS + 85 * S), (146.0, BORN_NS + 85 * S)):
-        clock.seconds = seconds
         files[0].writer.steps_since(since_ns)
         files[1].step(101, seconds)
-        for file in files:
-            file.beat(seconds - 0.1)
-            file.save()
-        one, other = scanner.scan().ranks
+        one, other = look(seconds, *files).ranks
         seen.append((one.state, one.progress_age_s, one.standing and one.standing.behind))
         assert other.standing is not None
         assert other.standing.behind == 0
     assert seen == [("alive", None, None), ("alive", 5.0, None), ("hung", 61.0, None)]
 
 
-def test_a_rank_that_stands_still_is_known_to_everybody(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_a_rank_that_stands_still_is_known_to_everybody(scanner: Scanner, look: Look, rank: Callable[..., File]) -> None:
     """By one rule, in the snapshot and the API: no speed, and how long one usually takes; it goes with the next step."""
     file = rank()
-    for number in range(1, 101):
-        file.step(number, number / 10)
+    trained(file)
     found = []
     for seconds, upto in ((19.0, 100), (55.0, 100), (55.5, 101)):
         if upto > 100:
             file.step(upto, 55.2)
-        clock.seconds = seconds
-        file.beat(seconds)
-        file.save()
-        (seen,) = scanner.scan().ranks
+        (seen,) = look(seconds, file).ranks
         with scanner.flight_file(seen.incarnation) as read:
             found.append((seen.standstill, api.rank_state(seen)["stall"], api.steps(read, seen, 1)["speed"] is None))
     told = {"seconds": 45.0, "usual_step": 0.1, "habitual": False}
     assert found == [(None, None, False), (Standstill(45.0, 0.1), told, True), (None, None, False)]
 
 
-def test_a_rank_that_has_just_evaluated_does_not_stand_still(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_a_rank_that_has_just_evaluated_does_not_stand_still(look: Look, rank: Callable[..., File]) -> None:
     """Nor while it does, nor before its first step: its last step is old, and the next has only begun."""
     file = rank()
-    file.beat(60.0)
-    clock.seconds = 60.0
-    found = [scanner.scan().ranks[0].standstill]
-    for number in range(1, 101):
-        file.step(number, number / 10)
+    found = [look(60.0, file).ranks[0].standstill]
+    trained(file)
     for phase, begun_s in (("evaluation", 10.0), ("forward", 59.0)):
-        file.writer.phase(1 + LIVE_PHASES.index(phase), BORN_NS + round(begun_s * S))
-        file.save()
-        found.append(scanner.scan().ranks[0].standstill)
+        enter(file, phase, begun_s)
+        found.append(look(60.0, file).ranks[0].standstill)
     assert found == [None, None, None]
 
 
 def test_the_hang_timeout_can_be_given(flight_dir: Path, rank: Callable[..., File], clock: Clock) -> None:
     """`--hang-timeout` replaces what is learned."""
     scanner = scanner_of(flight_dir, clock, hang_timeout_s=3.0)
-    file = rank()
-    clock.seconds = 4.0
+    file, clock.seconds = rank(), 4.0
     file.beat(4.0)
     file.save()
     assert states(scanner.scan()) == {"0": "hung"}
@@ -253,7 +207,7 @@ def test_the_hang_timeout_can_be_given(flight_dir: Path, rank: Callable[..., Fil
     [(Exit.FINISHED, 0, "finished"), (Exit.EXCEPTION, 1, "failed"), (Exit.EXIT_CODE, 7, "failed"), (None, 0, "lost")],
 )
 def test_the_last_steps_of_who_has_ended_are_served(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock, reason: int | None, code: int, state: str
+    scanner: Scanner, look: Look, rank: Callable[..., File], reason: int | None, code: int, state: str
 ) -> None:
     """They are read after the lock was let go, though no scrape came between the last step and the end."""
     file = rank()
@@ -264,58 +218,37 @@ def test_the_last_steps_of_who_has_ended_are_served(
     if reason is not None:
         file.writer.exit(reason, code)
     file.save().release()
-    clock.seconds = 1.0
-    snapshot = scanner.scan()
+    snapshot = look(1.0)
     assert (states(snapshot), steps(snapshot)) == ({"0": state}, {"0": 3})
     assert snapshot.ranks[0].ended_in == snapshot.number
     assert scanner.scan().ranks[0].ended_in == snapshot.number
 
 
 def test_two_living_claims_to_one_rank_are_both_served_and_counted(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
+    scanner: Scanner, look: Look, rank: Callable[..., File]
 ) -> None:
     """The younger gets its incarnation behind its rank once it is clear that the older is not just dying; neither changes."""
     old, new = rank(seed=0xAA), rank(seed=0xBB, born_s=10.0)
     old.step(1, 1)
-    seen = []
-    for seconds in (11.0, 14.0, 15.0):
-        for file in (old, new):
-            file.beat(seconds)
-            file.save()
-        clock.seconds = seconds
-        snapshot = scanner.scan()
-        seen.append((steps(snapshot), snapshot.duplicates))
+    snapshots = [look(seconds, old, new, beat_s=seconds) for seconds in (11.0, 14.0, 15.0)]
     both = {"0": 1, "0-000000bb": 0}
-    assert seen == [({"0": 1}, 0), (both, 1), (both, 1)]
+    assert [(steps(one), one.duplicates) for one in snapshots] == [({"0": 1}, 0), (both, 1), (both, 1)]
     assert scanner.scan().duplicates == 1, "counted once, not at every scan"
 
 
-def test_replica_groups_keep_their_labels(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+def test_replica_groups_keep_their_labels(look: Look, rank: Callable[..., File]) -> None:
     """Each counts its ranks from 0: the group is part of the rank, before and after a restart; nothing is claimed twice."""
     sizes = {"world_size": 1, "local_world_size": 1}
     first, second = (rank(seed=1 + group, replica_group=group, launch=f"l{group}", **sizes) for group in range(2))
     for seconds in (1.0, 6.0):
-        clock.seconds = seconds
-        for file in (first, second):
-            file.beat(seconds)
-            file.save()
-        snapshot = scanner.scan()
-        assert states(snapshot) == {"0-g0": "alive", "0-g1": "alive"}
+        assert states(look(seconds, first, second)) == {"0-g0": "alive", "0-g1": "alive"}
     second.release()
-    clock.seconds = 7.0
-    first.beat(7.0)
-    first.save()
-    snapshot = scanner.scan()
+    snapshot = look(7.0, first)
     assert (states(snapshot), snapshot.runs[0].missing) == ({"0-g0": "alive", "0-g1": "lost"}, 0)
     again = rank(seed=9, born_s=7.5, replica_group=1, launch="l2", **sizes)
-    clock.seconds = 8.0
-    again.beat(8.0)
-    again.save()
-    snapshot = scanner.scan()
-    assert ({one.rank: one.incarnation[-2:] for one in snapshot.ranks}, snapshot.duplicates) == (
-        {"0-g0": "01", "0-g1": "09"},
-        0,
-    )
+    snapshot = look(8.0, again)
+    incarnations = {one.rank: one.incarnation[-2:] for one in snapshot.ranks}
+    assert (incarnations, snapshot.duplicates) == ({"0-g0": "01", "0-g1": "09"}, 0)
 
 
 def test_ranks_that_are_missing_are_missing_in_their_group(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
@@ -376,21 +309,6 @@ def other_version(path: Path) -> None:
     path.write_bytes(good.buffer[:8] + b"\xff\x00" + good.buffer[10:])
 
 
-def copy(path: Path) -> None:
-    """A sound flight file under another one's name."""
-    path.write_bytes(File(path.parent).buffer)
-
-
-def symlink(path: Path) -> None:
-    """A way out of the directory."""
-    path.symlink_to("/etc/hostname")
-
-
-def fifo(path: Path) -> None:
-    """Whoever opens it without O_NONBLOCK waits for ever."""
-    os.mkfifo(path)
-
-
 def too_big(path: Path) -> None:
     """A hole of a terabyte costs nothing to make."""
     path.touch()
@@ -406,10 +324,10 @@ def too_big(path: Path) -> None:
         (lambda path: path.write_bytes(bytes(1 << 20)), "header"),
         (lambda path: path.write_bytes(File(path.parent).buffer[: 300 * 1024]), "header"),
         (other_version, "header"),
-        (copy, "header"),
+        (lambda path: path.write_bytes(File(path.parent).buffer), "header"),  # a sound one under another's name
         (Path.mkdir, "kind"),
-        (symlink, "kind"),
-        (fifo, "kind"),
+        (lambda path: path.symlink_to("/etc/hostname"), "kind"),  # a way out of the directory
+        (os.mkfifo, "kind"),  # whoever opens it without O_NONBLOCK waits for ever
         (too_big, "header"),
     ],
 )
@@ -425,55 +343,44 @@ def test_what_is_no_flight_file_is_counted_and_hurts_nobody(
     assert {known: count for known, count in snapshot.errors.items() if count} == {reason: 1}
 
 
-def test_a_bad_file_that_becomes_good_is_served(scanner: Scanner, clock: Clock, rank: Callable[..., File]) -> None:
+def test_a_bad_file_that_becomes_good_is_served(scanner: Scanner, look: Look, rank: Callable[..., File]) -> None:
     """A file that is being copied into the directory is half-written at first."""
     whole = rank()
     content = whole.path.read_bytes()
     whole.path.write_bytes(content[:5000])
     assert scanner.scan().files["bad"] == 1
     whole.path.write_bytes(content)
-    clock.seconds = 1.0
-    assert scanner.scan().errors["header"] == 1, "it is not tried at every scan"
-    clock.seconds = 5.0
-    whole.beat(5.0)
-    whole.save()
-    snapshot = scanner.scan()
+    assert look(1.0).errors["header"] == 1, "it is not tried at every scan"
+    snapshot = look(5.0, whole)
     assert states(snapshot) == {"0": "alive"}
     assert snapshot.files["bad"] == 0
 
 
 @pytest.mark.parametrize("left", [0, 100, 4096, 4400, 100_000])
-def test_a_file_that_shrinks_keeps_what_was_served(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock, left: int
-) -> None:
+def test_a_file_that_shrinks_keeps_what_was_served(look: Look, rank: Callable[..., File], left: int) -> None:
     """Its counters do not step back; without a heartbeat it is unresponsive, and dead once the lock is free."""
     file = rank()
     file.step(1, 0.1)
     file.writer.fold()
     file.save()
-    assert steps(scanner.scan()) == {"0": 1}
+    assert steps(look(0.0)) == {"0": 1}
     os.truncate(file.path, left)
-    clock.seconds = 3.0
-    snapshot = scanner.scan()
+    snapshot = look(3.0)
     assert (states(snapshot), steps(snapshot)) == ({"0": "unresponsive"}, {"0": 1})
     file.release()
-    clock.seconds = 4.0
-    assert states(scanner.scan()) == {"0": "lost"}
+    assert states(look(4.0)) == {"0": "lost"}
 
 
-def test_garbage_written_over_a_served_file_changes_nothing_that_was_served(
-    scanner: Scanner, rank: Callable[..., File], clock: Clock
-) -> None:
+def test_garbage_written_over_a_served_file_changes_nothing_that_was_served(look: Look, rank: Callable[..., File]) -> None:
     """Nothing of it matches its CRC."""
     file = rank()
     file.step(1, 0.1)
     file.writer.fold()
     file.save()
-    scanner.scan()
+    look(0.0)
     with file.path.open("r+b") as raw:
         raw.write(os.urandom(1 << 20))
-    clock.seconds = 0.2
-    assert steps(scanner.scan()) == {"0": 1}
+    assert steps(look(0.2)) == {"0": 1}
 
 
 def test_a_directory_that_is_not_there_yet_is_waited_for(flight_dir: Path, clock: Clock) -> None:
