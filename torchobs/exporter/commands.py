@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
@@ -21,6 +21,7 @@ from torchobs.flight.files import artifacts, control, location, lock
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.files.control import Command
 from torchobs.flight.files.create import file_name, lock_name
+from torchobs.flight.files.location import opened
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -49,10 +50,12 @@ _REMEDIES = {
 
 
 class StoredArtifact(NamedTuple):
-    """An artifact, opened. ``size``: as it was then; stacks of a stuck rank may grow."""
+    """An artifact that was found, with what is needed to open it."""
 
     evidence: ArtifactName
-    file: BinaryIO
+    directory: str
+    owner: int | None
+    inode: int
     size: int
 
 
@@ -75,8 +78,8 @@ class ArtifactStore:
             directory_fd, owner = self._open()
             for one in artifacts.names(directory_fd):
                 if one.id == identifier:
-                    fd, size = artifacts.open_checked(directory_fd, one, owner)
-                    return StoredArtifact(one, os.fdopen(fd, "rb"), size)
+                    status = artifacts.look(directory_fd, one, owner)
+                    return StoredArtifact(one, self._directory.path, owner, status.st_ino, status.st_size)
         detail = "There is no such evidence, or not yet: GET /api/v1/evidence lists what there is."
         raise Problem(404, "no-such-evidence", detail)
 
@@ -149,12 +152,23 @@ class ArtifactStore:
 
 
 def read(stored: StoredArtifact) -> Iterator[bytes]:
-    """Yield the file's bytes up to the size found, and close it."""
-    left = stored.size
-    with stored.file:
-        while left > 0 and (chunk := stored.file.read(min(CHUNK, left))):
-            left -= len(chunk)
-            yield chunk
+    """Yield the file's bytes up to the size found; fewer if the file was replaced.
+
+    The file is reopened for each piece, so that none stays open when the client disconnects.
+    """
+    offset = 0
+    while offset < stored.size and (chunk := _piece(stored, offset)):
+        offset += len(chunk)
+        yield chunk
+
+
+def _piece(stored: StoredArtifact, offset: int) -> bytes:
+    with contextlib.suppress(OSError), opened(stored.directory) as directory_fd:
+        fd, _ = artifacts.open_checked(directory_fd, stored.evidence, stored.owner)
+        with open(fd, "rb"):  # noqa: PTH123  # a descriptor, closed at the end
+            if os.fstat(fd).st_ino == stored.inode:
+                return os.pread(fd, min(CHUNK, stored.size - offset), offset)
+    return b""
 
 
 def media_type(one: ArtifactName) -> str:
