@@ -19,6 +19,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -219,7 +221,10 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
     kind = location.filesystem_type(mountinfo, os.path.realpath(found))
     about = f"{found} ({why}; {kind or 'unknown file system'}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
     if not os.access(found, os.W_OK | os.X_OK):
-        return Check("directory", FAIL, f"{about}: this user may not write there", _remedy_of_access(found, status))
+        remedy = "chown it, or set TORCHOBS_DIR to a directory of your own"
+        if found == location.KUBERNETES_MOUNT:
+            remedy = f"securityContext.fsGroup of the pod must be one of this user's groups; the volume's is {status.st_gid}"
+        return Check("directory", FAIL, f"{about}: this user may not write there", remedy)
     try:
         opened = location.open_place(flight_dir, runtime_dir)
     except OSError as problem:
@@ -232,17 +237,9 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
 
 
 def _why(path: str, flight_dir: str | None) -> str:
-    if flight_dir:
-        return "by TORCHOBS_DIR"
-    if path == location.KUBERNETES_MOUNT:
-        return "the pod's volume"
-    return (
-        "of this user's session"
-        if path.startswith("/run/")
-        else "shared memory"
-        if path.startswith("/dev/shm")  # noqa: S108  # chosen by location.py
-        else "no tmpfs has room"
-    )
+    reasons = {location.KUBERNETES_MOUNT: "the pod's volume", "/run/": "of this user's session", "/dev/shm": "shared memory"}  # noqa: S108  # chosen by location.py
+    found = next((reason for begin, reason in reasons.items() if path.startswith(begin)), "no tmpfs has room")
+    return "by TORCHOBS_DIR" if flight_dir else found
 
 
 def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Check:
@@ -270,12 +267,6 @@ def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
     if kind.partition(".")[0] in location.NETWORK:
         return f"{path}: {kind} is a network or FUSE file system, on which a training step could block"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"
-
-
-def _remedy_of_access(path: str, status: os.stat_result) -> str:
-    if path == location.KUBERNETES_MOUNT:
-        return f"securityContext.fsGroup of the pod must be one of this user's groups; the volume's is {status.st_gid}"
-    return "chown it, or set TORCHOBS_DIR to a directory of your own"
 
 
 def space(path: str | None, size: int) -> Check:
@@ -388,29 +379,18 @@ def exporter(path: str | None, address: str) -> Check:
 
 def _ready(url: str) -> int | str:
     """Return the status of ``/-/ready``, or the error. The timeout is generous: only a busy exporter uses it up."""
-    parts = urlsplit(url)
-    host, port, secure = parts.hostname or "", parts.port, parts.scheme == "https"
     # whether it answers, not who: a certificate is seldom for this name
-    anyone = ssl._create_unverified_context() if secure else None  # noqa: S323, SLF001
-    connection = (
-        http.client.HTTPSConnection(host, port, timeout=10, context=anyone)
-        if secure
-        else http.client.HTTPConnection(host, port, timeout=10)
-    )
+    secure = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())  # noqa: S323, SLF001
+    asker = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
     try:
-        connection.connect()
-    except OSError as problem:
-        connection.close()
-        return text_format.clean(problem)
-    try:
-        connection.request("GET", "/-/ready")
-        return connection.getresponse().status
-    except TimeoutError as problem:
-        return text_format.clean(problem)
+        with asker.open(f"{url}-/ready", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code
+    except (urllib.error.URLError, TimeoutError) as problem:
+        return text_format.clean(getattr(problem, "reason", problem))
     except (OSError, http.client.HTTPException) as problem:  # in TLS 1.3 the client's certificate comes after its handshake
-        return _WANTS_CERTIFICATE if secure else text_format.clean(problem)
-    finally:
-        connection.close()
+        return _WANTS_CERTIFICATE if url.startswith("https:") else text_format.clean(problem)
 
 
 def otlp_endpoint(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -432,20 +412,18 @@ def extras() -> Iterator[Check]:
     """Yield the installed extras, complete or partial."""
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if not _is_there(module)]
-        if not missing:
-            yield Check("extras", OK, f"{extra} is installed")
-        elif extra == "exporter":
+        if missing and extra == "exporter":
             text = f"{extra} is not installed here ({', '.join(missing[:3])} missing)"
             yield Check("extras", WARN, text, "pip install 'torchobs[exporter]', unless a sidecar has it")
         else:
-            yield Check("extras", OK, f"{extra} is not installed: pip install 'torchobs[{extra}]' if you want it")
+            how = f"not installed: pip install 'torchobs[{extra}]' if you want it" if missing else "installed"
+            yield Check("extras", OK, f"{extra} is {how}")
 
 
 def _is_there(module: str) -> bool:
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return False
 
 
 def places(flight_dir: str | None) -> tuple[str | None, ...]:
@@ -456,11 +434,14 @@ def places(flight_dir: str | None) -> tuple[str | None, ...]:
 
 def selftest(where: Sequence[str | None]) -> Iterator[Check]:
     """Check that a training is recorded, and which probes are off and why; ``where``: :func:`places`."""
-    home_directory = _home(where)
-    if home_directory is None:
+    for directory in where:
+        with contextlib.suppress(OSError):
+            trial = tempfile.TemporaryDirectory(prefix="torchobs-doctor-", dir=directory)
+            break
+    else:
         yield Check("probes", WARN, "no place for a trial: no temporary directory can be made", "set TMPDIR to one of your own")
         return
-    with home_directory as home:
+    with trial as home:
         environ = {**settings.environment(), "TORCHOBS_DIR": home, "TORCHOBS_CONTROL_DIR": home, "TORCHOBS_ENABLED": "1"}
         try:
             argv = [sys.executable, "-c", _TRAINING]
@@ -468,14 +449,8 @@ def selftest(where: Sequence[str | None]) -> Iterator[Check]:
         except subprocess.TimeoutExpired:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
             return
-        yield from evaluate(_report(Path(home)), ran.returncode, ran.stderr, ran.stdout)
-
-
-def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | None:
-    for directory in where:
-        with contextlib.suppress(OSError):
-            return tempfile.TemporaryDirectory(prefix="torchobs-doctor-", dir=directory)
-    return None
+        reports, _ = load.load_reports([item.path for item in load.listing(Path(home)).found])
+        yield from evaluate(reports[0] if reports else None, ran.returncode, ran.stderr, ran.stdout)
 
 
 def evaluate(report: RankReport | None, status: int, stderr: str, stdout: str = "") -> Iterator[Check]:
@@ -490,8 +465,12 @@ def evaluate(report: RankReport | None, status: int, stderr: str, stdout: str = 
         yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")
         return
     yield from [devices(*stdout.split())] if len(stdout.split()) == 2 else []  # noqa: PLR2004  # build and number
-    off = {name: _reason(report, name) for name, value in report.by_attribute(catalog.PROBE_DISABLED).items() if value}
-    probes = sorted(report.by_attribute(catalog.PROBE_DISABLED))
+    reasons = {
+        fact.text("probe"): f"{fact.text('exception.type')} at {fact.text('location')}"
+        for fact in reversed(report.events_named(catalog.EVENT_PROBE_DISABLED))
+    }
+    probes = dict(sorted(report.by_attribute(catalog.PROBE_DISABLED).items()))
+    off = {name: reasons.get(name, "unknown") for name, is_off in probes.items() if is_off}
     at_work = [name for name in probes if name not in off]
     seen = report.value(catalog.STEPS) == _STEPS and report.value(catalog.LOSS) is not None
     text = f"a training of five steps was recorded; at work: {', '.join(at_work)}"
@@ -510,17 +489,3 @@ def devices(build: str, count: str) -> Check:
         remedy = "a torch built with CUDA, a driver as new as that CUDA, CUDA_VISIBLE_DEVICES; in a container --gpus all"
         return Check("gpus of torch", WARN, text, remedy)
     return Check("gpus of torch", OK, text)
-
-
-def _reason(report: RankReport, probe: str) -> str:
-    for fact in report.events_named(catalog.EVENT_PROBE_DISABLED):
-        if fact.text("probe") == probe:
-            return f"{fact.text('exception.type')} at {fact.text('location')}"
-    return "unknown"
-
-
-def _report(home: Path) -> RankReport | None:
-    with contextlib.suppress(OSError):
-        reports, _ = load.load_reports([item.path for item in load.listing(home).found])
-        return reports[0] if reports else None
-    return None
