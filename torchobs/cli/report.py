@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,8 +174,7 @@ _RECORDS = 64
 _WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(NamedTuple):
     """One run. Times in Unix seconds; ``state`` is the worst of its ranks', ``ended_by`` that rank's reason."""
 
     job_name: str
@@ -193,7 +191,7 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data; a non-finite loss is its name."""
-        made: dict[str, Any] = plain(asdict(self))
+        made: dict[str, Any] = plain(self._asdict())
         return made
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
@@ -26,8 +25,7 @@ _NAMES = ("A", "B")
 _TAIL = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(NamedTuple):
     """A quantity of both runs: a single figure, or the median of many and the range of their middle half."""
 
     what: str
@@ -40,8 +38,7 @@ class Compared:
     second_range: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A setting that differs; empty text where one run has none."""
 
     name: str
@@ -49,8 +46,7 @@ class Difference:
     second: str
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Two runs compared, each by the rank that its report shows."""
 
     first: RankReport
@@ -66,8 +62,8 @@ class Comparison:
             for job, run, rank in [one.identity]
         ]
         parts = {
-            "differences": [asdict(one) for one in self.differences],
-            "quantities": [asdict(one) for one in self.quantities],
+            "differences": [one._asdict() for one in self.differences],
+            "quantities": [one._asdict() for one in self.quantities],
         }
         made: dict[str, Any] = plain({"version": VERSION, "runs": runs, **parts})
         return made
@@ -139,7 +135,7 @@ def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
 
 def _medians(what: str, unit: str, first: Sequence[float], second: Sequence[float]) -> Compared:
     figures = _plain(what, unit, *(median(values) if values else None for values in (first, second)))
-    return replace(figures, first_range=_middle_half(first), second_range=_middle_half(second))
+    return figures._replace(first_range=_middle_half(first), second_range=_middle_half(second))
 
 
 def _middle_half(values: Sequence[float]) -> tuple[float, float] | None:

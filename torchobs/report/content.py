@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
 
@@ -13,16 +13,14 @@ Point = tuple[float, float]
 """x: a step number, or seconds since the start; and the value"""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A paragraph. ``tone``: empty, ``note``, ``warning`` or ``error``."""
 
     words: str
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A finding. ``severity``: as of ``diagnosis.health``; ``section``: id of the section with the data behind it, or empty."""
 
     severity: str
@@ -30,15 +28,13 @@ class Item:
     section: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(NamedTuple):
     """Findings, the most important first."""
 
     items: tuple[Item, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     """A key figure."""
 
     name: str
@@ -46,15 +42,13 @@ class Figure:
     more: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(NamedTuple):
     """Key figures side by side."""
 
     figures: tuple[Figure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """A table; the first column holds the rows' names. ``words``: indexes of columns that hold words, not numbers."""
 
     caption: str
@@ -63,8 +57,7 @@ class Table:
     words: frozenset[int] = frozenset({0})
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(NamedTuple):
     """Parts of a whole, in seconds. ``colours``: prefix of the parts' colour classes."""
 
     caption: str
@@ -72,23 +65,20 @@ class Shares:
     colours: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
+class Code(NamedTuple):
     """Text to be copied, such as a command line."""
 
     words: str
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """One line of a chart; the first eight lines of a chart get colours of their own."""
 
     name: str
     points: Sequence[Point]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A vertical mark in a chart, at a step."""
 
     at: float
@@ -96,8 +86,7 @@ class Mark:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class LineChart:
+class LineChart(NamedTuple):
     """Lines over steps or, with ``timed``, over seconds since the start."""
 
     name: str
@@ -112,8 +101,7 @@ class LineChart:
     from_zero: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AreaChart:
+class AreaChart(NamedTuple):
     """Stacked areas over steps; ``rows``: step and one value for each name."""
 
     name: str
@@ -123,8 +111,7 @@ class AreaChart:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StripChart:
+class StripChart(NamedTuple):
     """Kinds of events, one below the other, on one axis of steps."""
 
     name: str
@@ -134,8 +121,7 @@ class StripChart:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HeatMap:
+class HeatMap(NamedTuple):
     """A value for each name and time, as colours on a logarithmic scale; ``None`` where unknown."""
 
     name: str
@@ -151,8 +137,7 @@ Chart = LineChart | AreaChart | StripChart | HeatMap
 Block = Text | Items | Figures | Table | Shares | Code | Chart
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """A section; ``name`` is its id in the page. ``wide``: its charts take the whole width each."""
 
     name: str
@@ -161,8 +146,7 @@ class Section:
     wide: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A whole report. ``badge``: severity and words of the verdict."""
 
     title: str
@@ -170,7 +154,7 @@ class Document:
     badge: tuple[str, str]
     headline: str
     sections: tuple[Section, ...]
-    footer: tuple[str, ...] = field(default=())
+    footer: tuple[str, ...] = ()
 
     def charts(self) -> tuple[Chart, ...]:
         """Return all charts, in their order."""
