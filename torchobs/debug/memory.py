@@ -157,26 +157,22 @@ def _module_names(model: Any) -> Iterator[list[tuple[str, str]]]:
     """Yield the stack of names and classes of the modules whose forward is running; hooks keep it, and are gone afterwards."""
     import torch
 
-    stack = [("", type(model).__name__)]
-    handles = []
+    stack, handles = [("", type(model).__name__)], []
+
+    def leave(*_: object) -> None:
+        stack.pop()
+
     try:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks: what it keeps is that of the module around it
             entry = name, type(module).__name__
             handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: stack.append(entry)))
-            handles.append(module.register_forward_hook(_popping(stack), always_call=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         yield stack
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _popping(stack: list[tuple[str, str]]) -> Any:
-    def pop(*_: object) -> None:
-        stack.pop()
-
-    return pop
 
 
 def _tensors_in(values: Any) -> list[Any]:
@@ -210,33 +206,17 @@ def resized(values: Any, size: int, other: int) -> Any:
 
 
 def _unique(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors, those in the same memory once."""
-    held: dict[int, dict[tuple[int, ...], int]] = {}
-    for x in tensors:
-        first = next((storage.data_ptr() for storage in storages(x)), 0)
-        held.setdefault(first or -id(x), {})[_region(x)] = bytes_of(x)
-    # views overlap, or have gaps between their elements
-    return sum(min(_covered(regions), sum(regions.values())) for regions in held.values())
-
-
-def _region(x: Any) -> tuple[int, ...]:
-    """Return the first byte of a tensor in its storage, the one after its last, and what tells it from others there."""
+    """Return the bytes of tensors, those in the same memory once: of views that overlap, no more than that memory has."""
     import torch
 
-    if x.layout is not torch.strided or x.is_nested or hasattr(type(x), "__tensor_flatten__"):
-        return 0, bytes_of(x)
-    start = int(x.storage_offset()) * x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size() * bool(x.numel()), *x.shape, *x.stride()
-
-
-def _covered(regions: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes that lie in at least one of the regions."""
-    total = reached = 0
-    for start, end, *_ in sorted(regions):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    memory: dict[int, tuple[int, dict[Any, int]]] = {}
+    for x in tensors:
+        parts = list(storages(x))
+        first = parts[0].data_ptr() if parts else 0
+        _, views = memory.setdefault(first or -id(x), (sum(part.nbytes() for part in parts), {}))
+        is_plain = x.layout is torch.strided and not x.is_nested and not hasattr(type(x), "__tensor_flatten__")
+        views[(x.storage_offset(), x.shape, x.stride()) if is_plain else None] = bytes_of(x)
+    return sum(min(size, sum(views.values())) if size else sum(views.values()) for size, views in memory.values())
 
 
 def _optimizer_state(optimizer: Any) -> int | None:
@@ -386,15 +366,9 @@ def _tensors() -> list[Any]:
     """Return the live dense tensors."""
     import torch
 
-    return [
-        x
-        for x in living(torch.Tensor)
-        if not is_uninitialized(x) and x.layout is torch.strided and not x.is_nested and _is_real(x)
-    ]
-
-
-def _is_real(x: Any) -> bool:
-    return x.device.type != "meta" and type(x).__name__ not in {"FakeTensor", "FunctionalTensor", "DTensor"}
+    dense = (x for x in living(torch.Tensor) if not is_uninitialized(x) and x.layout is torch.strided and not x.is_nested)
+    wrappers = {"FakeTensor", "FunctionalTensor", "DTensor"}
+    return [x for x in dense if x.device.type != "meta" and type(x).__name__ not in wrappers]
 
 
 def _devices() -> tuple[DeviceMemory, ...]:

@@ -121,13 +121,10 @@ def entered(anomaly: str, found: Callable[[Birth], None]) -> Iterator[None]:
         with _torch_raises():
             yield
     elif anomaly == "warn":
-        from torchobs.debug import operator_watch
+        from torchobs.debug.operator_watch import operators_watched
 
-        operator_watch.watch_operators(found)
-        try:
+        with operators_watched(found):
             yield
-        finally:
-            operator_watch.unwatch_operators()
     else:
         yield
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ class _Pending(NamedTuple):
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Calls ``found`` with each :class:`Birth`. One for each thread; see :func:`watch_operators`."""
+    """Calls ``found`` with each :class:`Birth`. One for each thread; see :func:`operators_watched`."""
 
     def __init__(self, found: Callable[[Birth], None]) -> None:
         super().__init__()
@@ -212,22 +213,25 @@ class _Watches(threading.local):
 _watches = _Watches()
 
 
-def watch_operators(found: Callable[[Birth], None]) -> OperatorWatch:
-    """Begin to watch this thread's operators, or go on doing so for one more."""
-    if _watches.watch is None:
-        _watches.watch = OperatorWatch(found)
-        _watches.watch.__enter__()
-    _watches.wanted += 1
-    return _watches.watch
-
-
-def unwatch_operators() -> None:
-    """End what :func:`watch_operators` began; with the last one the mode goes, wherever in the stack of modes it is."""
-    _watches.wanted -= 1
+@contextmanager
+def operators_watched(found: Callable[[Birth], None]) -> Iterator[None]:
+    """Watch this thread's operators during the block; with the last one the mode goes, wherever in the stack of modes it is."""
     watch = _watches.watch
-    if _watches.wanted or watch is None:
-        return
-    _watches.watch = None
+    if watch is None:
+        watch = _watches.watch = OperatorWatch(found)
+        watch.__enter__()
+    _watches.wanted += 1
+    try:
+        yield
+    finally:
+        _watches.wanted -= 1
+        if not _watches.wanted:
+            _watches.watch = None
+            _leave(watch)
+            watch.settle()
+
+
+def _leave(watch: OperatorWatch) -> None:
     above = []
     while (top := _get_current_dispatch_mode()) is not None and top is not watch:
         above.append(_pop_mode())  # entered later and still there: tasks of an event loop end in any order
@@ -235,7 +239,6 @@ def unwatch_operators() -> None:
         watch.__exit__(None, None, None)
     for mode in reversed(above):
         _push_mode(mode)
-    watch.settle()
 
 
 class Live(NamedTuple):

@@ -6,6 +6,7 @@ import inspect
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -69,18 +70,6 @@ class _Steps:
 _models: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is wrong with a step as a whole, by kind."""
-
-    kinds: frozenset[str]
-    anomalies: tuple[str, ...]
-
-    def count(self, *, anomalous: bool) -> None:
-        """Count the step in the history and in the flight file."""
-        history.add_step(self.kinds, anomalous=anomalous or bool(self.kinds))
-
-
 def monitor_step(
     model: Any, loss: Any, step: int | None = None, *, scaler: Any = None, exploding: float | None = None,
     vanishing: float = VANISHING,
@@ -115,12 +104,13 @@ def monitor_step(
     # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
     is_skipped = check.loss_scale != 1.0 and not isfinite(check.total_norm)
     verdict = judge_step(model, value, check.total_norm, "monitor_step", exploding, vanishing, is_skipped=is_skipped)
-    anomalies = tuple(dict.fromkeys([*(() if is_skipped and isfinite(value) else check.anomalies), *verdict.anomalies]))
-    verdict.count(anomalous=bool(anomalies))
+    in_gradients = () if is_skipped and isfinite(value) else check.anomalies
+    anomalies = tuple(dict.fromkeys([*in_gradients, *verdict.values()]))
+    history.add_step(frozenset(verdict), anomalous=bool(anomalies))
     return StepCheck(
         step=_models[model].number if step is None else step, loss=value, gradient_norm=check.total_norm,
-        gradient_explosion="gradient_explosion" in verdict.kinds, gradient_vanishing="gradient_vanishing" in verdict.kinds,
-        loss_anomaly="loss_anomaly" in verdict.kinds, anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
+        gradient_explosion="gradient_explosion" in verdict, gradient_vanishing="gradient_vanishing" in verdict,
+        loss_anomaly="loss_anomaly" in verdict, anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
     )  # fmt: skip
 
 
@@ -132,23 +122,24 @@ def explodes_above(model: Any) -> float:
 
 def judge_step(
     model: Any, loss: float, norm: float, function: str, exploding: float, vanishing: float, *, is_skipped: bool = False
-) -> Verdict:
-    """Judge a step by its loss and the total norm of its gradients; one that is not finite explodes, unless it is skipped."""
+) -> dict[str, str]:
+    """Return what is wrong with a step as a whole, in words by kind, by its loss and the total norm of its gradients.
+
+    A norm that is not finite explodes, unless the step is skipped.
+    """
     steps = _models.setdefault(model, _Steps())
     steps.number += 1
     steps.norms.add(norm)
     told: dict[str, str] = {}
+    is_spike, has_diverged = isfinite(loss) and steps.baseline.is_spike(loss), isfinite(loss) and steps.divergence.add(loss)
     if not isfinite(loss):
         told["loss_anomaly"] = f"the loss is {loss}"
-    else:
-        is_spike, has_diverged = steps.baseline.is_spike(loss), steps.divergence.add(loss)
-        if has_diverged:
-            told["loss_anomaly"] = (
-                f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
-            )
-        elif is_spike:
-            told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
-    if norm > exploding or (not isfinite(norm) and _has_gradients(model)):
+    elif has_diverged:
+        told["loss_anomaly"] = f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
+    elif is_spike:
+        told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
+    gradients = (x for x in model.parameters() if x.grad is not None and x.device.type != "meta")
+    if norm > exploding or (not isfinite(norm) and any(True for _ in gradients)):
         if isfinite(norm) or not is_skipped:
             is_above = f"the total gradient norm {norm:.3g} is above {exploding:.3g} (exploding)"
             told["gradient_explosion"] = is_above if isfinite(norm) else f"the total gradient norm is {norm}"
@@ -157,11 +148,7 @@ def judge_step(
     for kind, text in told.items():
         if isfinite(loss) or kind != "loss_anomaly":  # else the check of the gradients has told it
             found(kind, text, function=function, name=type(model).__name__)
-    return Verdict(frozenset(told), tuple(told.values()))
-
-
-def _has_gradients(model: Any) -> bool:
-    return any(parameter.grad is not None and parameter.device.type != "meta" for parameter in model.parameters())
+    return told
 
 
 MOST_TENSORS = 64
@@ -207,7 +194,7 @@ class Collector:
         import torch
 
         with torch.no_grad():
-            for path, tensor in _tensors(values, name):
+            for path, tensor in islice(walk(values, name), MOST_TENSORS):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 known = shape_of(tensor), dtype, str(tensor.device), elements_of(tensor)
                 self._taken.append((group, path, known, start_moments(tensor, self._numbers)))
@@ -223,13 +210,6 @@ class Collector:
         return {group: tuple(rows) for group, rows in found.items()}
 
 
-def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-    for count, pair in enumerate(walk(values, name)):
-        if count == MOST_TENSORS:
-            return
-        yield pair
-
-
 @contextmanager
 def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[None]:
     """Take the output of every module without children during the block, by hooks that are gone afterwards.
@@ -242,19 +222,13 @@ def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[N
     try:
         for name, module in model.named_modules() if wanted else ():
             if not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule):
-                handles.append(module.register_forward_hook(_take(collector, name or type(module).__name__)))
+                shown = name or type(module).__name__
+                take = lambda _module, _given, output, shown=shown: collector.add("activations", shown, output)  # noqa: E731
+                handles.append(module.register_forward_hook(take))
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _take(collector: Collector, name: str) -> Any:
-    def take(module: Any, given: Any, output: Any) -> None:
-        del module, given
-        collector.add("activations", name, output)
-
-    return take
 
 
 def raised_by(model: Any, batch: Any) -> str | None:
@@ -504,12 +478,12 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     if closure is not None:
         closure.first = loss
     optimization = optimization_step(optimizer, scaler=scaler, closure=closure)
-    verdict: Verdict = judge_step(model, backward.loss, norm, "training_step", *limits, is_skipped=optimization.skipped)
+    verdict = judge_step(model, backward.loss, norm, "training_step", *limits, is_skipped=optimization.skipped)
     # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
     in_gradients = () if optimization.skipped and isfinite(backward.loss) else backward.anomalies
-    parts = forward.anomalies, in_gradients, verdict.anomalies, optimization.anomalies, _strangers(model, optimizer)
+    parts = forward.anomalies, in_gradients, verdict.values(), optimization.anomalies, _strangers(model, optimizer)
     anomalies = tuple(dict.fromkeys(text for part in parts for text in part))
-    verdict.count(anomalous=bool(anomalies))
+    history.add_step(frozenset(verdict), anomalous=bool(anomalies))
     elapsed = time.perf_counter() - begun
     return TrainingStep(
         loss=backward.loss, time=elapsed, gradient_norm=norm, anomaly_detected=bool(anomalies), anomalies=anomalies,

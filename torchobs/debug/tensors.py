@@ -462,15 +462,13 @@ def start_tensor(x: Any, name: str, function: str) -> tuple[Numbers, Callable[[l
     def build(read: list[list[float]]) -> TensorStats:
         stats = _tensor_stats(x, name, values.kind, counted, read)
         if stats.has_nan or stats.has_inf:
-            what = " and ".join(f"{count} {kind}" for kind, count in _odd(stats) if count)
+            what = " and ".join(
+                f"{count} {kind}" for kind, count in (("NaN", stats.nan_count), ("Inf", stats.inf_count)) if count
+            )
             found("nonfinite_tensor", f"{name}: {what} of {stats.counted} {stats.values}", function=function, name=name)
         return stats
 
     return numbers, build
-
-
-def _odd(stats: Any) -> list[tuple[str, int]]:
-    return [("NaN", stats.nan_count), ("Inf", stats.inf_count)]
 
 
 def _tensor_stats(x: Any, name: str, kind: str, counted: int, read: list[list[float]]) -> TensorStats:
@@ -499,7 +497,13 @@ def analyze_parameters(model: Any) -> ParameterAnalysis:
     """
     named = parameters_of(model, "analyze_parameters")
     found_moments = read_moments([parameter for _, parameter in named])
-    rows = tuple(_parameter_stats(name, x, m) for (name, x), m in zip(named, found_moments, strict=True))
+    rows = tuple(
+        ParameterStats(
+            name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), trainable=bool(x.requires_grad),
+            numel=elements_of(x), **m.described(),
+        )
+        for (name, x), m in zip(named, found_moments, strict=True)
+    )  # fmt: skip
     odd = [row for row in rows if row.nan_count or row.inf_count]
     texts = [("nonfinite_parameter", row.name, f"{row.name}: {row.nan_count} NaN, {row.inf_count} Inf") for row in odd]
     return ParameterAnalysis(
@@ -563,10 +567,3 @@ def total_norm(all_moments: Iterable[Moments], scale: float = 1.0) -> float:
         norm_squared=sum(part.norm_squared for part in parts),
     )  # fmt: skip
     return whole.norm / scale
-
-
-def _parameter_stats(name: str, x: Any, m: Moments) -> ParameterStats:
-    return ParameterStats(
-        name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), trainable=bool(x.requires_grad),
-        numel=elements_of(x), **m.described(),
-    )  # fmt: skip
