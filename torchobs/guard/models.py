@@ -195,7 +195,9 @@ def _problem(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> str | None:
     outlier, index = _furthest_neuron(values)
     numbers = torch.stack([each.to(values.dtype) for each in (wrong, least, largest, outlier, index)]).tolist()
     if numbers[0]:
-        intended = not is_statistic and (_is_mask(values) or (is_buffer and _may_be_infinite(values)))
+        # -inf beside any finite values, as of ALiBi's masks, and one infinity alone, which is a minimum of nothing
+        by_mask = bool((torch.isfinite(values) | (values == -inf)).all()) or bool((values == inf).all())
+        intended = not is_statistic and (_is_mask(values) or (is_buffer and by_mask))
         return None if intended else f"{int(numbers[0]):,} of {values.numel():,} values are not finite"
     return None if is_buffer or is_statistic else _finite_problem(values, *numbers[1:])
 
@@ -211,11 +213,6 @@ def _finite_problem(values: torch.Tensor, least: float, largest: float, outlier:
     if outlier > OUTLIER:
         return f"the norm of neuron {int(index)} is {outlier:.0f} deviations above the others"
     return None
-
-
-def _may_be_infinite(buffer: torch.Tensor) -> bool:
-    """Return True for -inf beside any finite values, as of ALiBi's masks, and for one infinity alone: a minimum of nothing."""
-    return bool((torch.isfinite(buffer) | (buffer == -inf)).all()) or bool((buffer == inf).all())
 
 
 def _is_mask(values: torch.Tensor) -> bool:

@@ -260,7 +260,8 @@ def _drift(reference: torch.Tensor, sample: torch.Tensor) -> Drift:
     cuts = reference[(torch.arange(1, BINS, device=reference.device) * reference.numel()) // BINS].unique()  # type: ignore[no-untyped-call]
     if cuts.numel() < BINS - 1:  # values repeat, and the least may fill the first bin: what is below it needs one of its own
         cuts = torch.cat([torch.nextafter(reference[:1], reference.new_tensor([-inf])), cuts])
-    psi = sum(map(_psi_term, _shares(cuts, reference), _shares(cuts, sample)))
+    both_shares = zip(_shares(cuts, reference), _shares(cuts, sample), strict=True)
+    psi = sum((found - expected) * log(found / expected) for expected, found in both_shares if isfinite(found))
     n, m = reference.numel(), sample.numel()
     both = torch.cat([reference, sample])
     below = (torch.searchsorted(one, both, right=True).double() / one.numel() for one in (reference, sample))
@@ -273,10 +274,6 @@ def _shares(cuts: torch.Tensor, values: torch.Tensor) -> Iterator[float]:
     """Return the share of values in each bin; half a value in an empty one, so that the index stays finite."""
     counts = torch.bincount(torch.bucketize(values, cuts), minlength=cuts.numel() + 1).double()
     return iter((counts.clamp(min=0.5) / values.numel()).tolist())
-
-
-def _psi_term(expected: float, found: float) -> float:
-    return (found - expected) * log(found / expected) if isfinite(found) else 0.0
 
 
 @dataclass(frozen=True)

@@ -99,32 +99,20 @@ class BadBatch:
     """on the CPU; of a step of several micro-batches the one whose loss is not finite, or the list of all"""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """``state_dict()`` of several objects, copied to the CPU; nothing in it is shared with them."""
-
-    step: int
-    states: tuple[dict[str, Any], ...]
-
-    @classmethod
-    def take(cls, step: int, objects: Sequence[Any]) -> Snapshot:
-        """Copy the states of these objects."""
-        return cls(step, tuple(_copied(each.state_dict()) for each in objects))
-
-    def restore(self, objects: Sequence[Any]) -> None:
-        """Give the states back to the same objects; the snapshot stays as it is."""
-        for each, state in zip(objects, self.states, strict=True):
-            each.load_state_dict(_copied(state))  # an optimizer keeps what it is given
+def state_of(objects: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+    """Return ``state_dict()`` of several objects, copied to the CPU; nothing in it is shared with them."""
+    return tuple(copied(each.state_dict()) for each in objects)
 
 
-def _copied(value: Any) -> Any:
-    return pytree.tree_map(_copied_leaf, value)
+def copied(state: Any) -> Any:
+    """Return a copy of a state on the CPU, which shares nothing with it."""
 
+    def leaf_of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return deepcopy(leaf)
+        return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=True)  # on the device meta is nothing to copy
 
-def _copied_leaf(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return deepcopy(leaf)
-    return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=True)  # on the device meta is nothing to copy
+    return pytree.tree_map(leaf_of, state)
 
 
 LEAST_WAIT = 100
@@ -307,7 +295,8 @@ class Recovery:
     evidence: deque[BadBatch] = field(init=False, default_factory=lambda: deque(maxlen=EVIDENCE))
     """the last batches that were skipped"""
     _baseline: LossBaseline = field(init=False, default_factory=LossBaseline)
-    _snapshot: Snapshot | None = field(init=False, default=None)
+    _snapshot: tuple[int, tuple[dict[str, Any], ...]] | None = field(init=False, default=None)
+    """the step before which it was taken, and the states"""
     _size: PartSize = field(init=False, default_factory=PartSize)
     """samples that go through the model at once"""
 
@@ -334,12 +323,17 @@ class Recovery:
             raise TypeError(f"accumulate=True takes a list of micro-batches, at least one, not {type(batch).__name__}")
         micro_batches: Sequence[Any] = batch if accumulate else [batch]
         self.steps += 1
-        snapshot, buffers = self._new_snapshot(), Buffers(self.model)
+        snapshot, buffers = self._snapshot, Buffers(self.model)
+        is_due = snapshot is None or self.steps - snapshot[0] >= self.policy.snapshot_every
+        if is_due and self._judges_spikes():
+            snapshot = self.steps, state_of(self._stateful())
         parts, losses = self._forward_backward(micro_batches, compute, buffers)
         loss = sum(each * part.share for each, part in zip(losses, parts, strict=True))
         problem = self._problem(loss)
         own = _SKIP if isinstance(problem, NonFiniteLossError) else _RESTORE
-        verdict = self._agreed(own if problem is not None else _GO_ON)
+        verdict = own if problem is not None else _GO_ON
+        if is_shared() and self.policy.agree:  # the gravest verdict, here or of any rank
+            verdict = int(greatest(verdict, next(self.model.parameters()).device))
         if verdict == _GO_ON:
             stepped = self._optimizer_step()
             self._snapshot = snapshot if stepped else self._snapshot  # its weights have given a usual loss
@@ -356,8 +350,9 @@ class Recovery:
         self.optimizer.zero_grad(set_to_none=True)
         reason = str(problem)
         if action == "restore" and self._snapshot is not None:
-            self._snapshot.restore(self._stateful())
-            reason = f"{problem}; back to step {self._snapshot.step}"
+            for each, state in zip(self._stateful(), self._snapshot[1], strict=True):
+                each.load_state_dict(copied(state))  # an optimizer keeps what it is given
+            reason = f"{problem}; back to step {self._snapshot[0]}"
         return StepOutcome(loss, stepped=False, action=action, parts=len(parts), reason=reason)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -404,11 +399,6 @@ class Recovery:
                 self._note(Category.IO, Severity.INFO, error, "retry")
                 time.sleep(self.policy.backoff_s * 2**attempt)
         raise AssertionError("unreachable")  # the last attempt returned or raised
-
-    def _new_snapshot(self) -> Snapshot | None:
-        """Return a snapshot of now if one is due, else the last one."""
-        due = self._snapshot is None or self.steps - self._snapshot.step >= self.policy.snapshot_every
-        return Snapshot.take(self.steps, self._stateful()) if due and self._judges_spikes() else self._snapshot
 
     def _judges_spikes(self) -> bool:
         """Return False where a rank could not go back by itself: then a spike is the user's affair, as it is without us."""
@@ -459,14 +449,11 @@ class Recovery:
         """Return what is wrong with this step. A scaler judges the gradients itself."""
         if not isfinite(loss):
             return NonFiniteLossError(f"the loss is {loss}")
-        if not self._scales() and not self._gradients_are_finite():
+        if not (self.scaler is not None and self.scaler.is_enabled()) and not self._gradients_are_finite():
             return NonFiniteLossError("a gradient is not finite")
         if self._judges_spikes() and self._baseline.is_spike(loss, self.policy.least_excess, learns=False):  # it is undone
             return LossSpikeError(f"the loss is {loss:g}, and {self._baseline.mean:g} is usual")
         return None
-
-    def _scales(self) -> bool:
-        return self.scaler is not None and self.scaler.is_enabled()
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -479,12 +466,6 @@ class Recovery:
         # the largest magnitude: squares could overflow where no gradient is infinite
         norms = torch._foreach_norm([grad for grad in dense if grad.numel()], inf) if dense else []  # noqa: SLF001  # as torch's own clipping
         return not norms or bool(torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all())
-
-    def _agreed(self, verdict: int) -> int:
-        """Return what to do with this step: the gravest verdict, here or, under DDP, of any rank."""
-        if not is_shared() or not self.policy.agree:
-            return verdict
-        return int(greatest(verdict, next(self.model.parameters()).device))
 
     def _optimizer_step(self) -> bool:
         """Clip and step; return False if the scaler has skipped it: then it lowers its scale."""

@@ -180,15 +180,12 @@ _BFLOAT16_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
 
 def choose(request: Request) -> list[Choice]:
     """Decide on each technique, in the order in which they are to be applied."""
-    return [_choose(name, request) for name in TECHNIQUES]
-
-
-def _choose(name: str, request: Request) -> Choice:
-    if name not in MODES[request.mode]:
-        return skip(name, f"not part of mode {request.mode!r}")
-    if name not in LEVELS[request.level]:
-        return skip(name, f"not part of level {request.level!r}")
-    return _DECIDE[name](request)
+    asked = {"mode": (request.mode, MODES[request.mode]), "level": (request.level, LEVELS[request.level])}
+    choices = []
+    for name in TECHNIQUES:
+        other = next((f"{what} {given!r}" for what, (given, techniques) in asked.items() if name not in techniques), None)
+        choices.append(_DECIDE[name](request) if other is None else skip(name, f"not part of {other}"))
+    return choices
 
 
 def amp_dtype(device: torch.device) -> tuple[torch.dtype | None, str]:

@@ -419,7 +419,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
             speedup_factor=quartiles([a / b for a, b in zip(times[0], times[index], strict=True)]),
             first_step_s=trial.first_s[plan.mode],
             peak_bytes=peaks[index],
-            memory_savings=_savings(peaks[0], peaks[index]),
+            memory_savings=None if not peaks[0] or (peak := peaks[index]) is None else 1 - peak / peaks[0],
             difference=differences[index][0],
             accepted=differences[index][1],
         )
@@ -510,7 +510,10 @@ class _Trial:
                 self._leave_out(plan, f"{type(error).__name__}: {first_line(error)}")
                 continue
             kept.append(plan)
-        while len(kept) > 1 and self._budget_s is not None and self._least_s(kept) > self._budget_s - self._passed():
+        steps = 2 * _LEAST_ROUNDS + self._warmup + 1  # the fewest rounds, of two steps each, and those before them
+        while len(kept) > 1 and self._budget_s is not None:
+            if sum(self._step_s[plan.mode] for plan in kept) * steps <= self._budget_s - self._passed():
+                break
             slowest = max(kept[1:], key=lambda plan: self._step_s[plan.mode])
             kept.remove(slowest)
             self._leave_out(slowest, f"its steps of {self._step_s[slowest.mode]:.3g} s do not fit into the budget")
@@ -543,10 +546,6 @@ class _Trial:
             self.first_s[plan.mode] = _timed(self._step, plan.device)
             self._step_s[plan.mode] = _timed(self._step, plan.device) if self._budget_s is not None else 0.0
 
-    def _least_s(self, plans: list[Plan]) -> float:
-        """Return what the fewest rounds of these plans take: two steps each, and those before them."""
-        return sum(self._step_s[plan.mode] for plan in plans) * (2 * _LEAST_ROUNDS + self._warmup + 1)
-
     def _show(self, share: float, words: str, end: str = "") -> None:
         """Show the share that is done, from 0 to 1, and what is being done, as a line of stderr that is written over."""
         if self._shows:
@@ -575,10 +574,6 @@ def _difference(plan: Plan, batch: Any) -> tuple[float | None, bool]:
     except ValueError:
         return None, True
     return difference.relative, difference.accepted
-
-
-def _savings(base: int | None, peak: int | None) -> float | None:
-    return None if not base or peak is None else 1 - peak / base
 
 
 def _check_arguments(modes: Sequence[str], rounds: int, warmup: int, budget_s: float | None) -> None:

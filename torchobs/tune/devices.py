@@ -168,14 +168,11 @@ def seed(value: SupportsIndex, *, deterministic: bool | None = None) -> Seeded:
         if deterministic:
             torch.backends.cudnn.benchmark = False
     generators = ("python", "torch", *(("numpy",) if numpy is not None else ()))
-    return Seeded(value, torch.are_deterministic_algorithms_enabled(), generators, tuple(_seed_notes()))
-
-
-def _seed_notes() -> list[str]:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     notes = ["sets and dictionaries of texts keep their order between runs if PYTHONHASHSEED is set before Python starts"]
-    if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
+    if is_deterministic and torch.cuda.is_available():
         notes.append("cuBLAS computes the same each time if CUBLAS_WORKSPACE_CONFIG=:4096:8 is set before CUDA starts")
-    return notes
+    return Seeded(value, is_deterministic, generators, tuple(notes))
 
 
 def _count(kind: str) -> int:

@@ -45,8 +45,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 SCHEDULERS = ("constant", "cosine", "linear", "plateau")
 
 
-def check_names(optimizer: object, scheduler: object, amp: object, ddp: object) -> None:
-    """Raise ValueError for a name that is unknown, or a type that autocast does not compute in."""
+def check_arguments(optimizer: object, scheduler: object, amp: object, ddp: object, **numbers: Any) -> None:
+    """Raise ValueError for a name that is unknown, a type that autocast does not compute in, a number out of its range."""
     for what, name, known in (("optimizer", optimizer, OPTIMIZERS), ("scheduler", scheduler, SCHEDULERS)):
         if not isinstance(name, str) or name not in known:
             given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
@@ -55,23 +55,15 @@ def check_names(optimizer: object, scheduler: object, amp: object, ddp: object) 
         raise ValueError(f"amp is 'auto', True, False, torch.bfloat16 or torch.float16, not {amp!r}")
     if ddp not in {"auto", True, False}:
         raise ValueError(f"ddp is 'auto', True or False, not {ddp!r}")
-
-
-def check_numbers(  # one argument for each number
-    lr: object, accumulate: object, warmup_steps: object, total_steps: object, max_grad_norm: object
-) -> None:
-    """Raise ValueError for a number out of its range, or what is none."""
-    for what, value, least, optional in (
-        ("accumulate", accumulate, 1, False),
-        ("warmup_steps", warmup_steps, 0, False),
-        ("total_steps", total_steps, 1, True),
-    ):
-        if not (optional and value is None) and not (is_whole(value) and value >= least):  # type: ignore[operator]
+    for what, least in (("accumulate", 1), ("warmup_steps", 0), ("total_steps", 1)):
+        value = numbers[what]
+        if not (what == "total_steps" and value is None) and not (is_whole(value) and value >= least):
             raise ValueError(f"{what} is a whole number, at least {least}, not {value!r}")
-    for what, value in (("lr", lr), ("max_grad_norm", max_grad_norm)):
-        if value is not None and not (is_number(value) and value >= 0):  # type: ignore[operator]
+    for what in ("lr", "max_grad_norm"):
+        value = numbers[what]
+        if value is not None and not (is_number(value) and value >= 0):
             raise ValueError(f"{what} is a number, 0 or more, not {value!r}")
-    if max_grad_norm == 0:
+    if numbers["max_grad_norm"] == 0:
         raise ValueError("max_grad_norm is above 0, or None to clip nothing")
 
 
@@ -194,15 +186,6 @@ def check_whole(model: nn.Module) -> None:
         raise RuntimeError("the model is sharded by FSDP: torch.distributed.checkpoint saves and loads it")
 
 
-def mean_of_ranks(value: float, model: nn.Module, device: torch.device) -> float:
-    """Return the mean over the ranks that train the model together: what each decides by it, is the same. All ranks call it."""
-    if not isinstance(model, DistributedDataParallel) and not is_sharded(model):
-        return value
-    total = torch.tensor(value, dtype=torch.float64, device=device)
-    distributed.all_reduce(total)
-    return float(total) / distributed.get_world_size()
-
-
 class Pipeline:
     """Model, optimizer, scheduler and scaler of a training, and its loop. Made by :func:`pipeline`; every part may be replaced.
 
@@ -269,7 +252,11 @@ class Pipeline:
             raise TypeError(f"a {type(self.scheduler).__name__} takes no metric: it steps after each of the optimizer's steps")
         if not isinstance(metric, SupportsFloat) or (isinstance(metric, torch.Tensor) and metric.numel() != 1):
             raise ValueError(f"a plateau's metric is a number, not {described(metric)}")
-        self.scheduler.step(mean_of_ranks(float(metric), self.model, self.device))
+        mean = torch.tensor(float(metric), dtype=torch.float64, device=self.device)
+        if isinstance(self.model, DistributedDataParallel) or is_sharded(self.model):
+            distributed.all_reduce(mean)
+            mean /= distributed.get_world_size()
+        self.scheduler.step(float(mean))
 
     def _check_schedule(self) -> None:
         """Raise ValueError if the rate is not known, before the model has changed and not after its first steps."""
@@ -525,8 +512,8 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune.pipeline() takes a torch.nn.Module, not {type(model).__name__}")
-    check_names(optimizer, scheduler, amp, ddp)
-    check_numbers(lr, accumulate, warmup_steps, total_steps, max_grad_norm)
+    numbers = {"lr": lr, "accumulate": accumulate, "warmup_steps": warmup_steps, "total_steps": total_steps}
+    check_arguments(optimizer, scheduler, amp, ddp, **numbers, max_grad_norm=max_grad_norm)
     check_sharding(model, fsdp, ddp=ddp, compiled=compile)
     dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
     if compile:
