@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
     from torchobs.tune.techniques import Technique
 
+    Reply = str | tuple[str, Technique | None]
+    """Why a technique is not used; or what it does, with what carries it out"""
+
 
 @dataclass(frozen=True)
 class Decision(Result):
@@ -77,16 +80,6 @@ class Request:
     quantize: str | None = None
     """kind of quantisation"""
     example: Any = None
-
-
-def skip(name: str, reason: str) -> Choice:
-    """Decide against a technique."""
-    return Choice(Decision(name, used=False, reason=reason))
-
-
-def use(name: str, reason: str, technique: Technique | None = None) -> Choice:
-    """Decide for a technique."""
-    return Choice(Decision(name, used=True, reason=reason), technique)
 
 
 def reclass_obstacle(module: nn.Module) -> str | None:
@@ -184,7 +177,9 @@ def choose(request: Request) -> list[Choice]:
     choices = []
     for name in TECHNIQUES:
         other = next((f"{what} {given!r}" for what, (given, techniques) in asked.items() if name not in techniques), None)
-        choices.append(_DECIDE[name](request) if other is None else skip(name, f"not part of {other}"))
+        reply = _DECIDE[name](request) if other is None else f"not part of {other}"
+        reason, technique = (reply, None) if isinstance(reply, str) else reply
+        choices.append(Choice(Decision(name, used=not isinstance(reply, str), reason=reason), technique))
     return choices
 
 
@@ -201,34 +196,33 @@ def amp_dtype(device: torch.device) -> tuple[torch.dtype | None, str]:
     return None, f"autocast on {device.type} is not supported"
 
 
-def _autocast(request: Request) -> Choice:
+def _autocast(request: Request) -> Reply:
     if request.quantize is not None and request.mode == "inference":
-        return skip("autocast", "the weights are to be quantised")
+        return "the weights are to be quantised"
     dtype, reason = (request.dtype, "asked for") if request.dtype else amp_dtype(request.device)
     if dtype is None:
-        return skip("autocast", reason)
+        return reason
     if (obstacle := reclass_obstacle(request.model)) is not None:
-        return skip("autocast", obstacle)
-    return use("autocast", f"{str(dtype)[6:]}: {reason}", Autocast(request.model, request.device.type, dtype))
+        return obstacle
+    return f"{str(dtype)[6:]}: {reason}", Autocast(request.model, request.device.type, dtype)
 
 
-def _checkpointing(request: Request) -> Choice:
-    name = "checkpointing"
+def _checkpointing(request: Request) -> Reply:
     if request.mode == "full" and not request.checkpoint:
-        return skip(name, "saves memory for a second forward pass; pass checkpoint= or use mode 'memory_efficient'")
+        return "saves memory for a second forward pass; pass checkpoint= or use mode 'memory_efficient'"
     asked = [module for module in request.model.modules() if isinstance(module, request.checkpoint)]
     blocks = outermost(asked if request.checkpoint else repeated_blocks(request.model))
     if not blocks:
-        return skip(name, "the model has no repeated blocks; pass the class of the modules as checkpoint=")
+        return "the model has no repeated blocks; pass the class of the modules as checkpoint="
     if (obstacle := next(filter(None, map(reclass_obstacle, blocks)), None)) is not None:
-        return skip(name, obstacle)
+        return obstacle
     state, doubt = _state(request, blocks)
     if state is not None:
-        return skip(name, f"the blocks have {state}")
+        return f"the blocks have {state}"
     if request.activation_budget is not None:
         return _within_budget(request, blocks, request.activation_budget)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in Counter(type(block).__name__ for block in blocks).items())
-    return use(name, f"recompute the activations of {kinds}{doubt}", Checkpointing(blocks))
+    return f"recompute the activations of {kinds}{doubt}", Checkpointing(blocks)
 
 
 def _state(request: Request, blocks: list[nn.Module]) -> tuple[str | None, str]:
@@ -242,18 +236,17 @@ def _state(request: Request, blocks: list[nn.Module]) -> tuple[str | None, str]:
         return None, f"; whether they have state is not known, a forward pass in training mode failed: {first_line(error)}"
 
 
-def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Choice:
-    name = "checkpointing"
+def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Reply:
     if request.example is None:
-        return skip(name, "activations are measured with an example: pass example=")
+        return "activations are measured with an example: pass example="
     kept = Kept(request.model, request.example, blocks)
     chosen, most = recomputed(kept, budget)
     if not chosen:
-        return skip(name, f"activations take {_mib(kept.total)}, and {_mib(budget)} are allowed")
+        return f"activations take {_mib(kept.total)}, and {_mib(budget)} are allowed"
     missed = f"; the budget of {_mib(budget)} is not reached" if most > budget else ""
     count = f"{len(chosen)} of {len(blocks)} blocks"
     reason = f"recompute the activations of {count}: {_mib(most)} at most instead of {_mib(kept.total)}{missed}"
-    return use(name, reason, Checkpointing([blocks[index] for index in chosen]))
+    return reason, Checkpointing([blocks[index] for index in chosen])
 
 
 def _mib(size: int) -> str:
@@ -276,59 +269,55 @@ def outermost(blocks: list[nn.Module]) -> list[nn.Module]:
     return [block for block in {id(block): block for block in blocks}.values() if id(block) not in inner]
 
 
-def _channels_last(request: Request) -> Choice:
-    name = "channels_last"
+def _channels_last(request: Request) -> Reply:
     if not any(isinstance(module, nn.Conv2d) for module in request.model.modules()):
-        return skip(name, "the model has no 2-dimensional convolution")
+        return "the model has no 2-dimensional convolution"
     if any(type(weight) is not nn.Parameter for weight in request.model.parameters()):
-        return skip(name, "the parameters are of a class of their own (sharded or quantised)")
+        return "the parameters are of a class of their own (sharded or quantised)"
     if not any(is_movable(module.weight) for module in request.model.modules() if isinstance(module, nn.Conv2d)):
-        return skip(name, "the weights share their memory, with other processes or each other, and would no longer")
-    return use(name, "weights of convolutions are stored with the channels last", ChannelsLast(request.model))
+        return "the weights share their memory, with other processes or each other, and would no longer"
+    return "weights of convolutions are stored with the channels last", ChannelsLast(request.model)
 
 
-def _tf32(request: Request) -> Choice:
+def _tf32(request: Request) -> Reply:
     if request.device.type != "cuda":
-        return skip("tf32", "only NVIDIA GPUs have TF32")
+        return "only NVIDIA GPUs have TF32"
     if torch.version.hip or torch.cuda.get_device_capability(request.device) < _AMPERE:
-        return skip("tf32", "this GPU has no TF32 (Ampere has, and later ones)")
-    return use("tf32", "float32 products are computed in TF32", Flag(torch.backends.cuda.matmul, "allow_tf32", value=True))
+        return "this GPU has no TF32 (Ampere has, and later ones)"
+    return "float32 products are computed in TF32", Flag(torch.backends.cuda.matmul, "allow_tf32", value=True)
 
 
-def _cudnn_benchmark(request: Request) -> Choice:
-    name = "cudnn_benchmark"
+def _cudnn_benchmark(request: Request) -> Reply:
     if request.device.type != "cuda" or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
-        return skip(name, "cuDNN is not in use on this device")
+        return "cuDNN is not in use on this device"
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
-        return skip(name, "deterministic algorithms are asked for")
-    return use(
-        name, "the fastest algorithm of each convolution is searched for", Flag(torch.backends.cudnn, "benchmark", value=True)
-    )
+        return "deterministic algorithms are asked for"
+    flag = Flag(torch.backends.cudnn, "benchmark", value=True)
+    return "the fastest algorithm of each convolution is searched for", flag
 
 
-def _fused_optimizer(request: Request) -> Choice:
-    name = "fused_optimizer"
+def _fused_optimizer(request: Request) -> Reply:
     if request.device.type not in {"cpu", "cuda", "mps", "xpu"}:
-        return skip(name, f"there is none on {request.device.type}")
+        return f"there is none on {request.device.type}"
     if not all(weight.is_floating_point() for weight in request.model.parameters()):
-        return skip(name, "some parameters are no floating-point numbers")
-    return use(name, "pass optimizer_options(torch.optim.AdamW) to the optimizer")
+        return "some parameters are no floating-point numbers"
+    return "pass optimizer_options(torch.optim.AdamW) to the optimizer", None
 
 
-def _loader(request: Request) -> Choice:
+def _loader(request: Request) -> Reply:
     pinned = "pinned memory and " if request.device.type == "cuda" else ""
-    return use("loader", f"pass loader_options(num_workers) to the DataLoader: {pinned}persistent workers")
+    return f"pass loader_options(num_workers) to the DataLoader: {pinned}persistent workers", None
 
 
-def _compile(request: Request) -> Choice:
+def _compile(request: Request) -> Reply:
     if request.mode == "inference" and request.quantize == "dynamic":
-        return skip("compile", "quantised layers of torch.ao cannot be compiled")
+        return "quantised layers of torch.ao cannot be compiled"
     if isinstance(request.model, torch.jit.ScriptModule):
-        return skip("compile", "a TorchScript module is compiled already")
+        return "a TorchScript module is compiled already"
     if vars(request.model).get("_compiled_call_impl") is not None or hasattr(request.model, "_orig_mod"):
-        return skip("compile", "the model is compiled already")
+        return "the model is compiled already"
     if not torch._dynamo.eval_frame.is_dynamo_supported():
-        return skip("compile", "torch.compile does not support this Python or system")
+        return "torch.compile does not support this Python or system"
     mode = "max-autotune" if request.level == "maximum" and request.device.type == "cuda" else None
     reason = f"torch.compile(mode={mode!r})" if mode else "torch.compile"
 
@@ -336,54 +325,51 @@ def _compile(request: Request) -> Choice:
         request.failed("compile", words)
 
     technique = Compilation(request.model, mode, failed)
-    return use("compile", f"{reason}; eager from then on, should it fail", technique)
+    return f"{reason}; eager from then on, should it fail", technique
 
 
-def _attention(request: Request) -> Choice:
-    name = "attention"
+def _attention(request: Request) -> Reply:
     if request.attention is None:
-        return skip(name, "torch chooses the kernel; pass attention= to prefer one")
+        return "torch chooses the kernel; pass attention= to prefer one"
     if (obstacle := reclass_obstacle(request.model)) is not None:
-        return skip(name, obstacle)
+        return obstacle
     if request.attention in {"memory_efficient", "cudnn"} and request.device.type != "cuda":
-        return skip(name, f"{request.device.type} has no kernel {request.attention!r}")
+        return f"{request.device.type} has no kernel {request.attention!r}"
     other = "" if request.attention == "math" else ", math where it cannot run"
     reason = f"{request.attention}{other}; attention_kernels(batch) tells which ran"
-    return use(name, reason, PreferredAttention([request.model], request.attention))
+    return reason, PreferredAttention([request.model], request.attention)
 
 
-def _quantization(request: Request) -> Choice:
-    name = "quantization"
+def _quantization(request: Request) -> Reply:
     if request.quantize is None:
-        return skip(name, "changes the outputs; pass quantize= to have it")
+        return "changes the outputs; pass quantize= to have it"
     linear = list(_linear_layers(request.model))
     if not linear:
-        return skip(name, "the model has no nn.Linear with float32 weights")
+        return "the model has no nn.Linear with float32 weights"
     return _dynamic(request, linear) if request.quantize == "dynamic" else _torchao(request, linear)
 
 
-def _dynamic(request: Request, linear: list[nn.Module]) -> Choice:
-    name = "quantization"
+def _dynamic(request: Request, linear: list[nn.Module]) -> Reply:
     if request.device.type != "cpu":
-        return skip(name, "torch.ao quantises dynamically on CPUs alone; pass quantize='torchao_int8'")
+        return "torch.ao quantises dynamically on CPUs alone; pass quantize='torchao_int8'"
     if importlib.util.find_spec("torch.ao.nn.quantized.dynamic") is None:
-        return skip(name, "this torch is without torch.ao; pass quantize='torchao_int8'")
+        return "this torch is without torch.ao; pass quantize='torchao_int8'"
     if torch.backends.quantized.engine == "none":
-        return skip(name, "this torch was built without kernels for 8-bit integers")
+        return "this torch was built without kernels for 8-bit integers"
     if (obstacle := next(filter(None, map(reclass_obstacle, linear)), None)) is not None:
-        return skip(name, obstacle)
+        return obstacle
     reason = f"{len(linear)} × Linear in 8-bit integers by torch.ao (deprecated), where nothing asks for gradients"
-    return use(name, reason, DynamicQuantization(linear))
+    return reason, DynamicQuantization(linear)
 
 
-def _torchao(request: Request, linear: list[nn.Module]) -> Choice:
+def _torchao(request: Request, linear: list[nn.Module]) -> Reply:
     if importlib.util.find_spec("torchao") is None:
-        return skip("quantization", "torchao is not installed: pip install 'torchobs[torchao]'")
+        return "torchao is not installed: pip install 'torchobs[torchao]'"
     if (obstacle := torchao_obstacle()) is not None:
-        return skip("quantization", f"this torchao does not fit this torch: {obstacle}")
+        return f"this torchao does not fit this torch: {obstacle}"
     what = "weights and inputs" if request.quantize == "torchao_int8" else "weights"
     reason = f"{what} of {len(linear)} × Linear in 8-bit integers by torchao"
-    return use("quantization", reason, TorchaoQuantization(request.model, str(request.quantize), linear))
+    return reason, TorchaoQuantization(request.model, str(request.quantize), linear)
 
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -393,7 +379,7 @@ def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-_DECIDE: dict[str, Callable[[Request], Choice]] = {
+_DECIDE: dict[str, Callable[[Request], Reply]] = {
     "quantization": _quantization,
     "autocast": _autocast,
     "attention": _attention,
