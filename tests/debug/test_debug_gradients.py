@@ -14,7 +14,7 @@ import torch
 
 from tests.training import Recording, batch, loss_of, mlp, norm_of
 from torchobs import debug
-from torchobs.debug import findings, gradients
+from torchobs.debug import findings, gradients, tensors
 
 
 def test_norms_and_counts_are_those_of_the_gradients() -> None:
@@ -200,7 +200,7 @@ def test_other_tasks_run_while_a_large_tensor_is_computed(monkeypatch: pytest.Mo
         assert turned.wait(30)
         return name
 
-    monkeypatch.setattr(gradients, "analyze_tensor", slow)
+    monkeypatch.setattr(tensors, "analyze_tensor", slow)
 
     async def program() -> Any:
         async def other() -> None:

@@ -10,23 +10,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.debug import tensors
 from torchobs.debug.findings import told
-from torchobs.debug.tensors import (
-    UNKNOWN,
-    Moments,
-    Numbers,
-    TensorStats,
-    analyze_tensor,
-    elements_of,
-    parameters_of,
-    require_scaler,
-    require_tensor,
-    start_moments,
-    start_tensor,
-    total_norm,
-    values_of,
-    wide,
-)
 from torchobs.probes.core.hook_removal import remove_hooks, remove_later
 from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients
@@ -119,7 +104,7 @@ class _Measured(NamedTuple):
     numel: int
     is_weight: bool
     """Of two dimensions or more"""
-    moments: Moments
+    moments: tensors.Moments
 
 
 def check_gradients(
@@ -149,34 +134,36 @@ def check_gradients(
 
 def start_gradients(
     model: Any, loss: Any, scaler: Any, function: str, exploding: float = EXPLODING, vanishing: float = VANISHING
-) -> tuple[Numbers, Callable[[list[list[float]]], GradientCheck]]:
+) -> tuple[tensors.Numbers, Callable[[list[list[float]]], GradientCheck]]:
     """Start the computations of :func:`check_gradients`; return the devices' numbers, and what makes the result of them."""
     import torch
 
     require_positive(exploding)
     require_positive(vanishing)
-    require_scaler(scaler, function)
-    named, numbers = parameters_of(model, function), Numbers()
+    tensors.require_scaler(scaler, function)
+    named, numbers = tensors.parameters_of(model, function), tensors.Numbers()
     with torch.no_grad():
-        rows = [(name, x, start_moments(x.grad, numbers)) for name, x in named if x.grad is not None]
+        rows = [(name, x, tensors.start_moments(x.grad, numbers)) for name, x in named if x.grad is not None]
         at_loss, at_scale = _add_scalar(numbers, loss, function), _add_scalar(numbers, scale_in_use(scaler), function)
     missing = tuple(name for name, x in named if x.grad is None and x.requires_grad)
 
-    def moments_of(gradient: Any, at: int | None, read: list[list[float]]) -> Moments:
+    def moments_of(gradient: Any, at: int | None, read: list[list[float]]) -> tensors.Moments:
         """Return the moments of all elements of a gradient, of which a sparse one stores some."""
         if at is None:
-            return UNKNOWN
-        stored = Moments(*read[at])
+            return tensors.UNKNOWN
+        stored = tensors.Moments(*read[at])
         if gradient.layout in {torch.strided, torch.jagged}:
             return stored
-        return stored.with_zeros(elements_of(gradient) - int(stored.finite + stored.nan + stored.infinite))
+        return stored.with_zeros(tensors.elements_of(gradient) - int(stored.finite + stored.nan + stored.infinite))
 
     def build(read: list[list[float]]) -> GradientCheck:
         scale = 1.0 if at_scale is None else read[at_scale][0]
-        measured = [_Measured(name, x, elements_of(x), x.dim() > 1, moments_of(x.grad, at, read)) for name, x, at in rows]
+        measured = [
+            _Measured(name, x, tensors.elements_of(x), x.dim() > 1, moments_of(x.grad, at, read)) for name, x, at in rows
+        ]
         stats = tuple(GradientStats(name=one.name, numel=one.numel, **one.moments.described(scale)) for one in measured)
         check = GradientCheck(
-            model=type(model).__name__, total_norm=total_norm((x.moments for x in measured), scale) if stats else nan,
+            model=type(model).__name__, total_norm=tensors.total_norm((x.moments for x in measured), scale) if stats else nan,
             loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in stats),
             has_inf=any(row.inf_count for row in stats), missing=missing, anomalies=(), remarks=(), parameters=stats,
         )  # fmt: skip
@@ -192,14 +179,14 @@ def start_gradients(
     return numbers, build
 
 
-def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
+def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:
     """Add a number, or a tensor with one element; return its index."""
     import torch
 
     if value is None:
         return None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return numbers.add(value.detach().reshape(1).to(wide(torch, value.device)))
+        return numbers.add(value.detach().reshape(1).to(tensors.wide(torch, value.device)))
     if isinstance(value, (int, float)):
         return numbers.add(torch.tensor([float(value)], dtype=torch.float64, device="cpu"))
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -224,7 +211,7 @@ def _begins_with_zeros(one: _Measured) -> bool:
     """
     if not one.moments.norm > 0 or "bias" in one.name.rpartition(".")[2]:
         return False
-    values = values_of(one.parameter).tensor
+    values = tensors.values_of(one.parameter).tensor
     return values is not None and not bool(values.any())
 
 
@@ -430,7 +417,7 @@ LARGE = 1 << 16
 """Elements on the CPU from which a thread computes: some milliseconds"""
 
 
-async def acheck_tensor(x: Any, name: str = "tensor") -> TensorStats:
+async def acheck_tensor(x: Any, name: str = "tensor") -> tensors.TensorStats:
     """Return what :func:`torchobs.debug.analyze_tensor` does, without blocking the event loop.
 
     A CUDA device computes on the current stream, and its answer is awaited. What the CPU has to compute of a large tensor is
@@ -439,10 +426,10 @@ async def acheck_tensor(x: Any, name: str = "tensor") -> TensorStats:
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    require_tensor(x, "acheck_tensor")
+    tensors.require_tensor(x, "acheck_tensor")
     if _blocks([x]):
-        return await asyncio.to_thread(analyze_tensor, x, name)
-    numbers, build = start_tensor(x, name, "acheck_tensor")
+        return await asyncio.to_thread(tensors.analyze_tensor, x, name)
+    numbers, build = tensors.start_tensor(x, name, "acheck_tensor")
     return build(await numbers.aread())
 
 
@@ -456,19 +443,19 @@ async def acheck_gradients(
         ValueError: a threshold is not above 0.
     """
     limits = {"exploding": exploding, "vanishing": vanishing}
-    named = parameters_of(model, "acheck_gradients")
+    named = tensors.parameters_of(model, "acheck_gradients")
     if _blocks(parameter.grad for _, parameter in named if parameter.grad is not None):
         return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler, **limits)
     numbers, build = start_gradients(model, loss, scaler, "acheck_gradients", **limits)
     return build(await numbers.aread())
 
 
-def _blocks(tensors: Iterable[Any]) -> bool:
+def _blocks(parts: Iterable[Any]) -> bool:
     """Return True if the statistics take long on the CPU, or wait for a device (sparse and nested tensors)."""
     import torch
 
     on_cpu = 0
-    for x in tensors:
+    for x in parts:
         if x.is_nested or (x.layout is not torch.strided and x.device.type != "cpu"):
             return True
         on_cpu += x.numel() if x.device.type == "cpu" else 0

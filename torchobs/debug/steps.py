@@ -11,24 +11,9 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torchobs.debug import operations
+from torchobs.debug import operations, tensors
 from torchobs.debug.findings import found, history, told
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, require_positive, start_gradients
-from torchobs.debug.tensors import (
-    UNKNOWN,
-    Moments,
-    Numbers,
-    ParameterAnalysis,
-    analyze_parameters,
-    elements_of,
-    read_moments,
-    require_module,
-    require_optimizer,
-    require_scaler,
-    shape_of,
-    start_moments,
-    total_norm,
-)
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.model_calls import call, walk
 from torchobs.support.module_modes import evaluating
@@ -94,7 +79,7 @@ def monitor_step(
         TypeError: ``model`` is no module, or ``loss`` not one number.
         ValueError: a threshold is not above 0.
     """
-    require_module(model, "monitor_step")
+    tensors.require_module(model, "monitor_step")
     if loss is None:
         raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
     exploding = explodes_above(model) if exploding is None else exploding
@@ -186,7 +171,7 @@ class Collector:
     """Starts the statistics of tensors where they are; ``read`` waits for them once."""
 
     def __init__(self) -> None:
-        self._numbers = Numbers()
+        self._numbers = tensors.Numbers()
         self._taken: list[tuple[str, str, Any, int | None]] = []
 
     def add(self, group: str, name: str, values: Any) -> None:
@@ -196,15 +181,15 @@ class Collector:
         with torch.no_grad():
             for path, tensor in islice(walk(values, name), MOST_TENSORS):
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                known = shape_of(tensor), dtype, str(tensor.device), elements_of(tensor)
-                self._taken.append((group, path, known, start_moments(tensor, self._numbers)))
+                known = tensors.shape_of(tensor), dtype, str(tensor.device), tensors.elements_of(tensor)
+                self._taken.append((group, path, known, tensors.start_moments(tensor, self._numbers)))
 
     def read(self) -> dict[str, tuple[ValueStats, ...]]:
         """Return the statistics by group, in the order in which they were taken."""
         numbers = self._numbers.read()
         found: dict[str, list[ValueStats]] = {}
         for group, name, (shape, dtype, device, numel), index in self._taken:
-            m = UNKNOWN if index is None else Moments(*numbers[index])
+            m = tensors.UNKNOWN if index is None else tensors.Moments(*numbers[index])
             row = ValueStats(name=name, shape=shape, dtype=dtype, device=device, numel=numel, **m.described())
             found.setdefault(group, []).append(row)
         return {group: tuple(rows) for group, rows in found.items()}
@@ -310,7 +295,7 @@ class TrainingStep(Result):
     forward: ForwardPass
     backward: BackwardPass
     optimization: OptimizationStep
-    weights: ParameterAnalysis | None
+    weights: tensors.ParameterAnalysis | None
 
 
 def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
@@ -324,7 +309,7 @@ def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> Forwar
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
-    require_module(model, "forward_pass")
+    tensors.require_module(model, "forward_pass")
     return _forward(model, batch, "forward_pass", wanted=activations)
 
 
@@ -358,9 +343,9 @@ def backward_pass(
     _require_loss(loss)
     require_positive(exploding)
     require_positive(vanishing)
-    require_scaler(scaler, "backward_pass", "scale")
+    tensors.require_scaler(scaler, "backward_pass", "scale")
     if model is not None:
-        require_module(model, "backward_pass")
+        tensors.require_module(model, "backward_pass")
     return _backward(loss, model, scaler, exploding, vanishing)
 
 
@@ -386,8 +371,8 @@ def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[
     """
     import torch
 
-    require_optimizer(optimizer, "optimization_step")
-    require_scaler(scaler, "optimization_step", "scale")
+    tensors.require_optimizer(optimizer, "optimization_step")
+    tensors.require_scaler(scaler, "optimization_step", "scale")
     _require_closure(optimizer, scaler, closure)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
@@ -404,9 +389,9 @@ def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[
             scaler.update()
     with torch.no_grad():
         changes = [after.detach() - old for after, old in zip(parameters, before, strict=True)]
-    moments = read_moments([*parameters, *changes, *before])
+    moments = tensors.read_moments([*parameters, *changes, *before])
     count = len(parameters)
-    norm, update, old = (total_norm(moments[count * i : count * (i + 1)]) for i in range(3))
+    norm, update, old = (tensors.total_norm(moments[count * i : count * (i + 1)]) for i in range(3))
     odd = (("parameters", norm), ("update", update))
     anomalies = tuple(f"the norm of the {what} is {value} after the step" for what, value in odd if not isfinite(value))
     _tell("nonfinite_parameter", anomalies, "optimization_step")
@@ -446,9 +431,9 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
         ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0.
     """
-    require_module(model, "training_step")
-    require_optimizer(optimizer, "training_step")
-    require_scaler(scaler, "training_step", "scale")
+    tensors.require_module(model, "training_step")
+    tensors.require_optimizer(optimizer, "training_step")
+    tensors.require_scaler(scaler, "training_step", "scale")
     if not callable(loss_fn):
         raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
     limits = explodes_above(model) if exploding is None else exploding, vanishing
@@ -487,7 +472,8 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     elapsed = time.perf_counter() - begun
     return TrainingStep(
         loss=backward.loss, time=elapsed, gradient_norm=norm, anomaly_detected=bool(anomalies), anomalies=anomalies,
-        forward=forward, backward=backward, optimization=optimization, weights=analyze_parameters(model) if weights else None,
+        forward=forward, backward=backward, optimization=optimization,
+        weights=tensors.analyze_parameters(model) if weights else None,
     )  # fmt: skip
 
 
@@ -499,7 +485,7 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
-    require_module(model, "inference")
+    tensors.require_module(model, "inference")
     import torch
 
     # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those

@@ -13,24 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchobs.probes.core.torch_profiler import recorded
 from torchobs.support.result import Result
-from torchobs.tune.techniques import (
-    FAILURES,
-    Autocast,
-    ChannelsLast,
-    Checkpointing,
-    Compilation,
-    DynamicQuantization,
-    Flag,
-    Kept,
-    Reclassed,
-    TorchaoQuantization,
-    first_line,
-    is_movable,
-    known_state,
-    recomputed,
-    torchao_obstacle,
-    tried_state,
-)
+from torchobs.tune import techniques
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +93,7 @@ _OPERATORS = {
 """Operator as the profiler names it to the kernel's name; the last is what nn.MultiheadAttention does in evaluation mode"""
 
 
-class PreferredAttention(Reclassed):
+class PreferredAttention(techniques.Reclassed):
     """Runs a model's forward pass with one kernel of attention, and with ``math`` where that one cannot."""
 
     def __init__(self, modules: Sequence[nn.Module], kernel: str) -> None:
@@ -176,7 +159,7 @@ def choose(request: Request) -> list[Choice]:
     asked = {"mode": (request.mode, MODES[request.mode]), "level": (request.level, LEVELS[request.level])}
     choices = []
     for name in TECHNIQUES:
-        other = next((f"{what} {given!r}" for what, (given, techniques) in asked.items() if name not in techniques), None)
+        other = next((f"{what} {given!r}" for what, (given, known) in asked.items() if name not in known), None)
         reply = _DECIDE[name](request) if other is None else f"not part of {other}"
         reason, technique = (reply, None) if isinstance(reply, str) else reply
         choices.append(Choice(Decision(name, used=not isinstance(reply, str), reason=reason), technique))
@@ -204,7 +187,7 @@ def _autocast(request: Request) -> Reply:
         return reason
     if (obstacle := reclass_obstacle(request.model)) is not None:
         return obstacle
-    return f"{str(dtype)[6:]}: {reason}", Autocast(request.model, request.device.type, dtype)
+    return f"{str(dtype)[6:]}: {reason}", techniques.Autocast(request.model, request.device.type, dtype)
 
 
 def _checkpointing(request: Request) -> Reply:
@@ -222,31 +205,32 @@ def _checkpointing(request: Request) -> Reply:
     if request.activation_budget is not None:
         return _within_budget(request, blocks, request.activation_budget)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in Counter(type(block).__name__ for block in blocks).items())
-    return f"recompute the activations of {kinds}{doubt}", Checkpointing(blocks)
+    return f"recompute the activations of {kinds}{doubt}", techniques.Checkpointing(blocks)
 
 
 def _state(request: Request, blocks: list[nn.Module]) -> tuple[str | None, str]:
     """Return what of the blocks a forward pass changes, and if that is not known, words that say so."""
-    state = known_state(blocks)
+    state = techniques.known_state(blocks)
     if state is not None or request.example is None:
         return state, ""
     try:
-        return tried_state(request.model, request.example, blocks), ""
-    except FAILURES as error:  # as of a model that takes something else in training
-        return None, f"; whether they have state is not known, a forward pass in training mode failed: {first_line(error)}"
+        return techniques.tried_state(request.model, request.example, blocks), ""
+    except techniques.FAILURES as error:  # as of a model that takes something else in training
+        why = techniques.first_line(error)
+        return None, f"; whether they have state is not known, a forward pass in training mode failed: {why}"
 
 
 def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Reply:
     if request.example is None:
         return "activations are measured with an example: pass example="
-    kept = Kept(request.model, request.example, blocks)
-    chosen, most = recomputed(kept, budget)
+    kept = techniques.Kept(request.model, request.example, blocks)
+    chosen, most = techniques.recomputed(kept, budget)
     if not chosen:
         return f"activations take {_mib(kept.total)}, and {_mib(budget)} are allowed"
     missed = f"; the budget of {_mib(budget)} is not reached" if most > budget else ""
     count = f"{len(chosen)} of {len(blocks)} blocks"
     reason = f"recompute the activations of {count}: {_mib(most)} at most instead of {_mib(kept.total)}{missed}"
-    return reason, Checkpointing([blocks[index] for index in chosen])
+    return reason, techniques.Checkpointing([blocks[index] for index in chosen])
 
 
 def _mib(size: int) -> str:
@@ -274,9 +258,9 @@ def _channels_last(request: Request) -> Reply:
         return "the model has no 2-dimensional convolution"
     if any(type(weight) is not nn.Parameter for weight in request.model.parameters()):
         return "the parameters are of a class of their own (sharded or quantised)"
-    if not any(is_movable(module.weight) for module in request.model.modules() if isinstance(module, nn.Conv2d)):
+    if not any(techniques.is_movable(module.weight) for module in request.model.modules() if isinstance(module, nn.Conv2d)):
         return "the weights share their memory, with other processes or each other, and would no longer"
-    return "weights of convolutions are stored with the channels last", ChannelsLast(request.model)
+    return "weights of convolutions are stored with the channels last", techniques.ChannelsLast(request.model)
 
 
 def _tf32(request: Request) -> Reply:
@@ -284,7 +268,7 @@ def _tf32(request: Request) -> Reply:
         return "only NVIDIA GPUs have TF32"
     if torch.version.hip or torch.cuda.get_device_capability(request.device) < _AMPERE:
         return "this GPU has no TF32 (Ampere has, and later ones)"
-    return "float32 products are computed in TF32", Flag(torch.backends.cuda.matmul, "allow_tf32", value=True)
+    return "float32 products are computed in TF32", techniques.Flag(torch.backends.cuda.matmul, "allow_tf32", value=True)
 
 
 def _cudnn_benchmark(request: Request) -> Reply:
@@ -292,7 +276,7 @@ def _cudnn_benchmark(request: Request) -> Reply:
         return "cuDNN is not in use on this device"
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for"
-    flag = Flag(torch.backends.cudnn, "benchmark", value=True)
+    flag = techniques.Flag(torch.backends.cudnn, "benchmark", value=True)
     return "the fastest algorithm of each convolution is searched for", flag
 
 
@@ -324,7 +308,7 @@ def _compile(request: Request) -> Reply:
     def failed(words: str) -> None:
         request.failed("compile", words)
 
-    technique = Compilation(request.model, mode, failed)
+    technique = techniques.Compilation(request.model, mode, failed)
     return f"{reason}; eager from then on, should it fail", technique
 
 
@@ -359,17 +343,17 @@ def _dynamic(request: Request, linear: list[nn.Module]) -> Reply:
     if (obstacle := next(filter(None, map(reclass_obstacle, linear)), None)) is not None:
         return obstacle
     reason = f"{len(linear)} × Linear in 8-bit integers by torch.ao (deprecated), where nothing asks for gradients"
-    return reason, DynamicQuantization(linear)
+    return reason, techniques.DynamicQuantization(linear)
 
 
 def _torchao(request: Request, linear: list[nn.Module]) -> Reply:
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install 'torchobs[torchao]'"
-    if (obstacle := torchao_obstacle()) is not None:
+    if (obstacle := techniques.torchao_obstacle()) is not None:
         return f"this torchao does not fit this torch: {obstacle}"
     what = "weights and inputs" if request.quantize == "torchao_int8" else "weights"
     reason = f"{what} of {len(linear)} × Linear in 8-bit integers by torchao"
-    return reason, TorchaoQuantization(request.model, str(request.quantize), linear)
+    return reason, techniques.TorchaoQuantization(request.model, str(request.quantize), linear)
 
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
