@@ -49,8 +49,8 @@ class GraphNode:
         return not self.builtin
 
     def take_kept(self) -> None:
-        """Read the kept tensors, which the backward pass frees."""
-        self.kept = dict((kept_by_python if self.is_python else kept_tensors)(self.function))
+        """Read the kept tensors, which the backward pass frees. What a function written in Python has saved has no names."""
+        self.kept = {} if self.is_python else dict(kept_tensors(self.function))
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that are not tensors and were kept."""
@@ -130,33 +130,6 @@ def kept_tensors(function: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name.removeprefix(_RAW)}[{index}]", _value(each)
         if not isinstance(raw, tuple):
             yield name.removeprefix(_RAW), _value(raw)
-
-
-def kept_by_python(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a ``torch.autograd.Function`` has saved: ``input[n]`` if another node or a parameter made it, ``output[n]``.
-
-    The rest is ``saved[n]``: inputs without gradient, and what its ``forward`` has made on its way.
-    """
-    import torch  # torch is optional until training begins
-
-    try:
-        raws = function._raw_saved_tensors
-        if any(getattr(raw, "unpack_hook", raw) is not None for raw in raws):  # hooks, or a torch version that does not say
-            return
-        saved = function.saved_tensors
-    except (RuntimeError, AttributeError):  # freed by an earlier backward pass, changed in place since; another torch version
-        return
-    for place, (raw, tensor) in enumerate(zip(raws, saved, strict=True)):
-        if tensor is None:
-            continue
-        with torch._C.DisableTorchFunctionSubclass():
-            maker, index = tensor.grad_fn, tensor.output_nr
-            given = [
-                number for number, (producer, output) in enumerate(function.next_functions) if producer is not None
-                and ((producer is maker and output == index) or getattr(producer, "variable", None) is tensor)
-            ]  # fmt: skip
-        name = f"output[{index}]" if maker is function else f"input[{given[0]}]" if given else f"saved[{place}]"
-        yield name, _value(raw)
 
 
 def _value(raw: Any) -> Any:

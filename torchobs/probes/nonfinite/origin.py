@@ -256,26 +256,13 @@ class GraphTracer:
         )
 
     def _through_python(self, birth: Birth, place: Place, inputs: tuple[TensorStatistics, ...]) -> NonfiniteOrigin:
-        """Return the origin for values that came out of a function written in Python with inputs that have no gradient.
+        """Return the origin for values that came out of a function written in Python, of whose inputs some have no gradient.
 
-        Of what it has saved, what a variable or a module holds, too, was an input; the rest may be its own work.
+        A variable with bad values in the same samples was one of these; else it is not known what the function was given.
         """
         node = birth.node
-        saved = [value for name, value in node.kept.items() if name.startswith("saved[") and value is not None]
-        variables = list(self._variables_held())
-        finite = set[int]()
-        for value in saved:
-            memory = memory_of(value)
-            holders = [value] * bool(self.names.of(value))
-            holders += [item for _, item in variables if memory and memory_of(item) == memory]
-            if holders and condition(value) is Condition.BAD:
-                return self._operand(value, node, place, inputs, is_leaf=False)
-            if holders and all(map(is_finite, holders)):  # the value may be a part of one of them
-                finite.add(memory)
-        if len(finite) >= sum(producer is None for producer, _ in node.inputs):
-            return self._made("operator", node, place, inputs, "")
-        likely = (item for _, item in variables if condition(item) is Condition.BAD and explains(item, birth.operand))
-        item = next(likely, None)
+        variables = (item for _, item in self._variables_held() if condition(item) is Condition.BAD)
+        item = next((item for item in variables if explains(item, birth.operand)), None)
         if item is not None:
             return self._operand(item, node, place, inputs, is_leaf=False)
         return self._within(node, place) if node.operator in OPAQUE else self._made("unknown", node, place, inputs, UNSEEN)
