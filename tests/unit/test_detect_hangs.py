@@ -37,9 +37,8 @@ from torchobs.detect.hangs import (
     usual_and_long_s,
     waits,
 )
-from torchobs.diagnosis import endings as collective_timeout
+from torchobs.diagnosis import endings, health
 from torchobs.diagnosis import hangs as collectives
-from torchobs.diagnosis import health
 from torchobs.diagnosis.endings import compare, ending
 from torchobs.flight.reader.decode import Distribution
 from torchobs.probes.lifecycle.exceptions import describe
@@ -521,7 +520,7 @@ def test_the_one_of_many_that_is_elsewhere() -> None:
         "A collective timed out after 4 s on rank 0. Rank 1 fetches data of step 202, and the other 7 ranks wait in backward of"
         " step 202."
     )
-    assert set(collective_timeout.blamed(ranks)) == {"1"}
+    assert set(endings.awaited_at_timeout(ranks)) == {"1"}
 
 
 def test_a_rank_that_had_finished_in_order_is_waited_for() -> None:
@@ -538,7 +537,7 @@ def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
         " rank 1 in forward of step 202."
     )
     assert told(rank(0, gave_up=True), rank(1, gave_up=True)).endswith("which rank did not come cannot be told.")
-    assert not collective_timeout.blamed([rank(0, gave_up=True), rank(1, gave_up=True)])
+    assert not endings.awaited_at_timeout([rank(0, gave_up=True), rank(1, gave_up=True)])
 
 
 def counted(report: RankReport, number: int, *calls: str) -> RankReport:
@@ -567,14 +566,14 @@ def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:
     """Promise: nobody is named for being where the rank is that waits for it; without counts it cannot be told."""
     waits, other = rank(0, gave_up=True), rank(1, phase="backward")
     assert told(waits, other) == "A collective timed out after 4 s on rank 0. Which rank did not come cannot be told."
-    assert not collective_timeout.blamed([waits, other])
+    assert not endings.awaited_at_timeout([waits, other])
     assert told(counted(waits, 9), counted(other, 7)) == (
         "A collective timed out after 4 s on rank 0. "
         "Rank 0 called 2 collectives more than rank 1 (9 and 7 of group default (gloo))."
     )
-    assert set(collective_timeout.blamed([counted(waits, 9), counted(other, 7)])) == {"1"}
+    assert set(endings.awaited_at_timeout([counted(waits, 9), counted(other, 7)])) == {"1"}
     apart = [counted(replace(waits, suffix="-g0"), 9), counted(replace(other, suffix="-g1"), 7)]  # default groups of their own
-    assert not collective_timeout.blamed(apart)
+    assert not endings.awaited_at_timeout(apart)
     assert "more than" not in told(*apart)
 
 
@@ -608,4 +607,4 @@ def test_a_rank_that_failed_before_is_the_cause() -> None:
     own = fact(catalog.EVENT_EXCEPTION, 21.0, 201, exception__type="builtins.KeyError", location="/home/me/train.py:3 in load")
     ranks = rank(0, gave_up=True), rank(1, seconds=21.0, reason="exception", events=[own])
     assert told(*ranks).startswith("Rank 1 failed first, 3 s before rank 0")
-    assert not collective_timeout.blamed(ranks)
+    assert not endings.awaited_at_timeout(ranks)
