@@ -64,5 +64,5 @@ def test_the_sidecar_delays_a_training_by_two_seconds_at_most(
     delays_s = {inject: median(one[inject] - one["false"] for one in found) for inject in KINDS[1:]}
     for name, seconds in {"alone": alone_s, **delays_s}.items():
         record_property(f"start of a pod, {name}, s", round(seconds, 2))
-        print(f"start of a pod, {name}: {seconds:.2f} s")  # noqa: T201  # with -s or -rP, the figures of docs/kubernetes.md
+        print(f"start of a pod, {name}: {seconds:.2f} s")  # noqa: T201  # with -s or -rP
     assert delays_s["true"] <= max(MOST_S, alone_s)

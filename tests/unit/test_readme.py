@@ -38,7 +38,7 @@ def test_the_label_for_kubernetes_is_the_one_that_the_policy_matches(checkout: P
     policy = (checkout / "deploy" / "kubernetes" / "injection-policy.yaml").read_text()
     assert "torchobs.io/inject:" in shown
     assert "torchobs.io/inject" in policy
-    assert "helm install torchobs helm/torchobs" in shown
+    assert "helm upgrade --install torchobs helm/torchobs" in shown
 
 
 @pytest.mark.parametrize("toolbox", [debug, guard, tune], ids=lambda toolbox: toolbox.__name__)
