@@ -85,7 +85,7 @@ OPERATORS = {
 def test_a_run_is_its_outermost_owner(
     namespace: Namespace, labels: dict[str, str], owner: dict[str, str], expected: tuple[str | None, str | None]
 ) -> None:
-    """From the labels and the owner that each operator's release gives to a pod (JobSet 0.8.1, training-operator 1.8, KubeRay 1.4, Volcano 1.8)."""
+    """From what each operator gives to a pod: JobSet 0.8.1, training-operator 1.8, KubeRay 1.4, Volcano 1.8."""
     given = owner | {"name": "owner", "uid": "owner-uid"} if owner else {}
     made = admitted(namespace, pod(labels=labels, **given))
     env = {one["name"]: one for one in made["spec"]["containers"][0]["env"]}

@@ -394,25 +394,6 @@ def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None
     assert took.resource["service.name"] == "torchobs-exporter"
 
 
-def test_delta_counts_from_the_first_look_on() -> None:
-    """What an exporter before this one may have sent is not sent again."""
-    metrics = Metrics(delta=True, series_limit=100, born_ns=BORN_NS)
-    told = [pushed(metrics, facts(cpu_s), NOW_NS + number) for number, cpu_s in enumerate((1000.0, 1007.5))]
-    deltas = [[one.point.as_double for one in seen if one.metric.name == "system.cpu.time"] for seen in told]
-    assert deltas == [[], [7.5]]
-
-
-def test_what_does_not_answer_any_more_ends() -> None:
-    """A file system whose server is gone gets the flag that Prometheus takes for an end."""
-    metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
-    size = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1e15)
-    flags = [
-        [one.point.flags for one in pushed(metrics, told) if one.metric.name == size.metric.name]
-        for told in (facts(1.0, size), facts(2.0))
-    ]
-    assert flags == [[0], [1]]
-
-
 def test_the_exporter_looks_anew_for_each_push(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody scrapes it: what changed since the last push is in the next one."""
     monkeypatch.setattr(daemon, "TICK_S", 0.05)

@@ -16,15 +16,17 @@ import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
 from torchobs.exporter import access, file_sd, log_format
 from torchobs.exporter.api import Api
 from torchobs.exporter.app import Site
-from torchobs.exporter.http import ApiSocket, Listeners, allow_files
+from torchobs.exporter.http import Endpoint, Listeners, allow_files
 from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.exporter.unix_socket import UnixSocket, bind_unix
 from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.node.lifetime import ServiceStatus
 from torchobs.ranks import snapshot
@@ -110,7 +112,8 @@ class _Service:
         self._site = Site(config, self._snapshots, self._pages, self._scrapers, self._problems, self._api.evidence)
         app, api = self._site.app(self._api.mounts()), None
         if access.is_socket_wanted(config):
-            api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(access.socket_address, config))
+            bind, commands = partial(_bound_for_api, config), self._site.app(self._api.mounts("socket"))
+            api = Endpoint("no Unix socket for the API", bind, commands)
         self._listeners = Listeners(config, self._web_config, app, api, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
         self._push, self._site.host = _optional(config)
@@ -248,6 +251,11 @@ class _Service:
         self._api.close()
         self._snapshots.close()
         self._pages.close()
+
+
+def _bound_for_api(config: ExporterConfig) -> UnixSocket | None:
+    address = access.socket_address(config)
+    return bind_unix(Path(address.path)) if address is not None else None
 
 
 def _optional(config: ExporterConfig) -> tuple[Push | None, HostMetrics | None]:

@@ -246,7 +246,11 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
 
 
-async def serve_on(bound: socket.socket, app: ASGIApp, context: Callable[[], ssl.SSLContext | None] = lambda: None) -> Server:
+def _no_tls() -> None:
+    return None
+
+
+async def serve_on(bound: socket.socket, app: ASGIApp, context: Callable[[], ssl.SSLContext | None] = _no_tls) -> Server:
     """Start a server on a socket; ``context`` returns that of TLS, or ``None`` for a connection without.
 
     The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end.
@@ -313,20 +317,23 @@ def chunked_writes(app: ASGIApp) -> ASGIApp:
     return pacing
 
 
-class ApiSocket(NamedTuple):
-    """The API's own Unix socket, over which commands are allowed."""
+class Endpoint(NamedTuple):
+    """Something to listen on. ``address``: as configured; ``None`` for the API's own socket."""
 
+    failure: str
+    """what is said if it fails"""
+    bind: Callable[[], socket.socket | None]
+    """returns ``None`` while the directory does not exist; raises ``OSError``"""
     app: ASGIApp
-    address: Callable[[], UnixAddress | None]
-    """returns ``None`` while its directory does not exist; raises ``OSError``"""
+    address: Address | UnixAddress | None = None
 
 
 class _Listener(NamedTuple):
-    """A server on a socket. ``address``: as configured; ``None`` for the API's own socket."""
+    """A server on a socket."""
 
     server: Server
     bound: socket.socket
-    address: Address | UnixAddress | None
+    endpoint: Endpoint
 
 
 class Listeners:
@@ -340,15 +347,20 @@ class Listeners:
         config: ExporterConfig,
         web_config: WebConfigMiddleware,
         app: ASGIApp,
-        api: ApiSocket | None,
+        api: Endpoint | None,
         announce: Callable[[str, bool], None] | None,
     ) -> None:
         """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
         self.unannounced = 0
-        self._config, self._web_config = config, web_config
-        self._app, self._guarded, self._api, self._announce = app, web_config.guard(app), api, announce
+        self._config, self._web_config, self._announce = config, web_config, announce
         self._listeners: list[_Listener] = []
-        self._unbound, self._wants_api = list(config.addresses), api is not None
+        # no TLS and no passwords for a Unix socket: its file's mode controls access
+        apps = {UnixAddress: app, Address: web_config.guard(app)}
+        self._unbound = [
+            Endpoint(f"cannot listen on {address}", partial(self._bound_to, address), apps[type(address)], address)
+            for address in config.addresses
+        ]
+        self._unbound += [api] if api is not None else []
         self.problems: tuple[str, ...] = ()
         """why it does not listen as configured"""
         self._context: ssl.SSLContext | None = None
@@ -370,7 +382,7 @@ class Listeners:
         """Do the periodic work, once a second."""
         self._renew()
         await self._reopen_unnamed()
-        if (self._unbound or self._wants_api) and time.monotonic() >= self._next_bind_s:
+        if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         self._announce_address()
         for listener in self._listeners:
@@ -396,10 +408,7 @@ class Listeners:
         lost = self._unnamed()
         for listener in [listener for listener in self._listeners if listener.bound in lost]:
             self._listeners.remove(listener)
-            if listener.address is None:
-                self._wants_api = True
-            else:
-                self._unbound.append(listener.address)
+            self._unbound.append(listener.endpoint)
             await listener.server.shutdown(sockets=[listener.bound])
 
     def _unnamed(self) -> list[UnixSocket]:
@@ -418,54 +427,36 @@ class Listeners:
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
         self.problems = ()
-        for address in list(self._unbound):
-            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address))
+        for endpoint in list(self._unbound):
+            if endpoint.address is None and self._config.mode == "node" and not self._listeners:
+                continue  # a node's exporter without a port gives up
+            try:
+                bound = endpoint.bind()
+            except OSError as problem:
+                words = f"{endpoint.failure}: {problem.strerror or problem}"
+                self.problems = (*self.problems, words)
+                _log.error("%s", words)
+                continue
             if bound is not None:
-                self._unbound.remove(address)
-                await self._serve(bound, address)
-                self._log_address(bound, address)
-        if self._wants_api and (self._listeners or self._config.mode == "sidecar"):  # a node's exporter without a port gives up
-            bound = self._open("no Unix socket for the API", self._api_bound)
-            if bound is not None:
-                self._wants_api = False
-                await self._serve(bound, None)
-
-    def _open(self, failure: str, bind: Callable[[], socket.socket | None]) -> socket.socket | None:
-        """Return a listening socket, or ``None`` after reporting why there is none."""
-        try:
-            return bind()
-        except OSError as problem:
-            words = f"{failure}: {problem.strerror or problem}"
-            self.problems = (*self.problems, words)
-            _log.error("%s", words)
-            return None
+                self._unbound.remove(endpoint)
+                context = _no_tls if isinstance(bound, UnixSocket) else lambda: self._web_config.context
+                self._listeners.append(_Listener(await serve_on(bound, endpoint.app, context), bound, endpoint))
+                self._log_address(bound, endpoint.address)
 
     def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
         if isinstance(address, UnixAddress):
             return bind_unix(Path(address.path))
         return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
 
-    def _api_bound(self) -> socket.socket | None:
-        address = self._api.address() if self._api is not None else None
-        return bind_unix(Path(address.path)) if address is not None else None
-
-    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None) -> None:
-        if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
-            server = await serve_on(bound, self._api.app if address is None and self._api is not None else self._app)
-        else:
-            server = await serve_on(bound, self._guarded, lambda: self._web_config.context)
-        self._listeners.append(_Listener(server, bound, address))
-
-    def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
-        if isinstance(address, UnixAddress):
-            _log.info("listening on %s", address, extra=_GOOD_NEWS)
-            return
-        actual = Address(address.host, bound.getsockname()[1])
-        if address.port not in {0, actual.port}:
+    def _log_address(self, bound: socket.socket, address: Address | UnixAddress | None) -> None:
+        actual = Address(address.host, bound.getsockname()[1]) if isinstance(address, Address) else address
+        if isinstance(address, Address) and address.port != 0 and actual != address:
             _log.warning("%s is taken by another program: listening on %s", address, actual)
-        _log.info("listening on %s", actual, extra=_GOOD_NEWS)
-        self._address = self._address or str(actual)
-        self._announce_address()
+        if actual is not None:
+            _log.info("listening on %s", actual, extra=_GOOD_NEWS)
+        if isinstance(actual, Address):
+            self._address = self._address or str(actual)
+            self._announce_address()
 
     def _announce_address(self) -> None:
         """Announce the first address; retried until that succeeds."""
