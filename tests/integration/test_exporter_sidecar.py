@@ -1,5 +1,6 @@
-"""What only a sidecar has to survive: no temp directory, a terminal, signals at the worst moment, our own mistakes."""
+"""What the daemon has to survive (no temp directory, a terminal, signals at the worst moment), and its garbage collection."""
 
+import gc
 import os
 import pty
 import re
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.exporters import EXPORTER, Client, start_program
-from tests.support import clean_environment, wait_until
+from tests.exporters import EXPORTER, Client, frozen_gc, start_program
+from tests.support import clean_environment, freeze, wait_until
 from torchobs.config.option_types import Address
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.daemon import serve
 from torchobs.exporter.http import bind
@@ -178,3 +181,67 @@ def test_the_port_is_free_again_when_it_has_left(flight_dir: Path) -> None:
     assert serve(config, announce=lambda address, _: announced.append(address), finished=lambda _: True) == 0
     with socket.create_server(("127.0.0.1", int(announced[0].rpartition(":")[2]))):
         pass
+
+
+class Loop:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Clock:
+    """Seconds, as a test sets them."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """That of the keeping; nothing is kept before, nor afterwards."""
+    gc.unfreeze()
+    made = Clock()
+    yield made
+    assert gc.get_freeze_count() == 0
+    freeze()
+
+
+def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> None:
+    """Young garbage goes at once; what was alive at a full collection goes an hour later, should it be garbage by then."""
+    with frozen_gc(clock):
+        old = Loop()
+        gc.collect()
+        assert gc.get_freeze_count() > 0
+        young, forgotten = Loop(), weakref.ref(old)
+        gone = weakref.ref(young)
+        del young, old
+        gc.collect()
+        assert gone() is None
+        assert forgotten() is not None
+        clock.seconds = daemon.THOROUGH_S
+        gc.collect()
+        assert forgotten() is None
+        assert gc.get_freeze_count() > 0
+
+
+def test_younger_collections_are_what_they_are(clock: Clock) -> None:
+    """They take what is young, and keep nothing."""
+    with frozen_gc(clock):
+        young = Loop()
+        gone = weakref.ref(young)
+        del young
+        gc.collect(1)
+        assert gone() is None
+        assert gc.get_freeze_count() == 0
+
+
+def test_in_the_end_everything_is_as_it_was(clock: Clock) -> None:
+    """Nothing is called any more, and nothing is kept; the youngest are looked at as often as before."""
+    before = list(gc.callbacks), gc.get_threshold()
+    with frozen_gc(clock):
+        assert gc.get_threshold() == (daemon.YOUNG, *before[1][1:])
+        gc.collect()
+    assert (list(gc.callbacks), gc.get_threshold()) == before

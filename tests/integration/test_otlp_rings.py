@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from torchobs import catalog
 from torchobs.exporter.config import PushConfig
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
+
+LOGS, TRACES = "/v1/logs", "/v1/traces"
+OURS: list[object] = ["torchobs", None, None, {}]
+"""The scope of torchobs' own spans."""
 
 
 def frame(number: int, begun_s: float, ended_s: float, **more: object) -> dict[str, object]:
@@ -31,13 +36,42 @@ def run_span(file: File, **more: object) -> dict[str, object]:
     """The span of the run."""
     header = file.header
     identity = {"trace_id": event_ring.trace_id(header), "span_id": event_ring.SpanIds(header).run.span}
-    begun = {"k": "span_start", "name": "torchobs.run", "t0": BORN_WALL_NS, "attrs": {}, "scope": ["torchobs", None, None, {}]}
+    begun = {"k": "span_start", "name": "torchobs.run", "t0": BORN_WALL_NS, "attrs": {}, "scope": OURS}
     return {**identity, **begun, "flags": 1, "kind": "internal", **more}
 
 
 def only_traces(receiver: Receiver) -> PushConfig:
     """Spans to that receiver."""
     return PushConfig(traces=to(receiver, path="/v1/traces"))
+
+
+def event(file: File, name: str, attrs: object = None, second: float = 1.0, **more: object) -> None:
+    """Write an event that happened at a second of the rank's life."""
+    at_ns = file.header.monotonic_ns + round(second * S)
+    file.writer.events.append({"k": "event", "t": at_ns, "name": name, "attrs": attrs or {}, **more})
+
+
+def everything(receiver: Receiver, **given: Any) -> PushConfig:
+    """All signals to that receiver."""
+    return PushConfig(to(receiver), to(receiver, path=TRACES), to(receiver, path=LOGS), **given)
+
+
+def only_logs(receiver: Receiver) -> PushConfig:
+    """Log records to that receiver."""
+    return PushConfig(logs=to(receiver, path=LOGS))
+
+
+@pytest.fixture
+def pushed(flight_dir: Path, receiver: Receiver, file: File) -> Callable[[], list[Any]]:
+    """Save the file, push once, and return the log records that came."""
+
+    def push() -> list[Any]:
+        file.save()
+        with Pushing(flight_dir, only_logs(receiver)) as pushing:
+            pushing.look(3.5)
+        return records(receiver.of(LOGS))
+
+    return push
 
 
 def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, receiver: Receiver, file: File) -> None:
@@ -165,12 +199,7 @@ def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, 
     ids = event_ring.SpanIds(file.header).segment(1, part)
     own = {"k": "span_start", "name": "torchobs.segment", "trace_id": ids.trace, "span_id": ids.span, "flags": 1}
     times = {"t0": BORN_WALL_NS + round(begun_s * S), "attrs": {"epoch": 1, "part": part}}
-    return {**own, **times, "kind": "internal", "scope": ["torchobs", None, None, {}]} | more
-
-
-def happened(file: File, name: str, second: float) -> None:
-    """Write an event of that moment."""
-    file.writer.events.append({"k": "event", "t": file.header.monotonic_ns + round(second * S), "name": name, "attrs": {}})
+    return {**own, **times, "kind": "internal", "scope": OURS} | more
 
 
 @pytest.mark.parametrize("with_events", [True, False])
@@ -182,19 +211,19 @@ def test_segments_are_sent_as_they_end_and_the_last_is_completed(
     done = {"k": "span", "status": "unset"}
     with Pushing(flight_dir, config) as pushing:
         file.writer.events.append(run_span(file))
-        happened(file, "starts", 0.1)
+        event(file, "starts", second=0.1)
         file.writer.events.append(run_span(file, t1=BORN_WALL_NS + S, **done))
         file.writer.events.append(segment(file, 0, 1.0))
-        happened(file, "in the first", 1.2)
+        event(file, "in the first", second=1.2)
         file.beat(1.5)
         file.save()
         pushing.look(1.6)
         assert [span.name for span in spans(receiver.taken)] == ["torchobs.run"]
         file.writer.events.append(segment(file, 0, 1.0, t1=BORN_WALL_NS + 2 * S, **done))
-        happened(file, "in the second", 2.2)
+        event(file, "in the second", second=2.2)
         file.writer.events.append(segment(file, 1, 2.0))
         file.writer.events.append(segment(file, 1, 2.0))  # again, before the ring writes over it
-        happened(file, "at last", 2.9)
+        event(file, "at last", second=2.9)
         file.beat(2.5)
         file.save()
         pushing.look(2.6)
@@ -212,32 +241,10 @@ def test_segments_are_sent_as_they_end_and_the_last_is_completed(
     assert last.trace_id.hex() != first.trace_id.hex() != run.trace_id.hex()
 
 
-LOGS, METRICS, TRACES = "/v1/logs", "/v1/metrics", "/v1/traces"
-
-
-def event(file: File, name: str, attrs: object = None, second: float = 1.0, **more: object) -> None:
-    """Write an event that happened at a second of the rank's life."""
-    at_ns = file.header.monotonic_ns + round(second * S)
-    file.writer.events.append({"k": "event", "t": at_ns, "name": name, "attrs": attrs or {}, **more})
-
-
-def everything(receiver: Receiver, **given: Any) -> PushConfig:
-    """All signals to that receiver."""
-    return PushConfig(to(receiver), to(receiver, path=TRACES), to(receiver, path=LOGS), **given)
-
-
-def only_logs(receiver: Receiver) -> PushConfig:
-    """Log records to that receiver."""
-    return PushConfig(logs=to(receiver, path=LOGS))
-
-
-def test_an_event_is_a_record_of_its_step(flight_dir: Path, receiver: Receiver, file: File) -> None:
+def test_an_event_is_a_record_of_its_step(receiver: Receiver, file: File, pushed: Callable[[], list[Any]]) -> None:
     """Time, severity, sentence, name, attributes in the event's namespace, trace and the step's span, the rank's resource."""
     event(file, catalog.EVENT_ANOMALY.name, {"kind": "loss_spike", "value": 3.5, "baseline": 1.0}, step=7)
-    file.save()
-    with Pushing(flight_dir, only_logs(receiver)) as pushing:
-        pushing.look(1.5)
-    (record,) = records(receiver.of(LOGS))
+    (record,) = pushed()
     assert record.time_unix_nano == BORN_WALL_NS + S
     assert record.observed_time_unix_nano >= BORN_WALL_NS
     assert (record.severity_number, record.severity_text) == (13, "WARN")
@@ -265,7 +272,7 @@ def test_an_event_is_a_record_of_its_step(flight_dir: Path, receiver: Receiver, 
         ("torchobs.data.starved", {"share": 0.5}, "WARN", {"torchobs.data.starved.share": 0.5}),
         ("torchobs.run.start", {}, "INFO", {}),
         (
-            "torchobs.memory.out_of_memory",
+            catalog.EVENT_OUT_OF_MEMORY.name,
             {"requested": 2 << 30},
             "ERROR",
             {"torchobs.memory.out_of_memory.requested": 2 << 30},
@@ -274,17 +281,14 @@ def test_an_event_is_a_record_of_its_step(flight_dir: Path, receiver: Receiver, 
     ],
 )
 def test_severity_and_names_are_opentelemetry_s(
-    flight_dir: Path, receiver: Receiver, file: File, name: str, attrs: dict[str, object], severity: str, expected: object
+    file: File, pushed: Callable[[], list[Any]], name: str, attrs: dict[str, object], severity: str, expected: object
 ) -> None:
     """The conventions' names stay, others are the event's, an application's are its own. Without a step: the run's span.
 
     For people the sentence has sizes with their unit.
     """
     event(file, name, attrs)
-    file.save()
-    with Pushing(flight_dir, only_logs(receiver)) as pushing:
-        pushing.look(1.5)
-    (record,) = records(receiver.of(LOGS))
+    (record,) = pushed()
     assert (record.event_name, record.severity_text) == (name, severity)
     assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
     assert attributes(record.attributes).items() >= dict(expected).items()  # type: ignore[call-overload]  # a case's mapping
@@ -293,45 +297,28 @@ def test_severity_and_names_are_opentelemetry_s(
     assert "requested" not in attrs or record.body.string_value.endswith("requested 2 GiB")
 
 
-def test_an_event_without_a_step_is_of_the_segment_under_way(flight_dir: Path, receiver: Receiver, file: File) -> None:
+def test_an_event_without_a_step_is_of_the_segment_under_way(file: File, pushed: Callable[[], list[Any]]) -> None:
     """Of the run before there is one; sampled as that is."""
     ids = event_ring.SpanIds(file.header)
     event(file, "my.event")
     for number, part in enumerate((ids.segment(1, 0), ids.segment(1, 1)), start=2):
-        own = {
-            "trace_id": part.trace,
-            "span_id": part.span,
-            "flags": number % 2,
-            "scope": ["torchobs", None, None, {}],
-            "attrs": {},
-        }
+        own = {"trace_id": part.trace, "span_id": part.span, "flags": number % 2, "scope": OURS, "attrs": {}}
         file.writer.events.append({"k": "span_start", "name": catalog.SPAN_SEGMENT.name, "t0": BORN_WALL_NS, **own})
         event(file, "my.event", second=number)
-    file.save()
-    with Pushing(flight_dir, only_logs(receiver)) as pushing:
-        pushing.look(3.5)
-    found = [(record.trace_id.hex(), record.span_id.hex(), record.flags) for record in records(receiver.of(LOGS))]
+    found = [(record.trace_id.hex(), record.span_id.hex(), record.flags) for record in pushed()]
     assert found == [(*ids.run, 1), (*ids.segment(1, 0), 0), (*ids.segment(1, 1), 1)]
 
 
-def test_a_checkpoint_is_a_record_when_it_is_saved(flight_dir: Path, receiver: Receiver, file: File) -> None:
+def test_a_checkpoint_is_a_record_when_it_is_saved(file: File, pushed: Callable[[], list[Any]]) -> None:
     """Of its span; one that failed has an event, and curves and other spans are no records."""
     identity = {"k": "span", "trace_id": "a" * 32, "flags": 1, "t0": BORN_WALL_NS, "t1": BORN_WALL_NS + 2 * S}
-    saved: dict[str, object] = {
-        "name": "torchobs.checkpoint",
-        "span_id": "b" * 16,
-        "status": "unset",
-        "scope": ["torchobs", None, None, {}],
-    }
+    saved: dict[str, object] = {"name": "torchobs.checkpoint", "span_id": "b" * 16, "status": "unset", "scope": OURS}
     file.writer.events.append({**identity, **saved, "attrs": {"format": "torch", "size": 5}})
     file.writer.events.append({**identity, **saved, "status": "error", "attrs": {}})
     file.writer.events.append({**identity, **saved, "scope": ["my.package", "", "", {}], "attrs": {}})
     file.writer.events.append({**identity, **saved, "name": "torchobs.epoch", "attrs": {"event": 1}})
     event(file, catalog.EVENT_SCALARS.name, {"names": ["x"]})
-    file.save()
-    with Pushing(flight_dir, only_logs(receiver)) as pushing:
-        pushing.look(2.5)
-    (record,) = records(receiver.of(LOGS))
+    (record,) = pushed()
     assert (record.event_name, record.severity_text) == ("torchobs.checkpoint", "INFO")
     assert (record.trace_id.hex(), record.span_id.hex()) == ("a" * 32, "b" * 16)
     assert record.time_unix_nano == BORN_WALL_NS + 2 * S
@@ -357,15 +344,9 @@ def test_each_event_comes_once_and_with_the_next_look(flight_dir: Path, receiver
     assert len(receiver.of(LOGS)) > 3
 
 
-def test_a_restarted_exporter_sends_the_same_identifiers(flight_dir: Path, receiver: Receiver, file: File) -> None:
+def test_a_restarted_exporter_sends_the_same_identifiers(file: File, pushed: Callable[[], list[Any]]) -> None:
     """What is still in the ring comes twice, as what it is."""
     for number in range(5):
         event(file, "my.event", {"number": number})
-    file.save()
-    for _ in range(2):
-        with Pushing(flight_dir, only_logs(receiver)) as pushing:
-            pushing.look(1.0)
-    first, second = (
-        [attributes(record.attributes)["log.record.uid"] for record in records([request])] for request in receiver.of(LOGS)
-    )
-    assert first == second
+    first, again = ([attributes(record.attributes)["log.record.uid"] for record in pushed()] for _ in range(2))
+    assert again == [*first, *first]
