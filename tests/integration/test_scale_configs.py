@@ -77,6 +77,22 @@ def shard(checkout: Path, number: int, targets: list[str], receiver: str) -> dic
     return config
 
 
+def start_agents(
+    start: Callable[..., object], name: str, executable: str, configs: list[dict[str, Any]], home: Path
+) -> list[Path]:
+    """Start an agent with each of these configurations; return their logs."""
+    logs = []
+    for number, config in enumerate(configs):
+        file, log = home / f"agent-{number}.yml", home / f"agent-{number}.log"
+        file.write_text(yaml.safe_dump(config))
+        paths = f"--config.file={file}", f"--storage.agent.path={home / f'wal-{number}'}"
+        options = "--web.listen-address=127.0.0.1:0", "--scrape.discovery-reload-interval=100ms"
+        with log.open("w") as output:
+            start(executable, AGENT[name], *paths, *options, stdout=output)
+        logs.append(log)
+    return logs
+
+
 @pytest.mark.parametrize("name", ["prometheus", "prometheus3"])
 def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_the_rules(
     name: str,
@@ -106,15 +122,8 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
     ):
         port = exporter.address.rpartition(":")[2]
         targets = [f"127.0.0.{number}:{port}" for number in range(1, TARGETS + 2)]
-        logs = []
-        for number in range(SHARDS):
-            file, log = tmp_path / f"agent-{number}.yml", tmp_path / f"agent-{number}.log"
-            file.write_text(yaml.safe_dump(shard(checkout, number, targets, behind.url)))
-            with log.open("w") as output:
-                paths = f"--config.file={file}", f"--storage.agent.path={tmp_path / f'wal-{number}'}"
-                options = "--web.listen-address=127.0.0.1:0", "--scrape.discovery-reload-interval=100ms"
-                start(program(name), AGENT[name], *paths, *options, stdout=output)
-            logs.append(log)
+        shards = [shard(checkout, number, targets, behind.url) for number in range(SHARDS)]
+        logs = start_agents(start, name, program(name), shards, tmp_path)
 
         def scraped(log: Path) -> set[str]:
             found = LISTENING.search(log.read_text())
@@ -176,13 +185,8 @@ def test_victoria_metrics_takes_what_agents_write_and_its_ruler_the_rules(
     with Service(ExporterConfig(flight_dir=str(flight_dir)), listen="0.0.0.0:0") as exporter:
         port = exporter.address.rpartition(":")[2]
         targets = [f"127.0.0.{number}:{port}" for number in range(1, 12)]
-        for number in range(SHARDS):
-            file = tmp_path / f"agent-{number}.yml"
-            file.write_text(yaml.safe_dump(shard(checkout, number, targets, f"http://{address}")))
-            start(
-                program("prometheus"), AGENT["prometheus"], f"--config.file={file}",
-                f"--storage.agent.path={tmp_path / f'wal-{number}'}", "--web.listen-address=127.0.0.1:0",
-            )  # fmt: skip
+        shards = [shard(checkout, number, targets, f"http://{address}") for number in range(SHARDS)]
+        start_agents(start, "prometheus", program("prometheus"), shards, tmp_path)
         start(
             program("vmalert"), f"-rule={rules}/torchobs-recordings.yml", "-evaluationInterval=1s", f"-httpListenAddr={ruler}",
             f"-datasource.url=http://{address}", f"-remoteWrite.url=http://{address}",
