@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,6 +17,8 @@ from torchobs.exporter.config import ExporterConfig
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from prometheus_client.samples import Sample
 
 LIMIT = 300
 SMALL_LIMIT, OWN_LIMIT = 105, 60
@@ -47,7 +50,7 @@ for epoch in range(2):
         scheduler.step()
         torchobs.log(tokens=10, samples=8, accuracy=0.5)
     torch.save(model.state_dict(), "checkpoint.pt")
-import os, signal, time
+import time
 time.sleep(2.5)  # the slow sensors are first asked after a second
 print("trained", flush=True)
 input()
@@ -77,32 +80,36 @@ input()
 """
 
 
+def samples_of(
+    script: str, flight_dir: Path, home: Path, is_complete: Callable[[Service], bool], **environ: str
+) -> list[Sample]:
+    """What the page has of a training that has ended but for its last line."""
+    (home / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        Python(command, cwd=home, env={**support.clean_environment(), **environ}, **pipes) as rank,
+        Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter,
+    ):
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "trained\n"
+        support.wait_until(lambda: is_complete(exporter))
+        page = exporter.page()
+        rank.communicate("\n", timeout=30)
+    return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+
 def test_a_rank_of_a_small_job_has_few_series(flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
     """What never happens in this run (a scaler, a compilation, a failing probe) takes no series; nor does the exporter many.
 
     Six are the states of the rank, all of which are there (a state set).
     """
-    (tmp_path / "train.py").write_text(SMALL)
-    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with (
-        Python(
-            command,
-            cwd=tmp_path,
-            env={**support.clean_environment(), **job},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as rank,
-        Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter,
-    ):
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "trained\n"
-        support.wait_until(lambda: exporter.value("torchobs_steps_total") == 32)
-        support.wait_until(lambda: exporter.value("torchobs_ddp_time_seconds") is not None)
-        page = exporter.page()
-        rank.communicate("\n", timeout=30)
-    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+    def is_complete(exporter: Service) -> bool:
+        return exporter.value("torchobs_steps_total") == 32 and exporter.value("torchobs_ddp_time_seconds") is not None
+
+    samples = samples_of(SMALL, flight_dir, tmp_path, is_complete, **job)
     of_the_rank = sorted(sample.name for sample in samples if "rank" in sample.labels)
     assert {"torchobs_loss", "torchobs_grad_norm", "torchobs_ddp_time_seconds"} <= {*of_the_rank}
     assert len(of_the_rank) <= SMALL_LIMIT, of_the_rank
@@ -112,23 +119,6 @@ def test_a_rank_of_a_small_job_has_few_series(flight_dir: Path, tmp_path: Path, 
 
 def test_a_rank_that_uses_everything_has_at_most_three_hundred_series(flight_dir: Path, tmp_path: Path) -> None:
     """Forty layers, two parameter groups, a scaler, a scheduler, workers, checkpoints and a compiled model."""
-    (tmp_path / "train.py").write_text(TRAINING)
-    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
-    with (
-        Python(
-            command, cwd=tmp_path, env=support.clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as rank,
-        Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter,
-    ):
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "trained\n"
-        support.wait_until(lambda: exporter.value("torchobs_steps_total") == 16)
-        page = exporter.page()
-        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-        of_the_rank = [sample for sample in samples if "rank" in sample.labels]
-        rank.communicate("\n", timeout=30)
-    by_name: dict[str, int] = {}
-    for sample in of_the_rank:
-        by_name[sample.name] = by_name.get(sample.name, 0) + 1
-    most = sorted(by_name.items(), key=lambda item: -item[1])[:12]
-    assert 90 < len(of_the_rank) <= LIMIT, f"{len(of_the_rank)} series; most of them: {most}"
+    samples = samples_of(TRAINING, flight_dir, tmp_path, lambda exporter: exporter.value("torchobs_steps_total") == 16)
+    by_name = Counter(sample.name for sample in samples if "rank" in sample.labels)
+    assert 90 < by_name.total() <= LIMIT, by_name.most_common(12)
