@@ -138,6 +138,10 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """See :class:`asyncio.Protocol`."""
+        # not at the listening socket, which clients may reach before it is set: a page's end would wait 40 ms for an ACK
+        accepted = transport.get_extra_info("socket")
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.transport = transport
         self.connections.add(self)
         self._waiting[self] = None
@@ -271,8 +275,6 @@ async def serve_on(bound: socket.socket, app: ASGIApp, context: Callable[[], ssl
     server = Server(config, context)
     server.lifespan = config.lifespan_class(config)
     await server.on_tick(0)  # sets the Date header
-    if bound.family != socket.AF_UNIX:  # accepted sockets inherit it; without it the end of a page can wait 40 ms for an ACK
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_handle)
     server.servers = [await loop.create_server(partial(HttpProtocol, server), sock=bound, backlog=_BACKLOG)]
