@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.samples import Sample
 
-from tests.rank_files import Clock
+from tests.rank_files import Clock, File
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
@@ -37,8 +37,10 @@ class Exporter:
         self.acknowledged = 0
         self.close = self._scanner.close
 
-    def scan(self, seconds: float = 1.0) -> None:
-        """Take a snapshot at a moment of the clock."""
+    def scan(self, seconds: float = 1.0, *files: File) -> None:
+        """Take a snapshot at a moment of the clock, when these files are saved."""
+        for file in files:
+            file.save()
         self.clock.seconds = seconds
         self._scrape = ScrapeInput(self._scanner.scan())
 

@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample, Timestamp
+from prometheus_client.samples import Timestamp
 
 from tests.exporter_page import USER, Exporter, parse_openmetrics, user
 from tests.rank_files import BORN_WALL_NS, File, S
@@ -44,10 +44,9 @@ def exporter(flight_dir: Path) -> Iterator[Exporter]:
 SHARED = {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS if metric.shared}
 
 
-def number(sample: Sample) -> float:
-    """A sample's value."""
-    assert sample.value is not None
-    return float(sample.value)
+def values(exporter: Exporter, name: str) -> list[float]:
+    """The values of the samples of that name."""
+    return [float(sample.value) for sample in exporter.samples(name)]
 
 
 def test_the_states_of_a_rank_are_a_state_set(exporter: Exporter, file: File) -> None:
@@ -119,6 +118,7 @@ def test_the_page_is_what_prometheus_client_would_write(flight_dir: Path, file: 
     expected: bytes = openmetrics.generate_latest(families, escaping=wanted)  # type: ignore[no-untyped-call]
     assert exporter.written(Style(openmetrics=True, escaping=escaping)) == expected
     assert exporter.written(Style(openmetrics=False, escaping=escaping)) == generate_latest(families, escaping=escaping)
+    assert values(exporter, "torchobs_steps_created") == [file.header.wall_ns / S] * created, "series more, only if asked for"
     exporter.close()
 
 
@@ -127,8 +127,7 @@ def test_promtool_has_no_complaint(exporter: Exporter, file: File, program: Call
     """Names, units, help texts and types are as Prometheus' own linter wants them."""
     promtool = program(tool)
     file.step(1, 0.1)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     checked = subprocess.run(
         [promtool, "check", "metrics"], input=exporter.text(), capture_output=True, text=True, check=False, timeout=30
     )
@@ -137,8 +136,7 @@ def test_promtool_has_no_complaint(exporter: Exporter, file: File, program: Call
 
 def test_a_rank_s_default_page_is_small(exporter: Exporter, file: File) -> None:
     """At most 80 series that every rank has, the histograms' buckets among them."""
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     ours = [line for line in exporter.text().splitlines() if 'rank="0"' in line and not line.startswith("#")]
     assert 50 < len(ours) <= 80
 
@@ -146,8 +144,7 @@ def test_a_rank_s_default_page_is_small(exporter: Exporter, file: File) -> None:
 def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Exporter, file: File) -> None:
     """Joins need them; an explicit timestamp would defeat staleness. There is no target_info."""
     file.step(1, 0.1)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     families = exporter.families()
     assert "target" not in families
     for family in families.values():
@@ -163,10 +160,9 @@ def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Expor
 
 def test_counters_of_closed_sets_exist_at_zero(exporter: Exporter, file: File) -> None:
     """The `increase()` over a series that is born at 1 is 0."""
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     for name in ("torchobs_steps_total", "torchobs_anomalies_total", "torchobs_exporter_read_errors_total"):
-        assert [number(sample) for sample in exporter.samples(name)] == [0.0] * len(exporter.samples(name))
+        assert values(exporter, name) == [0.0] * len(exporter.samples(name))
         assert exporter.samples(name)
 
 
@@ -176,19 +172,17 @@ ERRORS = "torchobs_probe_errors_total"
 def test_a_quiet_counter_is_scraped_at_zero_before_it_counts(exporter: Exporter, file: File) -> None:
     """Absent while it is zero; at zero until every scraper that is expected has seen that; then what it has counted."""
     file.set(catalog.PROBE_ERRORS, 0, probe="loss")
-    file.save()
-    exporter.scan(1.0)
+    exporter.scan(1.0, file)
     assert exporter.samples(ERRORS) == []
     file.set(catalog.PROBE_ERRORS, 3, probe="loss")
-    file.save()
-    exporter.scan(2.0)
+    exporter.scan(2.0, file)
     for acknowledged in (0, exporter.number - 1):  # nobody, or somebody before it began
         exporter.acknowledged = acknowledged
-        assert [number(sample) for sample in exporter.samples(ERRORS)] == [0.0]
+        assert values(exporter, ERRORS) == [0.0]
         assert exporter.holding
     exporter.acknowledged = exporter.number
     for _ in range(2):
-        assert [number(sample) for sample in exporter.samples(ERRORS)] == [3.0]
+        assert values(exporter, ERRORS) == [3.0]
         assert not exporter.holding
         exporter.scan(3.0)
 
@@ -196,15 +190,13 @@ def test_a_quiet_counter_is_scraped_at_zero_before_it_counts(exporter: Exporter,
 def test_a_counter_that_was_shown_is_not_held_at_zero_again(exporter: Exporter, file: File) -> None:
     """Where the only expected scraper has gone, somebody who once fetched an older page is the measure: not a reset."""
     file.set(catalog.PROBE_ERRORS, 0, probe="loss")
-    file.save()
-    exporter.scan(1.0)
+    exporter.scan(1.0, file)
     assert exporter.samples(ERRORS) == []
     file.set(catalog.PROBE_ERRORS, 3, probe="loss")
-    file.save()
-    exporter.scan(2.0)
+    exporter.scan(2.0, file)
     for acknowledged, shown in ((1, 0.0), (2, 3.0), (1, 3.0)):
         exporter.acknowledged = acknowledged
-        assert [number(sample) for sample in exporter.samples(ERRORS)] == [shown]
+        assert values(exporter, ERRORS) == [shown]
         assert exporter.holding == (shown == 0.0)
         assert re.findall(rf"^{ERRORS}{{.*}} (.*)$", exporter.text(), re.MULTILINE) == [str(shown)]
 
@@ -213,25 +205,21 @@ def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter
     """An exporter that starts again takes nothing back: a counter that steps back is a reset. So does no gauge wait."""
     file.set(catalog.PROBE_ERRORS, 3, probe="loss")
     file.set(catalog.PROBE_DISABLED, 0, probe="loss")
-    file.save()
-    exporter.scan(1.0)
-    assert [number(sample) for sample in exporter.samples(ERRORS)] == [3.0]
+    exporter.scan(1.0, file)
+    assert values(exporter, ERRORS) == [3.0]
     file.set(catalog.PROBE_DISABLED, 1, probe="loss")
-    file.save()
-    exporter.scan(2.0)
-    assert [number(sample) for sample in exporter.samples("torchobs_probe_disabled")] == [1.0]
+    exporter.scan(2.0, file)
+    assert values(exporter, "torchobs_probe_disabled") == [1.0]
     file.set(catalog.PROBE_DISABLED, 0, probe="loss")
-    file.save()
-    exporter.scan(3.0)
-    assert [number(sample) for sample in exporter.samples("torchobs_probe_disabled")] == [0.0]
+    exporter.scan(3.0, file)
+    assert values(exporter, "torchobs_probe_disabled") == [0.0]
 
 
 def test_a_quiet_series_is_on_the_pages_of_all_formats_from_then_on(exporter: Exporter, file: File) -> None:
     """Also where it has its default value again before the other format is asked for."""
     for at_s, disabled in ((1.0, 0), (2.0, 1), (3.0, 0)):
         file.set(catalog.PROBE_DISABLED, disabled, probe="loss")
-        file.save()
-        exporter.scan(at_s)
+        exporter.scan(at_s, file)
         found = re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.text(), re.MULTILINE)
         assert found == ([] if at_s == 1.0 else [f"{disabled}.0"])
         if at_s != 2.0:
@@ -250,15 +238,15 @@ def test_what_all_ranks_share_is_said_once(exporter: Exporter, flight_dir: Path)
         rank.beat(0.9)
         rank.save()
     exporter.scan(1.0)
-    assert [number(sample) for sample in exporter.samples(KILLS)] == [2.0]
+    assert values(exporter, KILLS) == [2.0]
     assert [sample.labels.get("rank") for sample in exporter.samples("torchobs_memory_shared_size_bytes")] == [None]
     ranks[1].release()
     exporter.scan(9.0)
-    assert [number(sample) for sample in exporter.samples(KILLS)] == [3.0]
+    assert values(exporter, KILLS) == [3.0]
     for rank in (ranks[0], ranks[2]):
         rank.release()
     exporter.scan(17.0)
-    assert [number(sample) for sample in exporter.samples(KILLS)] == [2.0], "the first of the dead keeps the counters"
+    assert values(exporter, KILLS) == [2.0], "the first of the dead keeps the counters"
 
 
 def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Exporter, file: File) -> None:
@@ -269,8 +257,7 @@ def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Expor
     file.set(user("my.level", Kind.GAUGE), 7, USER)
     file.set(user("my.balance", Kind.UPDOWN), 7, USER)
     file.writer.exit(Exit.EXIT_CODE, 3)
-    file.save()
-    exporter.scan(1.0)
+    exporter.scan(1.0, file)
     alive = exporter.families().keys()
     file.release()
     exporter.scan(2.0)
@@ -278,8 +265,8 @@ def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Expor
     assert {name for name in alive - dead.keys() if not name.startswith("torchobs_exporter")} == {
         *("my_level", "my_balance", "torchobs_probe_disabled", "torchobs_rank_progress_age_seconds"),
     }
-    assert [number(sample) for sample in exporter.samples("torchobs_loss")] == [1.5]
-    assert [number(sample) for sample in exporter.samples("torchobs_rank_up")] == [0.0]
+    assert values(exporter, "torchobs_loss") == [1.5]
+    assert values(exporter, "torchobs_rank_up") == [0.0]
     assert [one.labels["reason"] for one in exporter.samples("torchobs_rank_exit") if one.value] == ["exit_code"]
     assert [one.labels["state"] for one in exporter.samples("torchobs_rank_state") if one.value] == ["failed"]
 
@@ -296,8 +283,7 @@ def test_the_exception_that_ended_a_rank_is_served(exporter: Exporter, file: Fil
     file.writer.event(exception, {**RAISED, "exception.type": "builtins.KeyError"}, 3)  # one that the script has handled
     file.writer.event(exception, RAISED, 5)
     file.writer.event(exception, {**RAISED, "exception.type": "builtins.OSError", "thread": "loader"}, 5)
-    file.save()
-    exporter.scan(1.0)
+    exporter.scan(1.0, file)
     assert exporter.samples("torchobs_rank_exception") == []
     file.writer.exit(Exit.EXCEPTION, 1)
     file.save()
@@ -341,12 +327,10 @@ def test_no_instrument_of_a_user_takes_another_s_name(exporter: Exporter, file: 
     """Not ours, not Prometheus' own, not another instrument's of another kind; it is dropped and counted."""
     file.set(user("my.own.counter", unit=""), 1, USER)
     file.step(1, 0.1)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     before = exporter.text()
     file.set(user(name, kind), 666, USER, forged="yes")
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     after = exporter.text()
     if (name, kind) == ("my.own.counter", Kind.GAUGE):
         assert 'my_own_counter{forged="yes"' not in after
@@ -401,8 +385,7 @@ def test_a_hostile_name_is_text_everywhere(exporter: Exporter, flight_dir: Path,
     file = File(flight_dir, **names).hold()
     for kind, bounds in ((Kind.COUNTER, ()), (Kind.GAUGE, ()), (Kind.UPDOWN, ()), (Kind.HISTOGRAM, (1.0,))):
         file.set(user(f"{kind.name}{text}", kind, text, text, bounds), 5, USER, **{text: text})
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     families = exporter.families()
     assert "forged" not in families
     assert not exporter.samples("forged")
@@ -418,12 +401,10 @@ def test_what_is_not_finite_is_absent(exporter: Exporter, file: File, value: flo
     """A NaN is counted where it arises; on the page it would be a value."""
     file.step(1, 0.1, loss=value, norm=value)
     file.set(user("my.gauge", Kind.GAUGE), value, USER)
-    file.save()
-    exporter.scan()
-    values = [number(one) for family in exporter.families().values() for one in family.samples if one.name != "le"]
-    assert all(map(math.isfinite, values))
+    exporter.scan(1.0, file)
+    assert all(math.isfinite(one.value) for family in exporter.families().values() for one in family.samples)
     assert not exporter.samples("my_gauge")
-    assert [number(one) for one in exporter.samples("torchobs_grad_nonfinite_steps_total")] == [1.0]
+    assert values(exporter, "torchobs_grad_nonfinite_steps_total") == [1.0]
 
 
 def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file: File) -> None:
@@ -432,31 +413,14 @@ def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file:
     for value in (0.1, 0.7, 0.7, 5.0):
         file.set(user("my.size", Kind.HISTOGRAM, "", "", (0.5, 1.0)), value, USER)
         file.set(user("my.shift", Kind.HISTOGRAM, "", "", (-1.0, 1.0)), value, USER)
-    file.save()
-    exporter.scan()
-    buckets = {one.labels["le"]: number(one) for one in exporter.samples("my_size_bucket")}
-    assert buckets == {"0.5": 1.0, "1.0": 3.0, "+Inf": 4.0}
-    assert [number(one) for one in exporter.samples("my_size_count")] == [4.0]
-    assert [number(one) for one in exporter.samples("my_size_sum")] == [pytest.approx(6.5)]
+    exporter.scan(1.0, file)
+    assert {one.labels["le"]: one.value for one in exporter.samples("my_size_bucket")} == {"0.5": 1.0, "1.0": 3.0, "+Inf": 4.0}
+    assert values(exporter, "my_size_count") == [4.0]
+    assert values(exporter, "my_size_sum") == [pytest.approx(6.5)]
     for name in ("my_shift", "my_fall"):
         assert exporter.samples(f"{name}_bucket")
         assert not exporter.samples(f"{name}_sum")
         assert not exporter.samples(f"{name}_count")
-
-
-def test_created_samples_are_there_if_asked_for(flight_dir: Path, file: File) -> None:
-    """They make `increase()` exact for who ingests them, and are series more for everyone else."""
-    file.step(1, 0.1)
-    file.save()
-    for wanted in (False, True):
-        exporter = Exporter(flight_dir, created=wanted)
-        exporter.scan()
-        created = {one.name for family in exporter.families().values() for one in family.samples if "_created" in one.name}
-        assert created == ({name for name in created if name} if wanted else set())
-        if wanted:
-            assert {"torchobs_steps_created", "torchobs_step_duration_seconds_created"} <= created
-            assert {number(one) for one in exporter.samples("torchobs_steps_created")} == {file.header.wall_ns / S}
-        exporter.close()
 
 
 DURATION, NORM = "torchobs_step_duration_seconds_bucket", "torchobs_grad_norm_distribution_bucket"
@@ -473,8 +437,7 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
         file.step(step, step / 4, duration_s=duration_s, norm=3.0 * step)
         if step != 4:
             file.span(step, step / 4, attrs={"duration_s": duration_s, "grad_norm": 3.0 * step})
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert shown(exporter) == {"0.125": 2, "1.0": 3}
     assert shown(exporter, NORM) == {"4.0": 1, "16.0": 3}
     (slow,) = [one.exemplar for one in exporter.samples(DURATION) if one.labels["le"] == "1.0"]
@@ -489,14 +452,12 @@ def test_an_exemplar_outlives_its_span_in_the_ring(exporter: Exporter, file: Fil
     """An application that writes many spans pushes the step's out; the bucket shows it on, of a dead rank, too."""
     file.step(1, 0.1)
     file.span(1, 0.1)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert shown(exporter) == {"0.125": 1}
     for number in range(1000):
         file.writer.events.append({"k": "span", "name": "work", "n": number, "text": "x" * 300})
     file.step(2, 0.2)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert shown(exporter) == {"0.125": 1}
     file.release()
     exporter.scan(5.0)
@@ -506,12 +467,10 @@ def test_an_exemplar_outlives_its_span_in_the_ring(exporter: Exporter, file: Fil
 def test_a_span_is_shown_though_no_counter_has_changed(exporter: Exporter, file: File) -> None:
     """A step found to be anomalous afterwards has its span later than its place in the histogram; the page is written anew."""
     file.step(1, 0.1)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert shown(exporter) == {}
     file.span(1, 0.1)
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert shown(exporter) == {"0.125": 1}
 
 
@@ -521,14 +480,12 @@ def test_a_norm_that_a_device_delivers_late_finds_its_span(exporter: Exporter, f
     file.span(1, 0.1, attrs={"duration_s": 0.1})
     file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.0})
     file.writer.events.append({"k": "late", "step": 7, "grad_norm": 3.0})
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert (shown(exporter), shown(exporter, NORM)) == ({"0.125": 1}, {"4.0": 1})
     file.step(2, 0.2, norm=3.0)
     file.span(2, 0.2, attrs={"duration_s": 0.1, "grad_norm": 3.0})
     file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.5})
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     assert shown(exporter, NORM) == {"4.0": 2}
 
 
@@ -539,8 +496,7 @@ def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, fli
         file = File(flight_dir, seed=1 + rank, rank=rank, **given)
         file.step(1, 0.1)
         file.span(1, 0.1)
-        file.save()
-    exporter.scan()
+        exporter.scan(1.0, file)
     found = [one.exemplar.labels for one in exporter.samples(DURATION) if one.exemplar]
     assert len(found) == 2
     assert len({labels["trace_id"] for labels in found}) == 1
@@ -552,8 +508,7 @@ def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, f
     exporter = Exporter(flight_dir, limits=SeriesLimits(per_rank=100))
     for index in range(150):
         file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
-    file.save()
-    exporter.scan()
+    exporter.scan(1.0, file)
     kept = len(exporter.samples("my_layers"))
     assert 0 < kept < 100
     assert f'reason="limit"}} {150 - kept}.0' in exporter.text()
