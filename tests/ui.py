@@ -130,11 +130,11 @@ class Stream:
         assert lines[2] == "\n", lines
         return lines[0].removeprefix("event: ").strip(), json.loads(lines[1].removeprefix("data: "))
 
-    def until(self, name: str) -> dict[str, object]:
-        """The data of the next event of that name."""
+    def until(self, name: str, part: str = "", words: str = "") -> dict[str, object]:
+        """The data of the next event of that name, in which that part has these words."""
         while True:
             found, data = self.next()
-            if found == name:
+            if found == name and words in str(data.get(part)):
                 return data
 
 

@@ -98,8 +98,10 @@ def web(exporter: Service) -> Caller:
 def local(exporter: Service, flight_dir: Path) -> Caller:
     """Over the socket."""
     assert exporter.announced
-    wait_until((flight_dir / SOCKET_NAME).exists)
-    return Caller(flight_dir / SOCKET_NAME)
+    path = flight_dir / SOCKET_NAME
+    wait_until(path.exists)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660, "for the owner and the group"
+    return Caller(path)
 
 
 def seen(web: Caller, ranks: int) -> None:
@@ -452,35 +454,6 @@ def test_a_rank_that_hangs_is_asked_for_its_stacks_once(flight_dir: Path, begin:
         time.sleep(0.5)
         state()
         assert given(flight_dir, writer).stacks_seq == command.stacks_seq
-
-
-def test_the_socket_is_for_the_owner_and_the_group(exporter: Service, flight_dir: Path) -> None:
-    """0660; it is gone afterwards, and what a killed exporter left there is no obstacle."""
-    path = flight_dir / SOCKET_NAME
-    wait_until(path.exists)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o660
-    assert stat.S_ISSOCK(path.stat().st_mode)
-    assert not list(flight_dir.glob(f"{unix_socket.TEMPORARY}*"))
-    exporter.stop()
-    assert not path.exists()
-    unix_socket.bind_unix(path).close()
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")):
-        wait_until(lambda: _answers(path))
-
-
-def _answers(path: Path) -> bool:
-    try:
-        return Caller(path).ask("GET", "/status").status == 200
-    except OSError:
-        return False
-
-
-def test_a_file_in_the_socket_s_place_stays(flight_dir: Path) -> None:
-    """It may be somebody's; the exporter says so and serves all the same."""
-    (flight_dir / SOCKET_NAME).write_text("mine")
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
-        assert "no Unix socket" in exporter.page("/")
-    assert (flight_dir / SOCKET_NAME).read_text() == "mine"
 
 
 def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: Path, writer: FlightWriter) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,25 +119,6 @@ def test_the_page_is_what_prometheus_client_would_write(flight_dir: Path, file: 
     assert exporter.written(Style(openmetrics=False, escaping=escaping)) == generate_latest(families, escaping=escaping)
     assert values(exporter, "torchobs_steps_created") == [file.header.wall_ns / S] * created, "series more, only if asked for"
     exporter.close()
-
-
-@pytest.mark.parametrize("tool", ["promtool", "promtool3"])
-def test_promtool_has_no_complaint(exporter: Exporter, file: File, program: Callable[[str], str], tool: str) -> None:
-    """Names, units, help texts and types are as Prometheus' own linter wants them."""
-    promtool = program(tool)
-    file.step(1, 0.1)
-    exporter.scan(1.0, file)
-    checked = subprocess.run(
-        [promtool, "check", "metrics"], input=exporter.text(), capture_output=True, text=True, check=False, timeout=30
-    )
-    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-
-
-def test_a_rank_s_default_page_is_small(exporter: Exporter, file: File) -> None:
-    """At most 80 series that every rank has, the histograms' buckets among them."""
-    exporter.scan(1.0, file)
-    ours = [line for line in exporter.text().splitlines() if 'rank="0"' in line and not line.startswith("#")]
-    assert 50 < len(ours) <= 80
 
 
 def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Exporter, file: File) -> None:
@@ -301,8 +281,7 @@ def test_who_ended_otherwise_has_no_exception(exporter: Exporter, file: File) ->
     """An exception that somebody caught, or of a notebook's cell, did not end the rank."""
     file.writer.event(catalog.EVENT_EXCEPTION.name, RAISED, 5)
     file.writer.exit(Exit.EXIT_CODE, 3)
-    file.save()
-    file.release()
+    file.save().release()
     exporter.scan(2.0)
     assert exporter.samples("torchobs_rank_exit")
     assert exporter.samples("torchobs_rank_exception") == []
@@ -361,7 +340,7 @@ def test_ranks_that_disagree_about_a_name_do_not_break_each_other(exporter: Expo
     assert [sample.labels["rank"] for sample in exporter.samples("my_thing_seconds_count")] == ["2"]
 
 
-HOSTILE = [
+HOSTILE = (
     '"',
     "\\",
     "\n",
@@ -375,7 +354,7 @@ HOSTILE = [
     "le",
     "\u2028",
     " 1 #",
-]
+)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -185,9 +185,7 @@ def test_the_stream_brings_everything_and_then_what_has_changed(writer: FlightWr
         assert stream.answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert stream.until("parts").keys() == {*PARTS, "heading", "title", "stream"}
         train(writer, [4])
-        changed = stream.until("parts")
-        while "step 4" not in str(changed.get("health")):
-            changed = stream.until("parts")
+        changed = stream.until("parts", "health", "step 4")
         assert "layers" not in changed
         assert "runs" not in changed
 
@@ -197,9 +195,7 @@ def test_a_stream_shows_what_its_viewer_chose(writer: FlightWriter, exporter: Se
     other = live_rank(flight_dir, run_id=HOSTILE, rank=1)
     train(other, range(1, 8))
     with Stream(exporter, "?rank=1&sort=rank") as stream:
-        parts = stream.until("parts")
-        while "steps 1–7" not in str(parts.get("curves")):
-            parts = stream.until("parts")
+        parts = stream.until("parts", "curves", "steps 1–7")
         assert re.search(r"Rank <bdi>1</bdi> over its last steps", str(parts["curves"]))
     other.close()
     assert writer.name
@@ -247,8 +243,7 @@ def test_who_watches_to_the_end_is_told_that_all_is_over(flight_dir: Path) -> No
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter, Stream(exporter) as stream:
         writer.exit(Exit.FINISHED, 0)
         writer.close()
-        while "Finished:" not in str(stream.until("parts").get("health")):
-            pass
+        stream.until("parts", "health", "Finished:")
         wait_until(lambda: exporter.fleets[-1].viewers == 1)
         stopping = threading.Thread(target=exporter.stop)
         stopping.start()
@@ -466,9 +461,7 @@ def test_a_page_of_no_run_stays_with_the_first_that_comes(served: Callable[..., 
         assert "stream" not in first
         assert first["heading"] == "torchobs exporter"
         served("a")
-        parts = first
-        while "stream" not in parts:
-            parts = stream.until("parts")
+        parts = stream.until("parts", "stream", "jobs")
     assert parts["stream"] == "./live/stream?run=jobs%2Fa&sort=loss"
     served("b")
     wait_until(lambda: "<bdi>b</bdi>" in exporter.page("/"))
@@ -486,11 +479,11 @@ def test_a_stream_of_a_run_that_is_not_there_yet_waits_for_it(served: Callable[.
     assert f'data-stream="./live/stream{html.escape(query)}"' in page
     assert '<h1 id="heading"><bdi>jobs/b</bdi></h1>' in page
     with Stream(exporter, query) as stream:
-        parts = stream.until("parts")
-        assert "No such run (any more)" in str(parts["health"])
+        assert "No such run (any more)" in str(stream.until("parts")["health"])
         served("b", 5)
-        while "step 5" not in str(parts.get("health")):
-            parts = stream.until("parts")
+        parts = stream.until("parts", "heading", "<bdi>b</bdi>")
+        if "step 5" not in str(parts.get("health")):
+            stream.until("parts", "health", "step 5")
         assert parts["heading"] == '<bdi>jobs</bdi> <span class="run"><bdi>b</bdi></span>'
 
 

@@ -162,10 +162,8 @@ def test_sizes_and_durations_have_their_unit() -> None:
 @pytest.mark.parametrize("event", catalog.EVENTS, ids=lambda event: event.name)
 def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     """But points of curves. Whatever its attributes hold, it can be compared with those of other ranks."""
-    given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | {
-        "kind": "gradients_kept",
-        "values": [1.0, 2.0],
-    }
+    named = {"kind": "gradients_kept", "values": [1.0, 2.0]}
+    given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | named
     frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
     rows = [RankEvents().add(of_ring(HEADER, str(rank), [(1, frame)])) for rank in range(2)]
     lines = log_of(rows).lines
@@ -237,43 +235,28 @@ def test_html_is_a_string() -> None:
 
 
 MIB = float(1 << 20)
+HOST = {(catalog.MEMORY_HOST_RSS, ""): 324 * MIB, (catalog.MEMORY_HOST_UTILIZATION, "machine"): 0.31}
+DEVICES = {
+    (metric, device): size * MIB
+    for metric, sizes in ((catalog.MEMORY_DEVICE_RESERVED, (300, 100)), (catalog.MEMORY_DEVICE_LIMIT, (400, 400)))
+    for device, size in zip(("cuda:0", "cuda:1"), sizes, strict=True)
+}
 
 
 @pytest.mark.parametrize(
     ("values", "shown"),
     [
-        ({(catalog.MEMORY_HOST_RSS, ()): 324 * MIB}, (324 * MIB, "")),
-        (
-            {(catalog.MEMORY_HOST_RSS, ()): 324 * MIB, (catalog.MEMORY_HOST_UTILIZATION, ("machine",)): 0.31},
-            (324 * MIB, "machine 31 % full"),
-        ),
-        (
-            {
-                (catalog.MEMORY_HOST_RSS, ()): 324 * MIB,
-                (catalog.MEMORY_HOST_UTILIZATION, ("machine",)): 0.31,
-                (catalog.MEMORY_HOST_UTILIZATION, ("cgroup",)): 0.8,
-            },
-            (324 * MIB, "container 80 % full"),
-        ),
-        (
-            {
-                (catalog.MEMORY_DEVICE_RESERVED, ("cuda:0",)): 300 * MIB,
-                (catalog.MEMORY_DEVICE_RESERVED, ("cuda:1",)): 100 * MIB,
-                (catalog.MEMORY_DEVICE_LIMIT, ("cuda:0",)): 400 * MIB,
-                (catalog.MEMORY_DEVICE_LIMIT, ("cuda:1",)): 400 * MIB,
-                (catalog.MEMORY_HOST_UTILIZATION, ("machine",)): 0.9,
-            },
-            (400 * MIB, "75 % of cuda:0"),
-        ),
+        ({(catalog.MEMORY_HOST_RSS, ""): 324 * MIB}, (324 * MIB, "")),
+        (HOST, (324 * MIB, "machine 31 % full")),
+        (HOST | {(catalog.MEMORY_HOST_UTILIZATION, "cgroup"): 0.8}, (324 * MIB, "container 80 % full")),
+        (HOST | DEVICES, (400 * MIB, "75 % of cuda:0")),
     ],
 )
-def test_a_percentage_says_of_what_it_is(
-    values: dict[tuple[catalog.Metric, tuple[str, ...]], float], shown: tuple[float, str]
-) -> None:
+def test_a_percentage_says_of_what_it_is(values: dict[tuple[catalog.Metric, str], float], shown: tuple[float, str]) -> None:
     """The process's bytes are not the machine's percentage: the words name the machine, the container or the device."""
     by_name: dict[str, dict[tuple[str, ...], float]] = {}
     for (metric, key), value in values.items():
-        by_name.setdefault(metric.name, {})[key] = value
+        by_name.setdefault(metric.name, {})[(key,) if key else ()] = value
     assert _memory(Readings(by_name)) == shown
 
 
