@@ -26,7 +26,7 @@ from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import catalog, debug
 from torchobs.config.settings import PROBES
-from torchobs.exporter import api_schema, commands, daemon, unix_socket
+from torchobs.exporter import api_schema, commands, daemon
 from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, refusal
 from torchobs.exporter.api import Api, Dated, Position
 from torchobs.exporter.config import ExporterConfig

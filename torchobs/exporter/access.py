@@ -166,7 +166,9 @@ def refusal(
     changes = method not in READING
     if channel == "socket":
         return _not_json(headers) if changes else None
-    bearer = _bearer(headers)
+    # the token may come beside a password, which `Authorization` holds then
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    bearer = given.strip() if scheme.lower() == "bearer" else headers.get("torchobs-token")
     if bearer is not None:
         admitted = token.admits(bearer)
         return _foreign_origin(headers) or (_not_json(headers) if changes else None) if admitted else _no_token(token)
@@ -174,16 +176,10 @@ def refusal(
         return _no_token(token)
     if authenticated:
         return _foreign_origin(headers)
-    return _foreign(headers) if channel == "loopback" else _not_here(token)
-
-
-def _bearer(headers: Mapping[str, str]) -> str | None:
-    """Return the token sent: in ``Authorization``, or in ``Torchobs-Token`` if that already holds a password."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else headers.get("torchobs-token")
-
-
-def _not_here(token: Token) -> Problem:
+    if channel == "loopback":
+        detail = "The Host header names another machine: use localhost, 127.0.0.1 or [::1]."
+        is_local = _is_local_host(headers.get("host", ""))
+        return _foreign_origin(headers) if is_local else Problem(421, "foreign-host", detail)
     return _no_token(token) if token.is_configured else Problem(403, "not-here", REFUSAL.strip())
 
 
@@ -197,14 +193,6 @@ def _no_token(token: Token) -> Problem:
     return Problem(401, "no-token", detail, WWW_Authenticate="Bearer")
 
 
-def _foreign(headers: Mapping[str, str]) -> Problem | None:
-    host = headers.get("host", "")
-    if not _is_local_host(host):
-        detail = "The Host header names another machine: use localhost, 127.0.0.1 or [::1]."
-        return Problem(421, "foreign-host", detail)
-    return _foreign_origin(headers)
-
-
 def _foreign_origin(headers: Mapping[str, str]) -> Problem | None:
     origin, host = headers.get("origin"), headers.get("host", "")
     if origin is not None and origin not in {f"http://{host}", f"https://{host}"}:
@@ -213,15 +201,10 @@ def _foreign_origin(headers: Mapping[str, str]) -> Problem | None:
 
 
 def _not_json(headers: Mapping[str, str]) -> Problem | None:
+    """Return the problem of a content type that HTML forms can send."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # HTML forms cannot send this content type
-        return Problem(
-            415,
-            "not-json",
-            "Send the header `Content-Type: application/json`; the body is a JSON object, {} if there is nothing to say.",
-        )
-    return None
+    detail = "Send the header `Content-Type: application/json`; the body is a JSON object, {} if there is nothing to say."
+    return None if kind == "application/json" else Problem(415, "not-json", detail)
 
 
 def _is_local_host(host: str) -> bool:

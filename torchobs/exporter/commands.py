@@ -334,14 +334,11 @@ class CommandService:
                 self._clean(directory_fd)
                 return [self._write(directory_fd, rank, command) for rank in ranks]
         except OSError as problem:
-            raise self._unwritable(problem) from problem
-
-    def _unwritable(self, problem: OSError) -> Problem:
-        self.failures += 1
-        reason = problem.strerror or str(problem)
-        _log.error("a command could not be written: %s", reason)
-        detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
-        return Problem(503, "no-control-directory", detail)
+            self.failures += 1
+            reason = problem.strerror or str(problem)
+            _log.error("a command could not be written: %s", reason)
+            detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
+            raise Problem(503, "no-control-directory", detail) from problem
 
     def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
         if command.stacks and (unread := self._unread(rank, STACKS)) is not None:

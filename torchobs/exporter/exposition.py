@@ -74,10 +74,10 @@ class NameRegistry:
         return True
 
     def _is_taken(self, sample: str, family: Family) -> bool:
-        common = self._common.get(sample)
-        if sample in self._fixed or (common is not None and not _are_alike(common, family)):
-            return True
-        return self._claimed.get(sample, family) != family
+        common = self._common.get(sample, family)
+        kinds = {common.kind, family.kind}
+        are_alike = common.name == family.name and (len(kinds) == 1 or kinds == {Kind.GAUGE, Kind.UPDOWN})
+        return sample in self._fixed or not are_alike or self._claimed.get(sample, family) != family
 
     def keep(self, used: Collection[Family]) -> None:
         """Free the names of all families that are not among ``used``."""
@@ -92,12 +92,6 @@ def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
     """Return the families by the names of their samples."""
     families = [family_of(metric.name, metric.kind, metric.unit) for metric in metrics]
     return {sample: family for family in families for sample in _samples(family)}
-
-
-def _are_alike(one: Family, other: Family) -> bool:
-    """Return True if both can be one family on a page."""
-    gauges = {Kind.GAUGE, Kind.UPDOWN}
-    return one.name == other.name and (one.kind is other.kind or {one.kind, other.kind} <= gauges)
 
 
 REASONS = catalog.EXPORTER_SERIES_DROPPED.attributes[0].values

@@ -356,11 +356,6 @@ class SampleRenderer:
         return LineTemplate(headings, prefixes)
 
 
-def is_gauge(series: Series) -> bool:
-    """Return True if a series is a gauge whose values are floats, or absent."""
-    return series.kind is Kind.GAUGE and series.value_type == ValueType.FLOAT
-
-
 class SeriesLines:
     """The lines of one series in one style. ``in_block``: its index in the block."""
 
@@ -442,7 +437,12 @@ class BlockRenderer:
                 headings[entry.family.name] = heading(style, entry.family, entry.brief)
                 self._positions[entry.family.name] = index
         in_order = sorted(entries, key=lambda one: self._positions[one[1].family.name])
-        mixed = {entry.family.name for _, entry in entries if entry.quiet is not None or not is_gauge(entry.series)}
+        gauges = (Kind.GAUGE, ValueType.FLOAT)
+        mixed = {
+            entry.family.name
+            for _, entry in entries
+            if entry.quiet is not None or (entry.series.kind, entry.series.value_type) != gauges
+        }
         self._rows = [
             SeriesLines(index, entry, headings[entry.family.name], style)
             for index, entry in in_order

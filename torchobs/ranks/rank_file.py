@@ -79,7 +79,7 @@ def resolve(candidates: Iterable[RankCandidate]) -> Mapping[str, str]:
         rivals[candidate.rank].append(candidate)
     served: dict[str, str] = {}
     for group in rivals.values():
-        holders = _holders(sorted(group, key=_seniority))
+        holders = _holders(sorted(group, key=lambda one: (one.same_boot, one.born_ns, one.incarnation)))
         served |= {candidate.incarnation: f"-{candidate.incarnation[:DIGITS]}" for candidate in holders}
         served |= {candidate.incarnation: "" for candidate in [one for one in holders if not one.displaced][:1]}
     return served
@@ -90,27 +90,15 @@ def _holders(group: Iterable[RankCandidate]) -> list[RankCandidate]:
     holders: list[RankCandidate] = []
     for candidate in group:
         for place, holder in enumerate(holders):
-            if _coexist(holder, candidate):
-                continue
-            if not _may_coexist(holder, candidate):
+            is_successor = _is_successor(holder, candidate)
+            if not is_successor and holder.heartbeat_ns - candidate.born_ns > OVERLAP_NS:
+                continue  # they live side by side
+            if is_successor or holder.alive_ns <= candidate.born_ns:  # else the older may be about to end
                 holders[place] = candidate
             break
         else:
             holders.append(candidate)
     return holders
-
-
-def _seniority(candidate: RankCandidate) -> tuple[bool, int, str]:
-    return candidate.same_boot, candidate.born_ns, candidate.incarnation
-
-
-def _coexist(older: RankCandidate, younger: RankCandidate) -> bool:
-    return not _is_successor(older, younger) and older.heartbeat_ns - younger.born_ns > OVERLAP_NS
-
-
-def _may_coexist(older: RankCandidate, younger: RankCandidate) -> bool:
-    """Return True while the older one still lives, and may be about to end."""
-    return not _is_successor(older, younger) and older.alive_ns > younger.born_ns
 
 
 def _is_successor(older: RankCandidate, younger: RankCandidate) -> bool:

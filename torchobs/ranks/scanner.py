@@ -84,7 +84,11 @@ class Directory:
         self._scans += 1
         settled = abs(wall_ns - changed_ns) > _SETTLED_NS
         if not settled or changed_ns != self._listed_ns or self._scans >= _LIST_ANYWAY:
-            self._names, self.left_out = self._listed()
+            try:
+                self._names, self.left_out = reader.list_names(self.fd)
+            except OSError as problem:
+                problem.filename = self.path
+                raise
             self._listed_ns = changed_ns if settled else -1
             self._scans = 0
         return self._names
@@ -96,20 +100,13 @@ class Directory:
         if fd >= 0:
             os.close(fd)
 
-    def _listed(self) -> reader.Names:
-        try:
-            return reader.list_names(self.fd)
-        except OSError as problem:
-            problem.filename = self.path
-            raise
-
     def _open(self) -> None:
         path = find_existing(self._config.flight_dir, self._config.runtime_dir)
         if path is None:
             self.close()
             hint = "" if self._config.flight_dir else f" (in a pod: a volume at {KUBERNETES_MOUNT})"
             raise FileNotFoundError(f"{self._config.flight_dir or 'the flight directory'} is not there yet{hint}")
-        if self.fd >= 0 and self._is_still(path):
+        if self.fd >= 0 and path == self.path and os.path.samestat(Path(path).lstat(), os.fstat(self.fd)):
             return
         self.close()
         fd = open_directory(path)
@@ -122,9 +119,6 @@ class Directory:
             )
             raise ForeignDirectoryError(msg)
         self.fd, self.path, self.owner = fd, path, owner
-
-    def _is_still(self, path: str) -> bool:
-        return path == self.path and os.path.samestat(Path(path).lstat(), os.fstat(self.fd))
 
 
 OPENING_S = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -195,12 +195,14 @@ def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
     runs: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:
         runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
-    return sorted(runs.values(), key=_order)
-
-
-def _order(ranks: Sequence[Rank]) -> tuple[bool, int, str]:
-    up = any(rank.up for rank in ranks)
-    return not up, -max(rank.view.header.wall_ns for rank in ranks), f"{ranks[0].job_name}/{ranks[0].run_id}"
+    return sorted(
+        runs.values(),
+        key=lambda run: (
+            not any(rank.up for rank in run),
+            -max(rank.view.header.wall_ns for rank in run),
+            f"{run[0].job_name}/{run[0].run_id}",
+        ),
+    )
 
 
 Key = tuple[str, ...]

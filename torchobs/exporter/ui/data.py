@@ -216,11 +216,8 @@ def _span(rank: str, span: SpanFact) -> EventRow:
 def _text(name: str, attributes: Mapping[str, Any]) -> str:
     """Return the attributes of an event or span as one line: names in words, sizes and durations with their unit."""
     parts = ((label, with_unit(name, label, value) or _value(value)) for label, value in attributes.items())
-    return " · ".join(f"{_label(label)} {text}" for label, text in parts if text)[:MOST_TEXT]
-
-
-def _label(name: object) -> str:
-    return labels.text(name).removeprefix("exception.").removesuffix("_s").replace("_", " ")
+    named = ((labels.text(name).removeprefix("exception.").removesuffix("_s").replace("_", " "), text) for name, text in parts)
+    return " · ".join(f"{name} {text}" for name, text in named if text)[:MOST_TEXT]
 
 
 def _value(value: object) -> str:

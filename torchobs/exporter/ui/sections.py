@@ -39,11 +39,11 @@ def key_figures(model: Model) -> Html:
     """Return the row of key figures below the health summary."""
     if model.run is None or model.focus is None:
         return EMPTY
-    return tag("dl", *(_figure(*line) for line in _key_lines(model, model.focus)), class_="figures")
-
-
-def _figure(name: str, value: Html, more: Html = EMPTY) -> Html:
-    return tag("div", tag("dt", name), tag("dd", value), tag("dd", more, class_="more") if more else EMPTY)
+    figures = [
+        tag("div", tag("dt", name), tag("dd", value), tag("dd", more, class_="more") if more else EMPTY)
+        for name, value, more in _key_lines(model, model.focus)
+    ]
+    return tag("dl", *figures, class_="figures")
 
 
 def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
@@ -55,7 +55,9 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
     )
     yield "Step", exact(f"{steps:,}", steps), bar
     if model.left_s is not None:
-        yield "Time left", tag("span", text_format.span(model.left_s)), tag("span", _at_what_speed(focus))
+        aside = any(focus.readings.get(catalog.GOODPUT_TIME, state) for state in ("evaluation", "checkpoint"))
+        speed = "with evaluations and checkpoints as so far" if aside else "at the present speed"
+        yield "Time left", tag("span", text_format.span(model.left_s)), tag("span", speed)
     yield from _speed(focus)
     goodput = focus.readings.of(catalog.GOODPUT_TIME)
     if sum(goodput.values()):
@@ -65,11 +67,6 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
     share = focus.readings.get(catalog.MFU)
     if share is not None and focus.status.standstill is None:
         yield "MFU", exact(text_format.percent(share), share), tag("span", "of the devices' peak, by the model's operations")
-
-
-def _at_what_speed(focus: Row) -> str:
-    aside = any(focus.readings.get(catalog.GOODPUT_TIME, state) for state in ("evaluation", "checkpoint"))
-    return "with evaluations and checkpoints as so far" if aside else "at the present speed"
 
 
 def _speed(focus: Row) -> Iterator[tuple[str, Html, Html]]:
@@ -215,16 +212,16 @@ SYMBOLS = {"alive": "●", "finished": "✓", "unresponsive": "▲", "hung": "�
 """Symbols beside the state's name, so that its meaning does not depend on colour"""
 
 
-def ranks(model: Model) -> Html:
-    """Return the section's content."""
+def _ranks(model: Model) -> Html:
     if model.run is None:
-        return tag("p", "None yet.", class_="none")
+        return joined([tag("h2", "Ranks"), tag("p", "None yet.", class_="none")])
     head = [_heading(model, *column) for column in _COLUMNS]
     body = [_row(model, row) for row in model.rows]
     foot = [_summary_row(model.run.rows)] if len(model.run.rows) > 1 else []
     caption = _caption(model, len(model.run.rows))
-    legend = tag("p", "Phases: ", joined((_key(phase) for phase in PHASES), " "), class_="legend")
-    return joined([table("Ranks", caption, head, body, foot), legend, _pager(model)])
+    keys = (tag("span", charts.stacked([(phase, 1.0)]), phase, class_="key") for phase in PHASES)
+    legend = tag("p", "Phases: ", joined(keys, " "), class_="legend")
+    return joined([tag("h2", "Ranks"), table("Ranks", caption, head, body, foot), legend, _pager(model)])
 
 
 def _heading(model: Model, words: str, sort: str, class_: str) -> Html:
@@ -247,6 +244,7 @@ def _row(model: Model, row: Row) -> Html:
     words = link(model.choice._replace(rank=row.rank), row.rank, "curves", label=f"Show rank {row.rank}", current=chosen)
     step = row.status.steps if row.readings.get(catalog.STEPS) is not None else None
     slow = row.status.slowness
+    limit = f" ({row.memory_limit})" if row.memory_limit and row.memory is not None else ""
     cells = [
         tag("td", _state(row.status)),
         _number(text_format.count, step),
@@ -255,7 +253,7 @@ def _row(model: Model, row: Row) -> Html:
         tag("td", _slowdown(row.status), class_="n slow" if slow and slow.is_slow else "n"),
         _number(text_format.number, row.status.loss),
         _number(text_format.number, row.grad_norm),
-        number_cell(_memory_cell(row)),
+        number_cell(joined([exact(text_format.size(row.memory), row.memory), limit])),
         number_cell(last_step(row.status)),
     ]
     return tag("tr", tag("th", words, scope="row", class_="n"), *cells, class_="chosen" if chosen else None)
@@ -281,11 +279,6 @@ def _slowdown(status: RankStatus) -> Html:
         return tag("span", text_format.NONE)
     words = exact(f"{slow.factor:.2f}×", slow.factor)
     return joined([words, f" {PHASES[slow.phase]}"]) if slow.is_slow else words
-
-
-def _memory_cell(row: Row) -> Html:
-    limit = f" ({row.memory_limit})" if row.memory_limit and row.memory is not None else ""
-    return joined([exact(text_format.size(row.memory), row.memory), limit])
 
 
 def _summary_row(rows: Sequence[Row]) -> Html:
@@ -315,10 +308,6 @@ def _range(rounded: Callable[[float | None], str], values: Iterable[float | None
     nonfinite = dict.fromkeys(rounded(value) for value in known if not isfinite(value))
     ends = dict.fromkeys([rounded(min(finite)), rounded(max(finite))]) if finite else ()
     return ", ".join([*([" – ".join(ends)] if ends else []), *nonfinite]) or text_format.NONE
-
-
-def _key(phase: str) -> Html:
-    return tag("span", charts.stacked([(phase, 1.0)]), phase, class_="key")
 
 
 def _pager(model: Model) -> Html:
@@ -455,10 +444,6 @@ def _curves(model: Model) -> Html:
 def _card(name: str, last: float | None, chart: Html, rounded: Callable[[float | None], str] = text_format.number) -> Html:
     """Return a card with a quantity's name, last value and curve."""
     return tag("div", tag("h3", name), tag("p", exact(rounded(last), last), class_="value"), chart, class_="card")
-
-
-def _ranks(model: Model) -> Html:
-    return joined([tag("h2", "Ranks"), ranks(model)])
 
 
 def _events(model: Model) -> Html:
