@@ -191,7 +191,8 @@ _COUNTERS = (
     catalog.GRAD_NONFINITE_STEPS,
 )  # fmt: skip
 _GREATEST = (catalog.DEBUG_OPERATION_LONGEST, catalog.DEBUG_OPERATION_MEMORY)
-_SOURCES = ("recorded", "monitored", "mixed")
+_STEP_ANOMALIES = ("gradient_explosions", "gradient_vanishing", "loss_anomalies")
+"""As the API names ``catalog.STEP_ANOMALIES``"""
 
 
 class Summaries:
@@ -206,7 +207,6 @@ class Summaries:
 
     def debug(self, snapshot: Snapshot, evidence: int) -> dict[str, Any]:
         """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
-        ranks = [(rank, readings_of(rank)) for rank in snapshot.ranks]
         operations = [row for rank in snapshot.ranks for row in _operations(rank, self._since_clear(rank))]
         count = sum(row["count"] for row in operations)
         times = [row["average_time"] * row["count"] for row in operations]
@@ -219,15 +219,12 @@ class Summaries:
             "levels": dict(Counter(level_name(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
             "anomalies_active": [
                 {**named(rank), "kind": kind}
-                for rank, readings in ranks
-                for kind in catalog.ANOMALY_KINDS
-                if rank.up and readings.get(catalog.ANOMALY_ACTIVE, kind)
+                for rank in snapshot.ranks
+                if rank.up
+                for kind in _raised(rank, catalog.ANOMALY_ACTIVE)
             ],
             "probes_disabled": [
-                {**named(rank), "probe": probe}
-                for rank, readings in ranks
-                for probe in PROBES
-                if readings.get(catalog.PROBE_DISABLED, probe)
+                {**named(rank), "probe": probe} for rank in snapshot.ranks for probe in _raised(rank, catalog.PROBE_DISABLED)
             ],
             "evidence": evidence,
         }
@@ -235,12 +232,9 @@ class Summaries:
     def training(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return steps and anomalies, per rank and in total; rates are those of ``debug.training_summary``."""
         counted = [_counts(self._since_clear(rank)) for rank in snapshot.ranks]
+        ranks = [{**named(rank), **_summary(counts)} for rank, counts in zip(snapshot.ranks, counted, strict=True)]
         total: Counter[str] = sum(counted, Counter())
-        monitored = [bool(one["monitored"]) for one in counted]
-        source = _SOURCES[all(monitored)] if not monitored or all(monitored) == any(monitored) else "mixed"
-        parts = [_summary(one, _SOURCES[is_monitored]) for one, is_monitored in zip(counted, monitored, strict=True)]
-        ranks = [{**named(rank), **part} for rank, part in zip(snapshot.ranks, parts, strict=True)]
-        return {**_summary(total, source if monitored else _SOURCES[0]), "ranks": ranks}
+        return {**_summary(total, len(counted)), "ranks": ranks}
 
     def _since_clear(self, rank: Rank) -> Readings:
         now, zero = _values(rank), self._zero.get(rank.incarnation, {})
@@ -285,45 +279,48 @@ def _operations(rank: Rank, readings: Readings) -> list[dict[str, Any]]:
     return rows
 
 
+def _raised(rank: Rank, metric: catalog.Metric) -> list[str]:
+    """Return the attribute values for which a metric is not zero."""
+    return [", ".join(key) for key, value in readings_of(rank).of(metric).items() if value]
+
+
 def _counts(readings: Readings) -> Counter[str]:
     """Return a rank's steps and anomalies: of the steps checked by hand, or of all where none was."""
-    checked = round(readings.get(catalog.DEBUG_STEPS) or 0)
-    kinds = Counter({f"kind {kind}": round(readings.get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS})
-    if checked:
-        found = {kind: round(readings.get(catalog.DEBUG_STEP_ANOMALIES, kind) or 0) for kind in catalog.STEP_ANOMALIES}
-        anomalous = round(readings.get(catalog.DEBUG_ANOMALY_STEPS) or 0)
-        own = {"steps": checked, "measured": checked, "anomalous": anomalous, "most": anomalous, "monitored": 1}
-        return kinds + Counter({**found, **own})
-    steps, total = round(readings.get(catalog.STEPS) or 0), sum(kinds.values())
-    loss = sum(kinds[f"kind {kind}"] for kind in _LOSS_KINDS)
-    found = {"loss_anomaly": loss, **{kind: kinds[f"kind {kind}"] for kind in catalog.STEP_ANOMALIES[:2]}}
-    least = max(kinds.values(), default=0)
-    measured = round((readings.get(catalog.GRAD_NORM_DISTRIBUTION) or 0) + (readings.get(catalog.GRAD_NONFINITE_STEPS) or 0))
-    own = {"steps": steps, "measured": measured or steps, "anomalous": least, "most": min(total, steps)}
-    return kinds + Counter({**found, **own})
+
+    def count(metric: catalog.Metric, *key: str) -> int:
+        return round(readings.get(metric, *key) or 0)
+
+    kinds = {kind: count(catalog.ANOMALIES, kind) for kind in catalog.ANOMALY_KINDS}
+    if checked := count(catalog.DEBUG_STEPS):
+        steps = measured = checked
+        least = most = count(catalog.DEBUG_ANOMALY_STEPS)
+        found = [count(catalog.DEBUG_STEP_ANOMALIES, kind) for kind in catalog.STEP_ANOMALIES]
+    else:
+        steps = count(catalog.STEPS)
+        measured = count(catalog.GRAD_NORM_DISTRIBUTION) + count(catalog.GRAD_NONFINITE_STEPS) or steps
+        least, most = max(kinds.values(), default=0), min(sum(kinds.values()), steps)
+        found = [*(kinds[kind] for kind in catalog.STEP_ANOMALIES[:2]), sum(kinds[kind] for kind in _LOSS_KINDS)]
+    counted = {"total_steps": steps, "measured": measured, "anomaly_steps": least, "anomaly_steps_most": most}
+    by_kind = {f"kind {kind}": number for kind, number in kinds.items()}
+    return Counter({**by_kind, **counted, **dict(zip(_STEP_ANOMALIES, found, strict=True)), "monitored": int(checked > 0)})
 
 
-def _summary(counts: Counter[str], source: str) -> dict[str, Any]:
-    steps = counts["steps"]
-    explosions, vanishing, loss = (counts[kind] for kind in catalog.STEP_ANOMALIES)
+def _summary(counts: Counter[str], ranks: int = 1) -> dict[str, Any]:
+    """Return the counts of so many ranks with their rates."""
+    steps, monitored = counts["total_steps"], counts["monitored"]
 
-    def rate(count: int, of: int = steps) -> float | None:
-        return count / of if steps else None
+    def rate(name: str, of: int) -> float | None:
+        return counts[name] / of if steps else None
 
-    rates = rate(explosions, counts["measured"]), rate(vanishing, counts["measured"])
+    explosions, vanishing = (rate(name, counts["measured"]) for name in _STEP_ANOMALIES[:2])
     return {
-        "total_steps": steps,
-        "anomaly_steps": counts["anomalous"],
-        "anomaly_steps_most": counts["most"],
-        "gradient_explosions": explosions,
-        "gradient_vanishing": vanishing,
-        "loss_anomalies": loss,
-        "anomaly_rate": _greatest((rate(counts["anomalous"]), *rates)),
-        "gradient_explosion_rate": rates[0],
-        "gradient_vanishing_rate": rates[1],
-        "loss_anomaly_rate": rate(loss),
+        **{name: counts[name] for name in ("total_steps", "anomaly_steps", "anomaly_steps_most", *_STEP_ANOMALIES)},
+        "anomaly_rate": _greatest((rate("anomaly_steps", steps), explosions, vanishing)),
+        "gradient_explosion_rate": explosions,
+        "gradient_vanishing_rate": vanishing,
+        "loss_anomaly_rate": rate("loss_anomalies", steps),
         "anomalies": {kind: counts[f"kind {kind}"] for kind in catalog.ANOMALY_KINDS},
-        "source": source,
+        "source": "recorded" if not monitored else "monitored" if monitored == ranks else "mixed",
     }
 
 
