@@ -493,10 +493,10 @@ def _evidence(model: Model) -> Html:
         return EMPTY
     head = [heading_cell("when"), heading_cell("rank", "n"), heading_cell("what"), heading_cell("size", "n")]
     rows = [
-        tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
-            number_cell(named(one.rank)),
-            tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
-            number_cell(exact(text_format.size(one.size_bytes), one.size_bytes)))
+        tag("tr", tag("td", tag("time", one["time"][:19].replace("T", " "), datetime=one["time"])),
+            number_cell(named(one["rank"])),
+            tag("td", tag("a", one["kind"].replace("_", " "), href=f".{one['href']}")),
+            number_cell(exact(text_format.size(one["size_bytes"]), one["size_bytes"])))
         for one in model.evidence
     ]  # fmt: skip
     return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
@@ -514,7 +514,7 @@ def _layers(model: Model) -> Html:
     if not model.layers or model.focus is None:
         return EMPTY
     sort = model.choice.layers
-    columns = [name for name in LAYERS if any(name in layer.values for layer in model.layers)]
+    columns = [name for name in LAYERS if any(name in values for _, values in model.layers)]
 
     def heading(name: str, words: str, class_: str, order: str) -> Html:
         sorting = link(model.choice._replace(layers=name), words, "layers")
@@ -525,10 +525,10 @@ def _layers(model: Model) -> Html:
         *(heading(name, LAYERS[name][1], "n", "descending") for name in columns),
     ]
     rows = []
-    for layer in model.layers:
-        values = [layer.values.get(name) for name in columns]
+    for name, by_column in model.layers:
+        values = [by_column.get(column) for column in columns]
         cells = [number_cell(exact(text_format.number(value), value)) for value in values]
-        rows.append(tag("tr", tag("th", named(layer.name), scope="row"), *cells))
+        rows.append(tag("tr", tag("th", named(name), scope="row"), *cells))
     order = {"model": "largest layers as the model has them", "name": "by name"}.get(sort, "the highest first")
     return joined([tag("h2", "Layers"), table("Layers", f"Of rank {model.focus.rank}, {order}", head, rows)])
 

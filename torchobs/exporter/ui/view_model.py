@@ -90,24 +90,6 @@ class Choice(NamedTuple):
     layers: str = LAYER_SORTS[0]
 
 
-class LayerRow(NamedTuple):
-    """One row of the layers' table; ``values``: by column, as far as it has any."""
-
-    name: str
-    values: Mapping[str, float]
-
-
-class ArtifactLink(NamedTuple):
-    """A rank's artifact: stacks or a profile."""
-
-    href: str
-    kind: str
-    rank: str
-    """the rank's label; for an earlier incarnation followed by that incarnation's first digits"""
-    time: str
-    size_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One rank. Times in seconds."""
@@ -174,9 +156,10 @@ class Model:
     scalars: Mapping[str, Curve | None]
     """curves of the chosen rank's logged scalars, by name"""
     events: EventLog
-    layers: tuple[LayerRow, ...]
-    evidence: tuple[ArtifactLink, ...]
-    """newest first"""
+    layers: tuple[tuple[str, Mapping[str, float]], ...]
+    """name, and values by column as far as it has any"""
+    evidence: tuple[Mapping[str, Any], ...]
+    """as in the API, newest first; ``rank``: its label, for an earlier incarnation with that one's first digits behind it"""
     total_steps: int | None
     left_s: float | None
     now_s: float
@@ -336,27 +319,22 @@ def _memory(readings: Readings) -> tuple[float | None, str]:
     return readings.get(catalog.MEMORY_HOST_RSS), words
 
 
-def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:
+def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield the artifacts of a run's ranks, including earlier incarnations."""
     names = {row.incarnation: row.rank for row in run.rows} if run else {}
     for one in evidence:
-        rank, incarnation = one["rank"], one["incarnation"]
-        if incarnation in names or (run and (one["job_name"], one["run_id"]) == (run.job_name, run.run_id)):
-            label = names.get(incarnation, f"{rank}-{incarnation[:DIGITS]}")
-            yield ArtifactLink(one["href"], one["kind"], label, one["time"], one["size_bytes"])
+        if one["incarnation"] in names or (run and (one["job_name"], one["run_id"]) == (run.job_name, run.run_id)):
+            yield {**one, "rank": names.get(one["incarnation"], f"{one['rank']}-{one['incarnation'][:DIGITS]}")}
 
 
-def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
+def _layers(readings: Readings, sort: str) -> tuple[tuple[str, Mapping[str, float]], ...]:
     values: dict[str, dict[str, float]] = {}
     for column, (metric, _) in LAYERS.items():
         for key, value in readings.of(metric).items():
             values.setdefault(key[0] if key else "", {})[column] = value
-    rows = [LayerRow(*row) for row in values.items()]
-    if sort == "name":
-        rows.sort(key=lambda row: row.name)
-    elif sort != "model":
-        rows.sort(key=lambda row: _descending(row.values.get(sort)))
-    return tuple(rows)
+    if sort == "model":
+        return tuple(values.items())
+    return tuple(sorted(values.items(), key=lambda row: row[0] if sort == "name" else _descending(row[1].get(sort))))
 
 
 STREAM_PATH = "/live/stream"
