@@ -16,7 +16,7 @@ from torchobs.support.result import Result
 from torchobs.tune import techniques
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torchobs.tune.techniques import Technique
 
@@ -91,24 +91,6 @@ _OPERATORS = {
     "aten::_native_multi_head_attention": "native_multi_head",
 }
 """Operator as the profiler names it to the kernel's name; the last is what nn.MultiheadAttention does in evaluation mode"""
-
-
-class PreferredAttention(techniques.Reclassed):
-    """Runs a model's forward pass with one kernel of attention, and with ``math`` where that one cannot."""
-
-    def __init__(self, modules: Sequence[nn.Module], kernel: str) -> None:
-        super().__init__(modules)
-        self._kernels = list(dict.fromkeys((KERNELS[kernel], SDPBackend.MATH)))
-
-    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        """Return the forward pass within torch's own context manager."""
-        kernels = self._kernels
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with sdpa_kernel(kernels):
-                return kind.forward(self, *args, **kwargs)
-
-        return forward
 
 
 def kernels_of(function: Callable[[], object]) -> dict[str, int]:
@@ -187,7 +169,8 @@ def _autocast(request: Request) -> Reply:
         return reason
     if (obstacle := reclass_obstacle(request.model)) is not None:
         return obstacle
-    return f"{str(dtype)[6:]}: {reason}", techniques.Autocast(request.model, request.device.type, dtype)
+    kind = request.device.type
+    return f"{str(dtype)[6:]}: {reason}", techniques.Reclassed([request.model], lambda: torch.autocast(kind, dtype=dtype))
 
 
 def _checkpointing(request: Request) -> Reply:
@@ -321,7 +304,8 @@ def _attention(request: Request) -> Reply:
         return f"{request.device.type} has no kernel {request.attention!r}"
     other = "" if request.attention == "math" else ", math where it cannot run"
     reason = f"{request.attention}{other}; attention_kernels(batch) tells which ran"
-    return reason, PreferredAttention([request.model], request.attention)
+    kernels = list(dict.fromkeys((KERNELS[request.attention], SDPBackend.MATH)))
+    return reason, techniques.Reclassed([request.model], lambda: sdpa_kernel(kernels))
 
 
 def _quantization(request: Request) -> Reply:

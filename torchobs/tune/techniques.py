@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import warnings
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
@@ -45,10 +46,13 @@ class Technique(Protocol):
 
 
 class Reclassed:
-    """Gives modules a subclass of their class. The subclasses are kept, so that applying again needs no new compilation."""
+    """Gives modules a subclass of their class. The subclasses are kept, so that applying again needs no new compilation.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = list(modules)
+    Their forward pass runs within a context manager that ``within`` returns, unless a subclass of this says otherwise.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], within: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._modules, self._within = list(modules), within
         self._before: list[type[nn.Module]] = []
         self._made: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -74,7 +78,13 @@ class Reclassed:
             module.__class__ = kind
 
     def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        raise NotImplementedError
+        within = self._within
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with within():
+                return kind.forward(self, *args, **kwargs)
+
+        return forward
 
 
 def _subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
@@ -87,23 +97,6 @@ def _subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mod
     forward.__code__ = forward.__code__.replace()
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**named, "forward": forward, "__reduce_ex__": reduce})
-
-
-class Autocast(Reclassed):
-    """Runs a model's forward pass under ``torch.autocast``."""
-
-    def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
-        super().__init__([model])
-        self._device, self._dtype = device, dtype
-
-    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        device, dtype = self._device, self._dtype
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device, dtype=dtype):
-                return kind.forward(self, *args, **kwargs)
-
-        return forward
 
 
 class Checkpointing(Reclassed):
