@@ -746,10 +746,7 @@ def model_of(optimizer: Any) -> Any:
     wanted = {id(x) for group in optimizer.param_groups for x in group["params"]}
     modules = [x for x in living(torch.nn.Module) if "_modules" in vars(x)]
     # each within a breaker of its own: a module of another model may refuse to list its parameters
-    whole = [x for x in modules if wanted <= (call(CircuitBreaker("debug.model"), _ids_of_parameters, x) or set())]
+    ids: Callable[[Any], set[int]] = lambda module: set(map(id, module.parameters()))  # noqa: E731
+    whole = [x for x in modules if wanted <= (call(CircuitBreaker("debug.model"), ids, x) or set())]
     inner = {id(child) for x in whole for child in x.modules() if child is not x}
     return next((x for x in whole if id(x) not in inner), None)
-
-
-def _ids_of_parameters(module: Any) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}

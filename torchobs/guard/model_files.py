@@ -14,7 +14,7 @@ import re
 import stat
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
@@ -106,7 +106,7 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
         head = file.read(_HEAD)
     kind = _kind(name, head)
     try:
-        findings = [_Finding("unreadable", (f"it {_no_model(head)}",))] if _no_model(head) else list(_READERS[kind](name))
+        findings = [_Finding("unreadable", (f"it {_no_model(head)}",))] if _no_model(head) else list(_read(name, kind))
     except Exception as error:  # noqa: BLE001  # a damaged file raises anything in what reads it, which the verdict says
         findings = [_Finding("unreadable", (f"{type(error).__name__}: {error}"[:200],))]
     is_read = kind != "other" and all(finding.verdict != "unreadable" for finding in findings)
@@ -225,26 +225,24 @@ def _refused(name: str, words: str) -> UnsafeFileError:
     )
 
 
-def _read_pickle(name: str) -> Iterator[_Finding]:
-    with Path(name).open("rb") as file:
-        yield _by_fickling(file.read(_MOST_BYTES), name)
-    if zipfile.is_zipfile(name):
-        yield _Finding("suspicious", ("it is a zip file as well: what it is depends on who reads it",))
+def _read(name: str, kind: str) -> Iterator[_Finding]:
+    """Yield what fickling and safetensors say of a file of that kind; of others modelscan's word is all there is."""
+    if kind == "safetensors":
+        from safetensors import SafetensorError, safe_open
 
-
-def _read_npy(name: str) -> Iterator[_Finding]:
-    with Path(name).open("rb") as file:
-        yield _npy(file.read(_MOST_BYTES), name)
-
-
-def _read_safetensors(name: str) -> Iterator[_Finding]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(name, framework="np") as file:
-            file.keys()
-    except SafetensorError as error:
-        yield _Finding("unreadable", (f"no safetensors file: {error}",))
+        try:
+            with safe_open(name, framework="np") as opened:
+                opened.keys()
+        except SafetensorError as error:
+            yield _Finding("unreadable", (f"no safetensors file: {error}",))
+    elif kind == "zip":
+        yield from _read_zip(name)
+    elif kind in {"npy", "pickle"}:
+        with Path(name).open("rb") as file:
+            content = file.read(_MOST_BYTES)
+        yield _npy(content, name) if kind == "npy" else _by_fickling(content, name)
+        if kind == "pickle" and zipfile.is_zipfile(name):
+            yield _Finding("suspicious", ("it is a zip file as well: what it is depends on who reads it",))
 
 
 def _read_zip(name: str) -> Iterator[_Finding]:
@@ -264,19 +262,6 @@ def _read_zip(name: str) -> Iterator[_Finding]:
                     yield _npy(content, entry.filename) if is_npy else _by_fickling(content, entry.filename)
         if (damaged := damaged_record(archive)) is not None:
             yield _Finding("unreadable", (f"the checksum of {text_of(damaged)} is another",))
-
-
-def _read_other(_name: str) -> Iterator[_Finding]:
-    return iter(())  # modelscan's word is all there is
-
-
-_READERS: dict[str, Callable[[str], Iterator[_Finding]]] = {
-    "zip": _read_zip,
-    "npy": _read_npy,
-    "safetensors": _read_safetensors,
-    "pickle": _read_pickle,
-    "other": _read_other,
-}
 
 
 def _npy(content: bytes, name: str) -> _Finding:
@@ -299,7 +284,7 @@ def _by_fickling(content: bytes, name: str) -> _Finding:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # its warnings are in the answer
         try:
             parts = list(StackedPickle.load(content, fail_on_decode_error=False))
-            foreign = _not_allowed(name for part in parts for name in _imports(part))
+            foreign = _not_allowed(parts)
             is_attack = any(check_safety(part).severity >= Level.LIKELY_OVERTLY_MALICIOUS for part in parts)
         except Exception as error:  # noqa: BLE001  # as above
             return _Finding("unreadable", (f"{shown}: {type(error).__name__}: {text_of(str(error))}"[:200],))
@@ -315,19 +300,16 @@ def _by_fickling(content: bytes, name: str) -> _Finding:
     return _Finding("clean")
 
 
-def _imports(pickled: Pickled) -> Iterator[str]:
-    for node in pickled.properties.imports:
-        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names:
-            yield module + alias.name
-
-
-def _not_allowed(imports: Iterator[str]) -> tuple[str, ...]:
-    """Return the names, each once, that torch's own restricted loader (``weights_only=True``) does not allow."""
+def _not_allowed(parts: Iterable[Pickled]) -> tuple[str, ...]:
+    """Return what pickles import, each name once, that torch's own restricted loader (``weights_only=True``) does not allow."""
     from torch import _weights_only_unpickler
 
     allowed = _weights_only_unpickler._get_allowed_globals().keys() | _HARMLESS  # noqa: SLF001  # there is no public list
-    return tuple(dict.fromkeys(name for name in imports if name not in allowed))
+    found = dict[str, None]()
+    for node in (node for part in parts for node in part.properties.imports):
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        found |= dict.fromkeys(module + alias.name for alias in node.names if module + alias.name not in allowed)
+    return tuple(found)
 
 
 def _by_modelscan(name: str, *, is_read: bool) -> _Finding:
