@@ -120,14 +120,14 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
 def _on_trial() -> Iterator[None]:
     """Keep our compilations out of what a session counts of the training."""
     session = current()
-    context = session.context if session is not None else None
-    if context is not None:
-        context.hooks.compiles_on_trial.notify(True)  # noqa: FBT003  # hooks have no keywords
+    hooks = [session.context.hooks.compiles_on_trial] if session is not None and session.context is not None else []
+    for hook in hooks:
+        hook.notify(True)  # noqa: FBT003  # hooks have no keywords
     try:
         yield
     finally:
-        if context is not None:
-            context.hooks.compiles_on_trial.notify(False)  # noqa: FBT003
+        for hook in hooks:
+            hook.notify(False)  # noqa: FBT003  # as above
 
 
 def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[list[Recompile], str | None]:

@@ -289,10 +289,8 @@ def _latent_texts(rows: list[DenoisingStep], odd: DenoisingStep | None) -> Itera
         yield "nonfinite_latents", f"latents have {counts} after step {odd.step} (timestep {odd.timestep}), for the first time"
     grown = next((row for row in rows if row.norm > DIVERGING * rows[0].norm > 0 and row.norm < float("inf")), None)
     if grown is not None:
-        yield (
-            "diverging_latents",
-            f"the latents' norm is {grown.norm:.3g} after step {grown.step}, {rows[0].norm:.3g} at first",
-        )
+        text = f"the latents' norm is {grown.norm:.3g} after step {grown.step}, {rows[0].norm:.3g} at first"
+        yield "diverging_latents", text
 
 
 def diffusion_monitor() -> DiffusionMonitor:

@@ -234,11 +234,7 @@ def _slow_workers(loads: tuple[WorkerLoad, ...], fetches: Sequence[_Fetch]) -> I
     for worker, wait in judged.items():
         alone = [fetch.alone for fetch in fetches[1:] if fetch.worker == worker and fetch.alone is not None]
         others = [other for one, other in judged.items() if one != worker]
-        if (
-            others
-            and sum(alone) >= LEAST_ALONE * len(alone) > 0
-            and wait >= LEAST_WAIT_S
-            and wait > SLOW_WORKER * median(others)
-        ):
+        others_idle = sum(alone) >= LEAST_ALONE * len(alone) > 0
+        if others and others_idle and wait >= LEAST_WAIT_S and wait > SLOW_WORKER * median(others):
             text = f"worker {worker} is waited for {wait:.3g} s a batch, the others {median(others):.3g} s"
             yield "slow_worker", f"worker {worker}", text

@@ -375,12 +375,9 @@ def _devices() -> tuple[DeviceMemory, ...]:
     import torch
 
     cuda: Any = torch.cuda
-    if not cuda.is_initialized() or not has_statistics(torch):
-        return ()
-    return tuple(
-        DeviceMemory(f"cuda:{i}", cuda.memory_allocated(i), cuda.memory_reserved(i), cuda.max_memory_allocated(i))
-        for i in range(cuda.device_count())
-    )
+    indices = range(cuda.device_count()) if cuda.is_initialized() and has_statistics(torch) else ()
+    read = cuda.memory_allocated, cuda.memory_reserved, cuda.max_memory_allocated
+    return tuple(DeviceMemory(f"cuda:{index}", *(function(index) for function in read)) for index in indices)
 
 
 @contextmanager
@@ -417,12 +414,11 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
 
 
 def _by_line(live: Iterable[Live]) -> tuple[LineGrowth, ...]:
-    sizes: dict[str, list[int]] = {}
+    sizes, counts = Counter[str](), Counter[str]()
     for one in live:
-        row = sizes.setdefault(one.location, [0, 0])
-        row[0], row[1] = row[0] + one.size, row[1] + 1
-    rows = sorted((LineGrowth(location, *row) for location, row in sizes.items()), key=lambda row: -row.size)
-    return tuple(rows[:MOST_ROWS])
+        sizes[one.location] += one.size
+        counts[one.location] += 1
+    return tuple(LineGrowth(location, size, counts[location]) for location, size in sizes.most_common(MOST_ROWS))
 
 
 def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> tuple[LineGrowth, ...]:

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import threading
 from dataclasses import dataclass
+from itertools import islice
 from math import inf, isnan, nan, prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -321,26 +322,24 @@ class Numbers:
 
     def read(self) -> list[list[float]]:
         """Return the numbers, after one copy for each device."""
-        return self._split({device: _joined(parts).tolist() for device, parts in self._parts.items()})
+        return self._split([flat.tolist() for flat in self._joined()])
 
     async def aread(self) -> list[list[float]]:
         """Return the numbers as :meth:`read` does, without blocking the event loop while a CUDA device computes."""
-        return self._split({device: await _arrived(_joined(parts)) for device, parts in self._parts.items()})
+        return self._split([await _arrived(flat) for flat in self._joined()])
 
-    def _split(self, flat: dict[Any, list[float]]) -> list[list[float]]:
+    def _joined(self) -> list[Any]:
+        import torch
+
+        return [torch.cat([tensor for _, tensor in parts]) for parts in self._parts.values()]
+
+    def _split(self, by_device: list[list[float]]) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in range(self._count)]
-        for device, parts in self._parts.items():
-            begin = 0
+        for parts, flat in zip(self._parts.values(), by_device, strict=True):
+            numbers = iter(flat)
             for index, tensor in parts:
-                found[index] = flat[device][begin : begin + tensor.numel()]
-                begin += tensor.numel()
+                found[index] = list(islice(numbers, tensor.numel()))
         return found
-
-
-def _joined(parts: list[tuple[int, Any]]) -> Any:
-    import torch
-
-    return torch.cat([tensor for _, tensor in parts])
 
 
 async def _arrived(flat: Any) -> list[float]:

@@ -72,10 +72,8 @@ class PendingCheck:
         if values.device.type == "cpu":
             self._numbers = [float(number) for number in numbers]
             return
-        # MPS has no float64
-        together = torch.stack(
-            [number.to(torch.float32 if values.device.type == "mps" else torch.float64) for number in numbers]
-        )
+        wide = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
+        together = torch.stack([number.to(wide) for number in numbers])
         self._numbers = together
         if values.device.type == "cuda":
             pinned = torch.empty(len(numbers), dtype=together.dtype, device="cpu", pin_memory=True)
@@ -379,15 +377,9 @@ class Contract:
 
     def _surely_keeps(self, x: Any, sizes: dict[str, object] | None) -> bool:
         """Return True if a plain tensor on the CPU keeps the contract; False says nothing. It is there for its speed."""
-        if (
-            type(x) is not torch.Tensor
-            or x.layout is not torch.strided
-            or x.dtype not in _PLAIN
-            or sizes is not None
-            or x.is_nested
-        ):
+        if type(x) is not torch.Tensor or x.layout is not torch.strided or x.dtype not in _PLAIN or x.is_nested:
             return False
-        if x.device != _CPU or (self._device is not None and self._device != _CPU) or not x.numel():
+        if sizes is not None or x.device != _CPU or self._device not in {None, _CPU} or not x.numel():
             return False
         if x.dtype not in self._passed:
             if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
@@ -400,10 +392,8 @@ class Contract:
         if self.finite or low is not None or high is not None:
             least, largest = (extreme.item() for extreme in torch.aminmax(values))
             # a comparison with NaN is False, and a NaN is both the least and the largest
-            low, high = (
-                rounded(-inf if low is None else low, values.dtype),
-                rounded(inf if high is None else high, values.dtype),
-            )
+            bounds = (-inf if low is None else low), (inf if high is None else high)
+            low, high = (rounded(bound, values.dtype) for bound in bounds)
             if not low <= least or not largest <= high:
                 return False
             if self.finite and (least == -inf or largest == inf):
@@ -419,7 +409,9 @@ class Contract:
             found.append(Violation(name, "shape", repr(self._pattern.text), f"{shape_of(x)}, {why}"))
         if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
             found.append(Violation(name, "dtype", " or ".join(map(_dtype_name, _several(self.dtype))), _dtype_name(x.dtype)))
-        if self._device is not None and not _is_on(x.device, self._device):
+        if self._device is not None and not (
+            x.device.type == self._device.type and self._device.index in {None, x.device.index}
+        ):
             found.append(Violation(name, "device", str(self.device), str(x.device)))
         return found
 
@@ -490,7 +482,3 @@ def _device(device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {device!r}: as torch.device takes it, such as 'cuda' or 'cuda:0'") from error
-
-
-def _is_on(device: torch.device, wanted: torch.device) -> bool:
-    return device.type == wanted.type and wanted.index in {None, device.index}

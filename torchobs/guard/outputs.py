@@ -149,11 +149,8 @@ def check_outputs(
     entropy = spread = drift = None
     if not wrong and values.numel():
         entropy, spread = _entropy(values, classes), _spread(values)
-        drift = (
-            _drift(reference.detach().to(values.dtype).flatten().cpu(), values.flatten().cpu())
-            if reference is not None
-            else None
-        )
+        if reference is not None:
+            drift = _drift(reference.detach().to(values.dtype).flatten().cpu(), values.flatten().cpu())
     if entropy is not None and entropy >= UNIFORM_ENTROPY:
         problems.append(f"predictions prefer no class: their mean entropy is {entropy:.2%} of the largest")
     if spread is not None and spread <= min(CONSTANT_SPREAD, CONSTANT_UNITS * torch.finfo(outputs.dtype).eps):

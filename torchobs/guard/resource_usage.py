@@ -210,10 +210,8 @@ def _cpu_seconds(root: str = "") -> _CpuReading:
 
 
 def _busy(times: Any) -> float:
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return float(
-        sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    )  # guests are in user time
+    others = ("idle", "iowait", "guest", "guest_nice")  # guests are in user time
+    return float(sum(times) - sum(getattr(times, name, 0.0) for name in others))
 
 
 def _memory(root: str) -> tuple[str, str, float, float]:

@@ -192,16 +192,11 @@ def copied(
     """
     bound = _bound(loss_fn)
     with _without_graphs([model, *bound]):
-        odd = {id(buffer): copy for module in (model, *bound) for buffer, copy in _odd_buffers(module)}
+        buffers = [buffer for module in (model, *bound) for buffer in module.buffers()]
+        # deepcopy of torch copies none of these (CSR, nested)
+        odd = {id(x): x.detach().clone() for x in buffers if x.layout is not torch.strided or x.is_nested}
         model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None), odd)
     return model, optimizer, loss if bound else loss_fn
-
-
-def _odd_buffers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the buffers that ``deepcopy`` of torch cannot copy (CSR, nested), each with a copy."""
-    for buffer in module.buffers():
-        if buffer.layout is not torch.strided or buffer.is_nested:
-            yield buffer, buffer.detach().clone()
 
 
 @contextmanager

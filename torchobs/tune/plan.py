@@ -202,14 +202,8 @@ class Plan(Result):
 
     def _tell(self, action: str, **more: float) -> None:
         api.count(catalog.TUNE_PLANS, 1, action=action)
-        api.event(
-            catalog.EVENT_TUNE_PLAN.name,
-            action=action,
-            mode=self.mode,
-            level=self.level,
-            techniques=", ".join(self.used),
-            **more,
-        )
+        about = {"action": action, "mode": self.mode, "level": self.level, "techniques": ", ".join(self.used)}
+        api.event(catalog.EVENT_TUNE_PLAN.name, **about, **more)
 
 
 def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked for

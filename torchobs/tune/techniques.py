@@ -399,12 +399,8 @@ class TorchaoQuantization:
         from torchao import quantization
 
         names = [(module, set(vars(module))) for module, _ in self._before]
-
-        config = (
-            quantization.Int8DynamicActivationInt8WeightConfig()
-            if self._kind == "torchao_int8"
-            else quantization.Int8WeightOnlyConfig()
-        )
+        both = self._kind == "torchao_int8"
+        config = quantization.Int8DynamicActivationInt8WeightConfig() if both else quantization.Int8WeightOnlyConfig()
         chosen = set(self._linear)
         quantization.quantize_(self._model, config, filter_fn=lambda module, _: module in chosen)
         self._added = [(module, set(vars(module)) - before) for module, before in names]
