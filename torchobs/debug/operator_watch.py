@@ -175,14 +175,8 @@ def _floating(result: Any, *, only_first: bool = False) -> Iterator[Any]:
 
 
 def _is_readable(x: Any) -> bool:
-    is_number = x.dtype.is_floating_point or x.dtype.is_complex
-    return (
-        is_number
-        and x.layout is torch.strided
-        and x.dtype.itemsize > 1
-        and x.device.type != "meta"
-        and type(x).__name__ != "FakeTensor"
-    )
+    is_number = (x.dtype.is_floating_point or x.dtype.is_complex) and x.dtype.itemsize > 1
+    return is_number and x.layout is torch.strided and x.device.type != "meta" and type(x).__name__ != "FakeTensor"
 
 
 def _inputs(given: Any, result: Any) -> Iterator[Any]:

@@ -108,14 +108,10 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     misplaced += [*_gradients(parameters), *_states(optimizer, {id(x): name for name, x in parameters})]
     copies, error = ((), None) if batch is None else _watched(model, batch)
     rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
-    anomalies = [
-        (
-            f"misplaced_{row.kind.replace(' ', '_')}",
-            row.name,
-            f"{row.kind} {row.name} is on {row.device}, not on {row.expected}",
-        )
-        for row in misplaced
-    ]
+    anomalies = []
+    for one in misplaced:
+        text = f"{one.kind} {one.name} is on {one.device}, not on {one.expected}"
+        anomalies.append((f"misplaced_{one.kind.replace(' ', '_')}", one.name, text))
     for row in copies:
         text = f"{row.operator} copies {row.size} bytes from {row.source} to {row.target} in {row.count} calls"
         text += ", and the host waits for it" * row.waits + (f" at {row.location}" if row.location else "")

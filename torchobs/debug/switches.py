@@ -51,7 +51,13 @@ _ROUNDING = 1e-6
 
 
 class SwitchProbe:
-    """A switch that is on: it does nothing unless a class below says so. All run in the thread that the session records."""
+    """A switch that is on. Its class has some of these methods, all called in the thread that the session records.
+
+    ``install()`` begins, ``remove()`` puts everything back. ``begin_step()``: a step begins at which it is to look.
+    ``begin_forward(model, inputs)``, ``end_forward(model, output)``: the model is called, and has returned.
+    ``take_loss(loss)``: a backward pass begins from this loss, on its device, without the loss scale.
+    ``before_step(model, optimizer)``, ``after_step()``: look; the model is ``None`` while it is unknown.
+    """
 
     last = ""
     """What it saw last, in words"""
@@ -65,29 +71,10 @@ class SwitchProbe:
         """Return whether it looks at this step."""
         return self.every > 0 and not step % self.every
 
-    def install(self) -> None:
-        """Begin; called once."""
-
-    def begin_step(self) -> None:
-        """A step begins at which it is to look."""
-
-    def begin_forward(self, model: Any, inputs: list[Any]) -> None:
-        """The model is called."""
-
-    def end_forward(self, model: Any, output: Any) -> None:
-        """The model's call has returned."""
-
-    def take_loss(self, loss: Any) -> None:
-        """A backward pass begins from this loss, on its device, without the loss scale."""
-
-    def before_step(self, model: Any, optimizer: Any) -> None:
-        """Look, before the optimizer of such a step. The model is ``None`` while it is unknown."""
-
-    def after_step(self) -> None:
-        """Look after it."""
-
-    def remove(self) -> None:
-        """Put everything back."""
+    def run(self, method: str, *args: Any) -> None:
+        """Call one of the methods, where its class has it; an exception turns the switch off, and goes no further."""
+        if (function := getattr(self, method, None)) is not None:
+            call(self.breaker, function, *args)
 
 
 class AnomalyMode(SwitchProbe):
@@ -554,17 +541,17 @@ class _Watch:
                 self._probes[name].every = intervals[interval]
             else:
                 probe = self._probes[name] = kind(name, intervals[interval], trace_dir)
-                call(probe.breaker, probe.install)
+                probe.run("install")
         self._stop_for_threads()
         for probe in self._due():
-            call(probe.breaker, probe.begin_step)
+            probe.run("begin_step")
 
     def remove(self, names: Any) -> None:
         """Switch off; with the last one the hooks go."""
         for name in names:
             probe = self._probes.pop(name, None)
             if probe is not None:
-                _guarded(f"the switch {name} is not put back", probe.remove)  # also of one that has failed
+                _guarded(f"the switch {name} is not put back", getattr(probe, "remove", int))  # also of one that has failed
         if not self._probes and self._session is not None:
             handles, self._handles = self._handles, []
             _guarded("hooks stay", remove_hooks, handles)
@@ -635,23 +622,23 @@ class _Watch:
             loss, scale = loss.detach().reshape(()), scale_in_use(None)
             loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
             for probe in list(self._probes.values()):
-                call(probe.breaker, probe.take_loss, loss)
+                probe.run("take_loss", loss)
 
     def _before(self, optimizer: Any) -> None:
         if self.model is None and optimizer not in self._counts:
             _guarded("the model is unknown", lambda: self._take_model(model_of(optimizer)))
         for probe in self._due():
             probe.looks += 1
-            call(probe.breaker, probe.before_step, self.model, optimizer)
+            probe.run("before_step", self.model, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         due, self.steps = self.steps, max(self.steps, self._counts[optimizer])
         for name, probe in list(self._probes.items()):
             if probe.is_due(due):
-                call(probe.breaker, probe.after_step)
+                probe.run("after_step")
             if self.steps > due and probe.is_due(self.steps):
-                call(probe.breaker, probe.begin_step)
+                probe.run("begin_step")
             _log(f"the switch {name} is off", probe.breaker)
 
     def _take_model(self, model: Any) -> None:
@@ -678,11 +665,11 @@ class _Watch:
 
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         for probe in self._due_in_forward():
-            call(probe.breaker, probe.begin_forward, model, [*args, *kwargs.values()])
+            probe.run("begin_forward", model, [*args, *kwargs.values()])
 
     def _end_forward(self, model: Any, _: Any, output: Any) -> None:
         for probe in self._due_in_forward():
-            call(probe.breaker, probe.end_forward, model, output)
+            probe.run("end_forward", model, output)
 
     def _due_in_forward(self) -> list[SwitchProbe]:
         import torch

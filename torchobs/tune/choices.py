@@ -104,34 +104,6 @@ def kernels_of(function: Callable[[], object]) -> dict[str, int]:
     return dict(Counter(_OPERATORS[event.name] for event in events if event.name in _OPERATORS))
 
 
-TECHNIQUES = (
-    "quantization",
-    "autocast",
-    "attention",
-    "checkpointing",
-    "channels_last",
-    "tf32",
-    "cudnn_benchmark",
-    "fused_optimizer",
-    "loader",
-    "compile",
-)
-"""In the order in which they are applied"""
-MODES: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "amp": frozenset({"autocast", "attention", "tf32", "fused_optimizer", "loader"}),
-    "compile": frozenset({"attention", "compile", "channels_last", "cudnn_benchmark", "fused_optimizer", "loader"}),
-    "memory_efficient": frozenset({"autocast", "attention", "checkpointing"}),
-    "full": frozenset(TECHNIQUES) - {"quantization"},
-    "inference": frozenset(TECHNIQUES) - {"checkpointing", "fused_optimizer"},
-}
-LEVELS: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "basic": frozenset(TECHNIQUES) - {"channels_last", "tf32", "cudnn_benchmark"},
-    "advanced": frozenset(TECHNIQUES) - {"cudnn_benchmark"},
-    "maximum": frozenset(TECHNIQUES),
-}
-"""``advanced`` adds what changes memory layout and float32 products, ``maximum`` what searches for kernels when it starts."""
 _AMPERE = (8, 0)
 _BFLOAT16_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
 
@@ -140,9 +112,9 @@ def choose(request: Request) -> list[Choice]:
     """Decide on each technique, in the order in which they are to be applied."""
     asked = {"mode": (request.mode, MODES[request.mode]), "level": (request.level, LEVELS[request.level])}
     choices = []
-    for name in TECHNIQUES:
+    for name, decide in _DECIDE.items():
         other = next((f"{what} {given!r}" for what, (given, known) in asked.items() if name not in known), None)
-        reply = _DECIDE[name](request) if other is None else f"not part of {other}"
+        reply = decide(request) if other is None else f"not part of {other}"
         reason, technique = (reply, None) if isinstance(reply, str) else reply
         choices.append(Choice(Decision(name, used=not isinstance(reply, str), reason=reason), technique))
     return choices
@@ -359,3 +331,19 @@ _DECIDE: dict[str, Callable[[Request], Reply]] = {
     "loader": _loader,
     "compile": _compile,
 }
+"""In the order in which they are applied"""
+MODES: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "amp": frozenset({"autocast", "attention", "tf32", "fused_optimizer", "loader"}),
+    "compile": frozenset({"attention", "compile", "channels_last", "cudnn_benchmark", "fused_optimizer", "loader"}),
+    "memory_efficient": frozenset({"autocast", "attention", "checkpointing"}),
+    "full": frozenset(_DECIDE) - {"quantization"},
+    "inference": frozenset(_DECIDE) - {"checkpointing", "fused_optimizer"},
+}
+LEVELS: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "basic": frozenset(_DECIDE) - {"channels_last", "tf32", "cudnn_benchmark"},
+    "advanced": frozenset(_DECIDE) - {"cudnn_benchmark"},
+    "maximum": frozenset(_DECIDE),
+}
+"""``advanced`` adds what changes memory layout and float32 products, ``maximum`` what searches for kernels when it starts."""
