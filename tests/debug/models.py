@@ -67,6 +67,11 @@ def step(model: nn.Module, optimizer: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def hooks(model: nn.Module) -> int:
+    """How many forward hooks its modules have."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
 class Slope(nn.Module):
     """Differentiates in its forward pass, as networks for forces or for differential equations do."""
 

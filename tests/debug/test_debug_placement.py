@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.debug.models import MODELS
-from tests.debug.test_debug_steps import hooks
+from tests.debug.models import MODELS, hooks
 from torchobs import debug
 
 

@@ -16,15 +16,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.debug.models import MODELS, step
+from tests.debug.models import MODELS, hooks, step
 from tests.training import Recording, batch, loss_of, mlp
 from torchobs import debug, guard
 from torchobs.detect.spikes import ORDERS, WARM_UP, NormBaseline
-
-
-def hooks(model: torch.nn.Module) -> int:
-    """How many forward hooks its modules have."""
-    return sum(len(module._forward_hooks) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", MODELS)

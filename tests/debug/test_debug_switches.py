@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchobs
+from tests.debug.models import hooks
 from tests.training import Recording
 from torchobs import debug
 from torchobs.debug.switches import PRESETS, SWITCHES, GradientNorms
@@ -44,11 +45,6 @@ def state() -> list[Any]:
         len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks),
         torch.autograd._profiler_enabled(),
     ]  # fmt: skip
-
-
-def hooks(model: nn.Module) -> int:
-    """How many forward hooks its modules have."""
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 class Training:

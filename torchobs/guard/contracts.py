@@ -218,11 +218,12 @@ class ShapePattern(NamedTuple):
         if len(shape) < least or (len(shape) > least and self.rest is None):
             return f"{len(shape)} dimensions where {least}{' or more' if self.rest is not None else ''} are expected"
         end = len(shape) - len(self.after)
-        pairs = [*zip(self.before, shape, strict=False), *zip(self.after, shape[end:], strict=True)]
-        for index, (wanted, size) in enumerate(pairs):
-            position = index if index < len(self.before) else end + index - len(self.before)
-            why = _size_mismatch(wanted, size, sizes)
-            if why is not None:
+        positions = (*range(len(self.before)), *range(end, len(shape)))
+        for position, wanted in zip(positions, (*self.before, *self.after), strict=True):
+            size = shape[position]
+            expected = wanted if isinstance(wanted, int) else size if wanted == _ANY else sizes.setdefault(wanted, size)
+            if size != expected:
+                why = f"{wanted} is expected" if isinstance(wanted, int) else f"{wanted} was {expected} before"
                 return f"dimension {position} is {size} where {why}"
         if self.rest is not None and self.rest not in {_ELLIPSIS, _ANY}:
             between = tuple(shape[len(self.before) : end])
@@ -258,14 +259,6 @@ def parse(shape: str | Sequence[int | None]) -> ShapePattern:
         else:
             raise ValueError(f"shape {' '.join(words)!r}: {word!r} is no size, name, _, ... or *name")
     return ShapePattern(" ".join(words), tuple(parts[0]), rest, tuple(parts[1]) if rest is not None else ())
-
-
-def _size_mismatch(wanted: int | str, size: int, sizes: dict[str, object]) -> str | None:
-    if isinstance(wanted, int):
-        return None if size == wanted else f"{wanted} is expected"
-    if wanted != _ANY and sizes.setdefault(wanted, size) != size:
-        return f"{wanted} was {sizes[wanted]} before"
-    return None
 
 
 KINDS = ("floating", "integer", "complex", "bool")
