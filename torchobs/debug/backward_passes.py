@@ -1,4 +1,4 @@
-"""Differentiate a model's loss beside ``.grad``: what is there stays, and no hook on a parameter is called."""
+"""Run a model beside its training: its loss is differentiated beside ``.grad``, and no hook on a parameter is called."""
 
 from __future__ import annotations
 
@@ -45,6 +45,32 @@ def _kept_in(thread: int) -> Callable[[Any], Any]:
         return apply
 
     return make
+
+
+@contextmanager
+def running_modules(model: Any) -> Iterator[list[tuple[str, str]]]:
+    """Yield paths and classes of the modules that run now, the innermost last; hooks keep them, and are gone afterwards.
+
+    A scripted module takes no hooks: what happens in it is that of the module around it.
+    """
+    import torch
+
+    running, handles = list[tuple[str, str]](), []
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    try:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                entry = path, type(module).__name__
+                enter = lambda *_, entry=entry: running.append(entry)  # noqa: E731
+                handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 _REENTRANT = "CheckpointFunctionBackward"

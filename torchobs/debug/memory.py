@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import operations
-from torchobs.debug.backward_passes import beside_grad
+from torchobs.debug.backward_passes import beside_grad, running_modules
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
@@ -122,13 +122,14 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
         known = {storage.data_ptr() for x in there for storage in storages(x)}
         modules: dict[tuple[str, str], int] = {}
         watch = AllocationWatch()
-        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), _module_names(model) as names, watch:
+        with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), running_modules(model) as names, watch:
 
             def keep(x: Any) -> Any:
                 for storage in storages(x):
                     if storage.data_ptr() not in known:
                         known.add(storage.data_ptr())
-                        modules[names[-1]] = modules.get(names[-1], 0) + storage.nbytes()
+                        name = names[-1] if names else ("", type(model).__name__)
+                        modules[name] = modules.get(name, 0) + storage.nbytes()
                 return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -150,29 +151,6 @@ def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
         return output.loss
     parts = [(torch.view_as_real(x) if x.is_complex() else x).sum() for x in _tensors_in(output) if x.requires_grad]
     return sum(parts[1:], parts[0]) if parts else None
-
-
-@contextmanager
-def _module_names(model: Any) -> Iterator[list[tuple[str, str]]]:
-    """Yield the stack of names and classes of the modules whose forward is running; hooks keep it, and are gone afterwards."""
-    import torch
-
-    stack, handles = [("", type(model).__name__)], []
-
-    def leave(*_: object) -> None:
-        stack.pop()
-
-    try:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no hooks: what it keeps is that of the module around it
-            entry = name, type(module).__name__
-            handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: stack.append(entry)))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        yield stack
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _tensors_in(values: Any) -> list[Any]:

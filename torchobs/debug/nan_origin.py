@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from math import isfinite
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs import catalog
-from torchobs.debug.backward_passes import checkpoints_kept
+from torchobs.debug.backward_passes import checkpoints_kept, running_modules
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
 from torchobs.debug.tensors import require_module, wide
 from torchobs.probes.gradients.parameter_names import clean
@@ -37,69 +38,42 @@ if TYPE_CHECKING:
     from torchobs.probes.nonfinite.graph import GraphNode
 
 
-class CallSite(NamedTuple):
-    """Where nodes ``first`` to ``last`` (exclusive) of the graph were made."""
-
-    first: int
-    last: int
-    module: str
-    kind: str
-    line: str
-
-
 class CallSites(TorchFunctionMode):
     """Notes each call of a torch function, with the module that is running and the line of the user's code."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, running: list[tuple[str, str]]) -> None:
+        """``running``: paths and classes of the modules that run now."""
         super().__init__()
-        self._sites: list[CallSite] = []
-        self._running: list[tuple[str, str]] = []
-        self._handles = []
-        for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no hooks
-            told = (clean(path) or type(module).__name__, type(module).__name__)
-            self._handles += [
-                module.register_forward_pre_hook(self._entering(told), prepend=True),
-                module.register_forward_hook(self._leaving, always_call=True),
-            ]
+        self._sites: list[tuple[int, int, Place]] = []
+        """Numbers of the first node that a call has made, and of the one after its last"""
+        self._running = running
 
-    def remove(self) -> None:
-        """Remove the modules' hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def find(self, number: int) -> CallSite | None:
+    def find(self, number: int) -> Place | None:
         """Return the innermost call that made the node with this sequence number."""
-        fitting = [site for site in self._sites if site.first <= number < site.last]
-        return min(fitting, key=lambda site: site.last - site.first, default=None)
+        fitting = [(last - first, place) for first, last, place in self._sites if first <= number < last]
+        return min(fitting, key=itemgetter(0))[1] if fitting else None
 
     @property
-    def running(self) -> tuple[str, str]:
-        """Path and class of the innermost module that runs now; both empty outside of any."""
-        return self._running[-1] if self._running else ("", "")
-
-    def _entering(self, told: tuple[str, str]) -> Callable[..., None]:
-        return lambda *_: self._running.append(told)
-
-    def _leaving(self, *_: Any) -> None:
-        self._running.pop()
+    def here(self) -> Place:
+        """The innermost module that runs now, if any, and the line."""
+        path, kind = self._running[-1] if self._running else ("", "")
+        return Place(clean(path) or kind, kind, user_line())
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = torch._C._autograd._get_sequence_nr
         first = number()
         result = function(*args, **(kwargs or {}))
         if number() > first:
-            self._sites.append(CallSite(first, number(), *self.running, user_line()))
+            self._sites.append((first, number(), self.here))
         return result
 
 
 def placed(origin: NonfiniteOrigin, node: GraphNode, sites: CallSites) -> NonfiniteOrigin:
     """Return the origin with the module and the line that were seen to make the node."""
-    site = sites.find(node.number)
-    if site is None or origin.kind == "parameter":
+    place = sites.find(node.number)
+    if place is None or origin.kind == "parameter":
         return origin
-    return replace(origin, module=site.module, module_class=site.kind, line=site.line)
+    return replace(origin, module=place.module, module_class=place.kind, line=place.line)
 
 
 CONSTANT = "an operand is a constant that is not finite"
@@ -195,7 +169,7 @@ class ValueFlow(TorchDispatchMode):
         note = _ALL_MASKED if any(each.held is Condition.MASKED for each in inputs) else ""
         note = CONSTANT if any(isinstance(x, float) and not isfinite(x) for x in [*args, *kwargs.values()]) else note
         note = UNREADABLE if any(each.held is Condition.UNKNOWN for each in inputs) else note
-        made = Source(self._number, name, self._place(), None, _described(inputs), bad_elements(result), note)
+        made = Source(self._number, name, self._sites.here, None, _described(inputs), bad_elements(result), note)
         self._sources[key] = made
 
     def _handed_on(self, x: Any, name: str, inputs: list[_Input]) -> Source:
@@ -203,11 +177,8 @@ class ValueFlow(TorchDispatchMode):
         known = self.source_of(x)
         if known is None or (known.given is not None and known.operator in RESHAPING | _PARTS):
             given = x if known is None else known.given
-            return Source(0, name, self._place(), given, _described(inputs), (), "")
+            return Source(0, name, self._sites.here, given, _described(inputs), (), "")
         return known
-
-    def _place(self) -> Place:
-        return Place(*self._sites.running, user_line())
 
 
 def _described(inputs: list[_Input]) -> tuple[TensorStatistics, ...]:
@@ -294,13 +265,11 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
         if inner is not None and (name == "_orig_mod" or type(model).__name__.endswith("DataParallel")):
             model = inner
     with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad():
-        sites = CallSites(model)
-        flow = ValueFlow(sites)
-        try:
+        with running_modules(model) as running:
+            sites = CallSites(running)
+            flow = ValueFlow(sites)
             with checkpoints_kept(), sites, flow, torch.compiler.set_stance("force_eager"):
                 loss = _loss(model, batch, loss_fn)
-        finally:
-            sites.remove()
         origin = _traced(model, loss, sites, flow, batch)
     session = current()
     if origin is not None and session is not None and session.context is not None:

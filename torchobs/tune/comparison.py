@@ -420,7 +420,13 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         )
         for index, plan in enumerate(plans)
     )
-    return _told(Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(trial.left_out)))
+    result = Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(trial.left_out))
+    for each in results:
+        api.set_gauge(catalog.TUNE_SPEEDUP, each.speedup_factor.median, mode=each.mode)
+    about = {"recommended": result.recommended, "reason": result.reason, "rounds": result.rounds}
+    speedups = "; ".join(f"{each.mode} {each.speedup_factor}" for each in results)
+    api.record_event(catalog.EVENT_TUNE_BENCHMARK, {**about, "speedups": speedups})
+    return result
 
 
 def _first_batch(batch: Any) -> Any:
@@ -431,16 +437,6 @@ def _first_batch(batch: Any) -> Any:
         for first in batch:
             return first
     raise ValueError("the loader has no batch")
-
-
-def _told(result: Benchmark) -> Benchmark:
-    """Record the benchmark as an event of the run and its speed-ups as metrics, if one is recorded."""
-    for each in result.modes:
-        api.set_gauge(catalog.TUNE_SPEEDUP, each.speedup_factor.median, mode=each.mode)
-    about = {"recommended": result.recommended, "reason": result.reason, "rounds": result.rounds}
-    speedups = "; ".join(f"{each.mode} {each.speedup_factor}" for each in result.modes)
-    api.record_event(catalog.EVENT_TUNE_BENCHMARK, {**about, "speedups": speedups})
-    return result
 
 
 class _Step:
