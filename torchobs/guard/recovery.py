@@ -120,17 +120,10 @@ LEAST_WAIT = 100
 less each time, since the wait doubles"""
 
 
-def size_of(batch: Any) -> int:
-    """Return the number of samples: the first dimension that all tensors of the batch share.
-
-    Raises:
-        ValueError: there is no tensor, or their first dimensions differ.
-    """
+def samples_in(batch: Any) -> int:
+    """Return the number of samples: the first dimension that all tensors of the batch share; 0 if there is none."""
     sizes = {tensor.shape[0] for _, tensor in walk(batch) if tensor.dim()}
-    if len(sizes) != 1:
-        found = ", ".join(map(str, sorted(sizes))) or "no tensor"
-        raise ValueError(f"a batch that can be split has tensors of one first dimension; here there is {found}")
-    return int(sizes.pop())
+    return int(sizes.pop()) if len(sizes) == 1 else 0
 
 
 def split(batch: Any, most: int) -> list[tuple[Any, float]]:
@@ -139,9 +132,9 @@ def split(batch: Any, most: int) -> list[tuple[Any, float]]:
     They are as equal as can be, so that a batch of one sample more than fit does not leave one alone: batch norm refuses that.
 
     Raises:
-        ValueError: its tensors have no first dimension of their own, or cannot be cut.
+        ValueError: its tensors cannot be cut.
     """
-    size = size_of(batch)
+    size = samples_in(batch)
     number = -(-size // most)
     edges = [size * index // number for index in range(number + 1)]
     parts = []
@@ -155,12 +148,8 @@ def split(batch: Any, most: int) -> list[tuple[Any, float]]:
 
 def shares_of(batches: Sequence[Any]) -> list[float]:
     """Return the share of each batch in the samples of all; equal shares where a number of samples is not known."""
-    try:
-        sizes = [size_of(batch) for batch in batches]
-    except ValueError:
-        sizes = []
-    total = sum(sizes)
-    return [size / total for size in sizes] if total else [1 / len(batches)] * len(batches)
+    sizes = [samples_in(batch) for batch in batches]
+    return [size / sum(sizes) for size in sizes] if all(sizes) else [1 / len(batches)] * len(batches)
 
 
 class Part(NamedTuple):
@@ -179,14 +168,6 @@ def parts_of(micro_batches: Sequence[Any], most: int | None) -> Iterator[Part]:
         is_too_large = most is not None and samples_in(micro_batch) > most
         within = split(micro_batch, most) if most is not None and is_too_large else [(micro_batch, 1.0)]
         yield from (Part(part, share * part_share, index) for part, part_share in within)
-
-
-def samples_in(batch: Any) -> int:
-    """Return the number of samples; 0 of a batch that cannot be split."""
-    try:
-        return size_of(batch)
-    except ValueError:
-        return 0
 
 
 @dataclass(slots=True)
