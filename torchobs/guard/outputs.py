@@ -12,7 +12,7 @@ import torch
 
 from torchobs import catalog
 from torchobs.guard.contracts import Contract, dense_values, rounded
-from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record
+from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record, recovered
 from torchobs.guard.recovery import free_memory
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.model_calls import SEQUENCES, parts_of, with_parts
@@ -316,24 +316,13 @@ def safe_inference(model: Callable[..., Any], x: Any, max_retries: int = 3, *, b
             with torch.no_grad():  # tables that a first pass makes, in inference mode, would break a training that comes after
                 data = model(**x) if isinstance(x, Mapping) else model(x)
             sanitize_outputs(data)
-        except NonFiniteOutputError as error:
-            return _failed(error, attempt, Category.NUMERICS)
         except Exception as error:  # noqa: BLE001  # returned to the caller, who asked for that
-            category = category_of(error)
+            category = Category.NUMERICS if isinstance(error, NonFiniteOutputError) else category_of(error)
             if attempt > max_retries or not (category is Category.MEMORY or is_transient(error)):
-                return _failed(error.with_traceback(None), attempt, category)
-            _record_action(category, Severity.INFO, "retry", error)
+                recovered(category, Severity.ERROR, "return", error)
+                return InferenceResult(False, None, error.with_traceback(None), attempt, Severity.ERROR, category)  # noqa: FBT003
+            recovered(category, Severity.INFO, "retry", error)
         else:
             return InferenceResult(True, data, None, attempt, Severity.INFO if attempt == 1 else Severity.WARNING, None)  # noqa: FBT003
         free_memory()
         time.sleep(backoff_s * 2 ** (attempt - 1))
-
-
-def _failed(error: Exception, attempts: int, category: Category) -> InferenceResult:
-    _record_action(category, Severity.ERROR, "return", error)
-    return InferenceResult(success=False, data=None, error=error, attempts=attempts, severity=Severity.ERROR, category=category)
-
-
-def _record_action(category: Category, severity: Severity, action: str, error: Exception) -> None:
-    count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
-    record(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)

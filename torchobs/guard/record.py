@@ -53,6 +53,12 @@ def count(metric: Metric, amount: float, category: Category, severity: Severity,
     api.count(metric, amount, category=category.value, severity=severity.value, **labels)
 
 
+def recovered(category: Category, severity: Severity, action: str, error: Exception) -> None:
+    """Record what was done about an error."""
+    count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
+    record(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)
+
+
 def found_wrong(by: str, verdict: str, reason: str, severity: Severity = Severity.ERROR) -> None:
     """Record that the function ``by`` found a file wrong."""
     count(catalog.GUARD_FINDINGS, 1, Category.FILE, severity, by=by)

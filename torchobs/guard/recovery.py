@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from torchobs import catalog
 from torchobs.detect.spikes import LossBaseline
-from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, count, is_transient, record
+from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
 from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.collectives import gradient_sync, greatest, is_shared
 from torchobs.support.kept_state import Buffers
@@ -486,8 +485,7 @@ class Recovery:
         self._note(category, Severity.WARNING, error, action)
 
     def _note(self, category: Category, severity: Severity, error: Exception, action: str) -> None:
-        count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
-        record(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)
+        recovered(category, severity, action, error)
         _log.warning("step %d: %s: %s (%s)", self.steps, type(error).__name__, error, action)
 
 
