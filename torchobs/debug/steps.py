@@ -346,10 +346,6 @@ def backward_pass(
     tensors.require_scaler(scaler, "backward_pass", "scale")
     if model is not None:
         tensors.require_module(model, "backward_pass")
-    return _backward(loss, model, scaler, exploding, vanishing)
-
-
-def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
     with _measured() as part:
         (loss if scaler is None else scaler.scale(loss)).backward()
     limits = {"exploding": exploding, "vanishing": vanishing}
@@ -457,8 +453,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     with autocast if autocast is not None else nullcontext():
         forward = _forward(model, batch, "training_step", wanted=activations)
         loss = loss_of(forward.output)
-    _require_loss(loss)
-    backward = _backward(loss, model, scaler, *limits)
+    backward = backward_pass(loss, model, scaler=scaler, exploding=limits[0], vanishing=vanishing)
     norm = backward.gradients.total_norm if backward.gradients is not None else nan
     if closure is not None:
         closure.first = loss
