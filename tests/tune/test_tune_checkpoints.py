@@ -169,3 +169,15 @@ def test_a_flipped_bit_is_no_other_state(tmp_path: Path) -> None:
             for weight, value in zip(model.parameters(), before, strict=True):
                 weight.data.copy_(value)
     assert errors > 60
+
+
+def test_checksums_are_written_where_they_are_switched_off(tmp_path: Path) -> None:
+    """Promise: a checkpoint has them all the same, and what the process has set for its own files stays."""
+    run = tune.pipeline(blocks(), amp=False)
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        run.save(tmp_path / "run.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    run.resume(tmp_path / "run.pt")

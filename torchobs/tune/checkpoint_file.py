@@ -34,7 +34,7 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     _remove_left(path)
     with _locked(path) as (file, temporary):
         try:
-            with _own_errors():
+            with _checksums(), _own_errors():
                 torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -42,6 +42,22 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         finally:
             temporary.unlink(missing_ok=True)  # it is renamed by then, but for an error
     _sync_folder(path.parent)
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch write the checksums that :func:`load` compares, also where the process has switched them off."""
+    try:
+        from torch.serialization import get_crc32_options, set_crc32_options
+    except ImportError:  # before torch 2.6, which always writes them
+        yield
+        return
+    before = get_crc32_options()
+    set_crc32_options(compute_crc32=True)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 @contextmanager
