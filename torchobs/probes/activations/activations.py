@@ -12,19 +12,6 @@ nor interrupted, and its modules are silent. A module that is silent in two wind
 compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
 part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
 selective checkpointing.
-
-Not looked at are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted
-ones, and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way, whose
-results differ in the last bits. Of these the whole encoder's output is looked at.
-
-Such a unit has no gradient and learns nothing any more (Lu et al. 2019, "Dying ReLU and Initialization"). The gradient norms of
-its layer do not show it, for those of the living units are in them. That some units are dead is ordinary; of a layer of which
-half are, the learning rate or a bias has killed them. A unit that fires seldom is alive: so a verdict takes many samples.
-
-A unit is a column of a matrix, a channel of an image, and an element of the last dimension of a sequence.
-
-The file is written at once, since the rank may end soon, and once more when two later steps have been looked at. For one cause
-at most once in ten minutes.
 """
 
 from __future__ import annotations
@@ -125,7 +112,7 @@ class ActivationProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
         self._modes, self._transformed = dispatch_modes(), transformed()
         self._copies, self._around = PendingCopies(context.device.cuda), Around(context)
-        self._dead_units = DeadUnits(context)
+        self._dead_layers: set[str] = set()
         self._on = self._listening = self._removed = False
         self._chosen: Chosen | None = None
         self._model, self._scans = 0, 0
@@ -187,8 +174,8 @@ class ActivationProbe:
         models = [model for model in known if _trains(model, trained)]
         models = models or [model for model in roots(all_modules(context.yield_gil)) if _trains(model, trained)]
         if models:
-            self._chosen = choose(models, min(MOST_LAYERS, context.settings.layers * WIDER))
-            self._slots = [(_Slot(each.name, each.module()), each.module) for each in self._chosen.modules]
+            modules, self._chosen = choose(models, min(MOST_LAYERS, context.settings.layers * WIDER))
+            self._slots = [(_Slot(name, module), ref(module)) for name, module in modules]
 
     def _receive(self, *, now: bool) -> None:
         """Take in the numbers of steps that have ended; once a second, or ``now``, set the series by the last one."""
@@ -216,11 +203,21 @@ class ActivationProbe:
                 end = at + length
                 if since is not None:
                     end -= 1
-                    self._dead_units.judge(name, values[end], since, sent.step)
+                    self._judge_units(name, int(values[end]), since, sent.step)
                 samples = samples or values[at + NUMBERS : end]
                 at += length
             found[name] = combine(rows), samples
         return found
+
+    def _judge_units(self, layer: str, silent: int, since: Since, step: int) -> None:
+        """Report a layer of which half of the units or more are dead, once."""
+        dead = self._dead_layers
+        if since.enough and silent >= DEAD_SHARE * since.units and layer not in dead and len(dead) < _MOST_TOLD:
+            dead.add(layer)
+            attributes = {"layer": layer, "units_dead": silent, "units": since.units, "steps": since.steps}
+            self._context.writer.event(catalog.EVENT_DEAD_UNITS.name, attributes, step)
+            what = f"{silent} of {since.units} units of {layer} gave zero for every sample of {since.steps} steps"
+            self._context.warn_limited("dead units", f"{what}: they learn nothing any more")
 
     def _show(self, row: StepRow) -> None:
         cell = self._context.writer.table.cell
@@ -243,7 +240,7 @@ class ActivationProbe:
         if chosen is None or not self._on:
             return
         silent = sum(1 for slot, _ in self._slots if slot.silent >= _SILENT)
-        told = len(chosen.modules) - silent, chosen.left_out, chosen.compiled, silent
+        told = chosen.layers - silent, chosen.left_out, chosen.compiled, silent
         if told != self._told:
             self._told = told
             named = dict(zip(("layers", "left_out", "compiled", "silent"), told, strict=True))
@@ -367,33 +364,31 @@ _PASSING = frozenset(
 """What computes nothing, or is never called"""
 
 
-class Watched(NamedTuple):
-    """A module whose outputs are looked at."""
-
-    name: str
-    module: ref[Any]
-
-
 class Chosen(NamedTuple):
-    """The modules of a model that are looked at, and how many others there are."""
+    """How many modules of a model are looked at, and how many others there are."""
 
-    modules: list[Watched]
+    layers: int
     left_out: int
     """Beyond the limit"""
     compiled: int
     """In a compiled module"""
 
 
-def choose(roots: Iterable[Any], room: int) -> Chosen:
-    """Choose at most ``room`` modules below these ones."""
-    roots, compiled, found = list(roots), [0], list[Watched]()
+def choose(roots: Iterable[Any], room: int) -> tuple[list[tuple[str, Any]], Chosen]:
+    """Choose at most ``room`` modules below these ones: those without children, in the model's order, evenly.
+
+    Left out are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted
+    ones, and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way,
+    whose results differ in the last bits. Of these the whole encoder's output is looked at.
+    """
+    roots, compiled, found = list(roots), [0], list[tuple[str, Any]]()
     for root in roots:
         title = f"{type(root).__name__}." if len(roots) > 1 else ""
         for path, module in _leaves(root, "", set(), compiled):
             name = layer_of(clean(path + ".weight")) if path else type(module).__name__
-            found.append(Watched(title + name, ref(module)))
+            found.append((title + name, module))
     kept = [found[index * len(found) // room] for index in range(room)] if len(found) > room else found
-    return Chosen(kept, len(found) - len(kept), compiled[0])
+    return kept, Chosen(len(kept), len(found) - len(kept), compiled[0])
 
 
 def _leaves(module: Any, path: str, seen: set[int], compiled: list[int]) -> Iterator[tuple[str, Any]]:
@@ -423,21 +418,22 @@ _MOST_TOLD = 16
 
 
 class Since(NamedTuple):
-    """What a count of units that have not fired rests on."""
+    """What a count of units that have not fired rests on; ``enough``: whether that is long enough for a verdict."""
 
     units: int
-    looks: int
-    samples: int
     steps: int
-
-    @property
-    def enough(self) -> bool:
-        """Whether that is long enough for a verdict."""
-        return self.looks >= LEAST_LOOKS and self.samples >= LEAST_SAMPLES and self.steps >= LASTING_STEPS
+    enough: bool
 
 
 class FiredUnits:
-    """Which units of one module have fired; in the training thread, where the outputs are. Begins anew after a verdict."""
+    """Which units of one rectifier have fired; in the training thread, where the outputs are. Begins anew after a verdict.
+
+    A unit that gives zero for every sample, for long, is dead: it has no gradient and learns nothing (Lu et al. 2019, "Dying
+    ReLU and Initialization"). The gradient norms of its layer do not show it, for those of the living units are in them. That
+    some units are dead is ordinary; of a layer of which half are, the learning rate or a bias has killed them. A unit that
+    fires seldom is alive: so a verdict takes many samples. A unit is a column of a matrix, a channel of an image, and an
+    element of the last dimension of a sequence.
+    """
 
     __slots__ = ("_begun", "_fired", "_looks", "_samples")
 
@@ -464,29 +460,12 @@ class FiredUnits:
         else:
             self._fired = self._fired | fired
         self._looks, self._samples = self._looks + 1, self._samples + part.shape[0]
-        since = Since(units, self._looks, self._samples, step - self._begun)
-        silent = (~self._fired).sum().reshape(1)
+        steps, silent = step - self._begun, (~self._fired).sum().reshape(1)
+        enough = self._looks >= LEAST_LOOKS and self._samples >= LEAST_SAMPLES and steps >= LASTING_STEPS
+        since = Since(units, steps, enough)
         if since.enough:
             self._fired = None
         return silent, since
-
-
-class DeadUnits:
-    """Judges the counts; in the sampler thread."""
-
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
-        self._told: set[str] = set()
-
-    def judge(self, layer: str, silent: float, since: Since, step: int) -> None:
-        """Tell a layer once."""
-        if not since.enough or silent < DEAD_SHARE * since.units or layer in self._told or len(self._told) >= _MOST_TOLD:
-            return
-        self._told.add(layer)
-        told = {"layer": layer, "units_dead": int(silent), "units": since.units, "steps": since.steps}
-        self._context.writer.event(catalog.EVENT_DEAD_UNITS.name, told, step)
-        what = f"{int(silent)} of {since.units} units of {layer} gave zero for every sample of {since.steps} steps"
-        self._context.warn_limited("dead units", f"{what}: they learn nothing any more")
 
 
 def is_rectifier(module: Any) -> bool:
@@ -517,7 +496,11 @@ class _Wanted(NamedTuple):
 
 
 class Around:
-    """The last rows, and the history that is being written. In the sampler thread."""
+    """The last rows, written to a file beside the flight file when a step was anomalous. In the sampler thread.
+
+    The file is written at once, since the rank may end soon, and once more when two later steps have been looked at. For one
+    cause at most once in ten minutes.
+    """
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context

@@ -1,18 +1,9 @@
 """Automatic mixed precision: skipped steps, the loss scale, and the data type that autocast uses.
 
-The sampler thread reads a scale on the CPU directly. One on a device is copied asynchronously after an ``update()``, at most
-ten times a second: ``get_scale()`` would synchronize.
-
-For most optimizers the loss scaler itself waits for the result and then calls them or not. A fused optimizer is always called
-and reads ``found_inf`` on its device: the flag is copied without synchronizing, and the step marked when the copy arrives.
-
-Autocast is thread-local and ends with the forward pass, so neither the sampler thread nor our hooks can see it. Its
-``__enter__`` is wrapped until it was entered once enabled, or 64 times disabled, and again ten seconds later. Dynamo does not
-trace ``__enter__`` but calls it when it compiles a region with autocast inside, so that is seen too.
-
-A step that the scaler skips is recorded as a skipped step. A non-fused skip does not call the optimizer, so no hook fires; a
-fused optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level on ``torch.amp.GradScaler``,
-from which the subclasses for CUDA and the CPU inherit, and on each subclass that overrides a patched method (such as
+A step that the scaler skips is recorded as a skipped step. A non-fused skip does not call the optimizer, so no hook fires. A
+fused optimizer is always called, reads ``found_inf`` on its device and does nothing if it is set: the flag is copied without
+synchronizing, and the step marked when the copy arrives. The patches sit at class level on ``torch.amp.GradScaler``, from which
+the subclasses for CUDA and the CPU inherit, and on each subclass that overrides a patched method (such as
 ``ShardedGradScaler``).
 """
 
@@ -22,7 +13,7 @@ import functools
 from collections import deque
 from math import inf, isfinite, nan
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
@@ -72,15 +63,13 @@ class _Scaler:
         self.scale = self.tracker = nan
         self.shown = (nan, nan)
 
-    def take_scale(self, value: float) -> None:
-        self.scale = value
-
-    def take_tracker(self, value: float) -> None:
-        self.tracker = value
-
 
 class LossScales:
-    """Publishes the scales for the AMP probe."""
+    """Publishes loss scale and growth tracker of each loss scaler for the AMP probe.
+
+    The sampler thread reads a scale on the CPU directly. One on a device is copied asynchronously after an ``update()``, at
+    most ten times a second: ``get_scale()`` would synchronize.
+    """
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -98,8 +87,8 @@ class LossScales:
         if scale is None or tracker is None or scale.is_cpu:
             return
         state.due = False
-        self._context.device.take(scale, state.take_scale)
-        self._context.device.take(tracker, state.take_tracker)
+        self._context.device.take(scale, functools.partial(setattr, state, "scale"))
+        self._context.device.take(tracker, functools.partial(setattr, state, "tracker"))
 
     def sample(self) -> None:
         """Publish the scales. For the sampler thread."""
@@ -117,19 +106,13 @@ class LossScales:
             self._context.set_gauge(metric, value, {"scaler": str(state.index)})
         collapsed = (state.scale if isfinite(state.scale) else inf) < COLLAPSED
         if collapsed and not state.collapsed:
-            self._report_collapse(state)
+            context = self._context
+            context.event(catalog.EVENT_AMP_SCALE_COLLAPSED, {"scaler": str(state.index), "scale": state.scale})
+            # a scaler that skips does not call the optimizer, before which gradients are looked at: where are they made?
+            context.hooks.nonfinite_arrived.notify()
+            fallen = f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}"
+            context.warn_limited("amp scale", f"{fallen}: the gradients are not finite at any scale, and steps are skipped")
         state.collapsed = collapsed
-
-    def _report_collapse(self, state: _Scaler) -> None:
-        context = self._context
-        attributes = {"scaler": str(state.index), "scale": state.scale}
-        context.event(catalog.EVENT_AMP_SCALE_COLLAPSED, attributes)
-        # a scaler that skips does not call the optimizer, before which gradients are looked at: where are they made?
-        context.hooks.nonfinite_arrived.notify()
-        finds = "the gradients are not finite at any scale, and steps are skipped"
-        context.warn_limited(
-            "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
-        )
 
 
 class _Optimizer:
@@ -151,7 +134,7 @@ class _PendingFlag:
 
     __slots__ = ("arrived", "marked", "optimizer", "step")
 
-    def __init__(self, step: int, optimizer: _Optimizer | None, *, marked: bool) -> None:
+    def __init__(self, step: int, optimizer: _Optimizer, *, marked: bool) -> None:
         self.step, self.optimizer = step, optimizer
         self.marked = marked
         """True if another optimizer already marked the step as skipped"""
@@ -159,7 +142,7 @@ class _PendingFlag:
 
 
 class Overflows:
-    """Counts overflows for the AMP probe and marks skipped steps."""
+    """Counts optimizer steps skipped because of gradients that are not finite, and how many in a row; marks these steps."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -177,31 +160,24 @@ class Overflows:
         self._context.count(catalog.AMP_OVERFLOWS, 0, {"optimizer": str(index)})
         return _Optimizer(index)
 
-    def stepped(self, optimizer: object) -> None:
-        """Note that the optimizer found all gradients finite."""
+    def note(self, optimizer: object, *, overflow: bool) -> None:
+        """Note whether the optimizer has left the step out; if so, mark the step in progress."""
+        if overflow:
+            recorder = self._context.recorder
+            recorder.flag(StepFlag.SKIPPED)
+            for other in self._pending:
+                other.marked = other.marked or other.step == recorder.step + 1
         state = self._optimizers.of(optimizer)
         if state is not None:
-            state.streak = 0
-
-    def skipped(self, optimizer: object) -> None:
-        """Note that the optimizer did not step; mark the step in progress."""
-        recorder = self._context.recorder
-        recorder.flag(StepFlag.SKIPPED)
-        for other in self._pending:
-            other.marked = other.marked or other.step == recorder.step + 1
-        state = self._optimizers.of(optimizer)
-        if state is not None:
-            state.note(overflow=True)
+            state.note(overflow=overflow)
 
     def fused(self, optimizer: object, found_inf: Any) -> None:
         """Note a fused step with ``found_inf`` (one element, nonzero for an overflow) on the CPU or on a device."""
         if found_inf.device.type == "cpu":
-            note = self.skipped if found_inf.item() else self.stepped
-            note(optimizer)
+            self.note(optimizer, overflow=bool(found_inf.item()))
             return
-        recorder = self._context.recorder
-        marked = bool(recorder.values.flags & StepFlag.SKIPPED)
-        pending = _PendingFlag(recorder.step + 1, self._optimizers.of(optimizer), marked=marked)
+        recorder, state = self._context.recorder, self._optimizers.of(optimizer) or _Optimizer(-1)
+        pending = _PendingFlag(recorder.step + 1, state, marked=bool(recorder.values.flags & StepFlag.SKIPPED))
         if self._context.device.take(found_inf, pending.arrived.append):
             self._pending.append(pending)
 
@@ -211,14 +187,10 @@ class Overflows:
         while waiting and waiting[0].arrived and waiting[0].step <= recorder.step:
             done = waiting.popleft()
             overflow = done.arrived[0] > 0.0
-            if done.optimizer is not None:
-                done.optimizer.note(overflow=overflow)
+            done.optimizer.note(overflow=overflow)
             if overflow and not done.marked and done.step != self._late_step:
                 self._late_step = done.step  # once, even if several of its optimizers overflowed
                 recorder.late(done.step, StepFlag.SKIPPED, 0.0, 0.0)
-        self._show()
-
-    def _show(self) -> None:
         states = [state for _, state in self._optimizers.living()]
         for state in states:
             fresh = state.overflows - state.shown
@@ -235,29 +207,27 @@ UNSCALED_STEPS = 100
 """Steps after which a float16 run would have used its loss scaler"""
 
 
-class _Seen(NamedTuple):
-    device: str
-    dtype: str
-    training: bool
-
-
 class AutocastWatch:
-    """Part of the AMP probe, which installs and removes it."""
+    """The data types that autocast uses, by a few entries: nothing may be added to every step. A part of the AMP probe.
 
-    def __init__(self) -> None:
-        self._patch: Patch | None = None
-        self._entries_left = 0
-        self._seen: set[_Seen] = set()
-        self._shown: set[tuple[str, str]] = set()
-        self._reported = self._removed = False
+    Autocast is thread-local and ends with the forward pass, so neither the sampler thread nor our hooks can see it. Its
+    ``__enter__`` is wrapped until it was entered once enabled, or 64 times disabled, and again ten seconds later. Dynamo does
+    not trace ``__enter__`` but calls it when it compiles a region with autocast inside, so that is seen too.
+    """
 
-    def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         """Wrap autocast. Raises ``AttributeError`` where torch has no such class."""
-        import torch
+        import torch  # torch is optional until training begins
         from torch.amp import autocast_mode
 
         self._context, self._owner, self._is_grad_enabled = context, autocast_mode.autocast, torch.is_grad_enabled
         self._note_safely = breaker.guard(self._note)
+        self._patch: Patch | None = None
+        self._entries_left = 0
+        self._seen: dict[tuple[str, str], bool] = {}
+        """Device and data type; whether in training"""
+        self._shown: set[tuple[str, str]] = set()
+        self._reported = self._removed = False
         self._wrap()
 
     def remove(self) -> None:
@@ -267,10 +237,9 @@ class AutocastWatch:
             self._patch.undo()
 
     def _wrap(self) -> None:
-        if self._patch is not None or self._removed:
-            return
-        self._entries_left = MAX_ENTRIES
-        self._patch = Patch(self._owner, "__enter__", self._watched_enter)
+        if self._patch is None and not self._removed:
+            self._entries_left = MAX_ENTRIES
+            self._patch = Patch(self._owner, "__enter__", self._watched_enter)
 
     def _watched_enter(self, original: Any) -> Any:
         note = self._note_safely
@@ -286,34 +255,26 @@ class AutocastWatch:
     def _note(self, context: Any) -> None:
         self._entries_left -= 1
         if context._enabled:
-            dtype = str(context.fast_dtype).removeprefix("torch.")
-            self._seen.add(_Seen(context.device, dtype, self._is_grad_enabled()))
+            used = context.device, str(context.fast_dtype).removeprefix("torch.")
+            self._seen[used] = self._is_grad_enabled() or self._seen.get(used, False)
             if self._is_grad_enabled():
-                self._context.training.autocast[context.device] = dtype
+                self._context.training.autocast[used[0]] = used[1]
         if (context._enabled or self._entries_left <= 0) and self._patch is not None:
             self._patch.undo()
             self._patch = None  # only now, since the sampler thread may wrap it again
 
     def observe(self, *, scaled: bool) -> None:
         """Publish the data types seen and wrap autocast again. ``scaled``: a loss scaler was used. For the sampler thread."""
-        for seen in sorted(self._seen.copy()):
-            self._show(seen.device, seen.dtype)
-        in_float16 = any(seen.training and seen.dtype == "float16" for seen in self._seen.copy())
-        if in_float16 and not scaled and not self._reported and self._context.recorder.step >= UNSCALED_STEPS:
-            self._report_unscaled()
+        context, seen = self._context, self._seen.copy()
+        for device, dtype in sorted(seen.keys() - self._shown)[: MAX_SHOWN - len(self._shown)]:
+            self._shown.add((device, dtype))
+            context.set_gauge(catalog.AMP_AUTOCAST, 1.0, {"device_type": device, "dtype": dtype})
+        in_float16 = any(training and dtype == "float16" for (_, dtype), training in seen.items())
+        if in_float16 and not scaled and not self._reported and context.recorder.step >= UNSCALED_STEPS:
+            self._reported = True
+            context.event(catalog.EVENT_AMP_UNSCALED, {"steps": context.recorder.step})
+            context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")
         self._wrap()
-
-    def _show(self, device: str, dtype: str) -> None:
-        if (device, dtype) in self._shown or len(self._shown) >= MAX_SHOWN:
-            return
-        self._shown.add((device, dtype))
-        self._context.set_gauge(catalog.AMP_AUTOCAST, 1.0, {"device_type": device, "dtype": dtype})
-
-    def _report_unscaled(self) -> None:
-        self._reported = True
-        context = self._context
-        context.event(catalog.EVENT_AMP_UNSCALED, {"steps": context.recorder.step})
-        context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")
 
 
 SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
@@ -329,8 +290,8 @@ class AmpProbe:
         self._patches: list[Patch] = []
         self._patched: set[type] = set()
         self._handle: MetaPathFinder | None = None
-        self._hook: RemovableHandle | None = None
-        self._autocast = AutocastWatch()
+        self._hooks: list[RemovableHandle] = []
+        self._autocast: AutocastWatch | None = None
         self._in_scaler_step = self._optimizer_called = self._removed = False
 
     def install(self, context: ProbeContext) -> None:
@@ -341,22 +302,19 @@ class AmpProbe:
         self._loss_scaled, self._unscales = context.hooks.loss_scaled.listeners, context.hooks.unscales.listeners
         self._overflows, self._scales = Overflows(context), LossScales(context)
         self._breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
-        self._after_step_safely = self._breaker.guard(self._after_step)
-        self._after_scale_safely = self._breaker.guard(self._after_scale)
-        self._after_update_safely = self._breaker.guard(self._after_update)
         self._note_called_safely = self._breaker.guard(self._note_called)
         self._watch_optimizers_safely = self._breaker.guard(self._watch_optimizers)
         self._patch_all()
         self._handle = after_import(SHARDED, self._breaker.guard(self._patch_all))
-        self._autocast.install(context, self._breaker)
+        self._autocast = AutocastWatch(context, self._breaker)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._removed = True
         cancel(self._handle)
-        if self._hook is not None:
-            remove_hooks([self._hook])
-        self._autocast.remove()
+        remove_hooks(self._hooks)
+        if self._autocast is not None:
+            self._autocast.remove()
         for patch in reversed(self._patches):
             patch.undo()
 
@@ -369,7 +327,8 @@ class AmpProbe:
         """Patch scaler classes defined since the last call; check autocast."""
         if not self._removed:  # the rank's last round comes after ``remove``
             self._patch_all()
-        self._autocast.observe(scaled=self._scales.seen)
+        if self._autocast is not None:
+            self._autocast.observe(scaled=self._scales.seen)
 
     def _patch_all(self) -> None:
         """Patch ``GradScaler`` and each subclass that overrides a patched method, once."""
@@ -385,34 +344,34 @@ class AmpProbe:
                 self._patches.append(Patch(owner, name, watched[name], probe=self.name, nests=name == "step"))
 
     def _watched_step(self, original: Any) -> Any:
+        note = self._breaker.guard(self._after_step)
+
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             # a subclass calls its parent; a disabled scaler has no `_scale` and only forwards
-            if (
-                self._in_scaler_step
-                or self._breaker.is_open
-                or not getattr(scaler, "_enabled", False)
-                or self._graph_being_made()
-            ):
+            off = self._in_scaler_step or self._breaker.is_open or not getattr(scaler, "_enabled", False)
+            if off or self._graph_being_made():
                 return original(scaler, optimizer, *args, **kwargs)
-            if self._hook is None:
+            if not self._hooks:
                 self._watch_optimizers_safely()
             self._in_scaler_step, self._optimizer_called = True, False
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             finally:
                 self._in_scaler_step = False
-            self._after_step_safely(optimizer)
+            note(optimizer)
             return result
 
         return step
 
     def _watched_scale(self, original: Any) -> Any:
+        note = self._breaker.guard(self._after_scale)
+
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             scaled = original(scaler, outputs, *args, **kwargs)
             if not self._graph_being_made():
-                self._after_scale_safely(scaler, outputs, scaled)
+                note(scaler, outputs, scaled)
             return scaled
 
         return scale
@@ -428,11 +387,13 @@ class AmpProbe:
         return unscale_
 
     def _watched_update(self, original: Any) -> Any:
+        note = self._breaker.guard(self._after_update)
+
         @functools.wraps(original)
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(scaler, *args, **kwargs)
             if not self._graph_being_made():
-                self._after_update_safely(scaler)
+                note(scaler)
             return result
 
         return update
@@ -441,7 +402,7 @@ class AmpProbe:
         """Hook optimizers from the first scaler step on, so that other trainings do not pay for it."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_optimizer))
 
     def _before_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
@@ -453,7 +414,7 @@ class AmpProbe:
         """Note that the scaler calls the optimizer: it steps, unless it is fused and finds ``found_inf`` set."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
-            self._overflows.stepped(optimizer)
+            self._overflows.note(optimizer, overflow=False)
         else:
             self._overflows.fused(optimizer, found_inf)
 
@@ -463,7 +424,7 @@ class AmpProbe:
             return
         recorder = self._context.recorder
         recorder.optimizer_begins(optimizer)
-        self._overflows.skipped(optimizer)
+        self._overflows.note(optimizer, overflow=True)
         recorder.optimizer_ends(optimizer, monotonic_ns())
 
     def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
