@@ -94,19 +94,6 @@ def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
     assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, False, True, True, True, True]
 
 
-def test_two_scalers_have_their_own_scales(run: Recording) -> None:
-    """A GAN may have one for each of its optimizers."""
-    scalers = [GradScaler("cpu", init_scale=scale) for scale in (64.0, 512.0)]
-    models = [mlp(0), mlp(1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for index in range(4):
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            step(model, optimizer, scaler, overflows=scaler is scalers[1] and index == 3)
-            scaler.update()
-    values = run.look()
-    assert [scale_of(values, index) for index in (0, 1)] == [(64.0, 4.0), (256.0, 0.0)] == [truth(one) for one in scalers]
-
-
 def test_scalers_are_capped_and_a_new_one_takes_a_dead_one_s_place(run: Recording) -> None:
     """A scaler per fold of a cross-validation is one series, and many at once are four."""
     model, optimizer = sgd()

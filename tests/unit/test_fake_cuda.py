@@ -189,15 +189,6 @@ def test_a_measurement_arrives_when_all_devices_have_delivered() -> None:
     assert [(fault.key, fault.nans, fault.infinities) for fault in made.faults] == [(1, 0, 3)]
 
 
-def test_a_device_that_never_delivers_is_never_waited_for() -> None:
-    """And its memory is not lent again before it has."""
-    made, device = measured([of(torch.float32, 5)])
-    assert made is not None
-    for _ in range(3):
-        assert not made.arrived()
-    assert len(device.sent) == 1
-
-
 def test_what_clipping_computed_is_sent_as_it_is() -> None:
     """A tensor for each gradient, of one type or several; on a device that nothing is sent from there is nothing."""
     norms = [of(torch.float32), of(torch.bfloat16)]
@@ -222,12 +213,6 @@ def test_nothing_is_launched_while_a_graph_is_captured() -> None:
         assert from_norms(torch, [0], [scale], devices) is None
         assert devices.take_ns() == 0
     assert seen.calls == 0
-
-
-def test_fakes_of_a_whole_training_are_not_measured() -> None:
-    """People run one to learn what memory it will need: there is nothing to copy, and nothing fails."""
-    for where in ("cuda:0", "cpu", "xpu:0"):
-        assert measure(torch, [0], [of(torch.float32, 5, device=where)], None, frozenset(), Devices(Cuda())) is None
 
 
 def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:

@@ -395,8 +395,23 @@ def measure(
         return None
     if scale is not None and scale.is_cpu:
         made.scale, scale = float(scale), None
+    made.norms = [0.0] * len(tensors)
     with torch.no_grad():
-        return _from_devices(torch, made, tensors, by_device, scale, suspects, devices)
+        for device, indices in by_device.items():
+            here = [tensors[index] for index in indices]
+            if device.type == "cpu":
+                for index, tensor, norm in zip(indices, here, host_norms(here), strict=True):
+                    made.norms[index] = norm
+                    if not isfinite(norm):
+                        made.faults.append(NonFiniteGradient(keys[index], norm, *count_nonfinite(tensor)))
+                continue
+            with devices.cuda.on(device):
+                if devices.cuda.capturing():
+                    return None
+                counted = [index for index in indices if keys[index] in suspects and tensors[index].layout is torch.strided]
+                among = [(index, tensors[index]) for index in counted]
+                made.arriving.append(_send(torch, here, indices, among, scale, devices))
+        return scaled(made, scale, devices) if scale is not None and not made.arriving else made
 
 
 def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
@@ -415,35 +430,6 @@ def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) 
         numbers = devices.copies.send(torch.stack(norms if same else [norm.to(dtype) for norm in norms]))
     made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
     return made
-
-
-def _from_devices(
-    torch: Any, made: Measurement, tensors: list[Any], by_device: dict[Any, list[int]], scale: Any, suspects: frozenset[int],
-    devices: Devices,
-) -> Measurement | None:  # fmt: skip
-    made.norms = [0.0] * len(tensors)
-    for device, indices in by_device.items():
-        here = [tensors[index] for index in indices]
-        if device.type == "cpu":
-            _measure_here(made, indices, here)
-            continue
-        with devices.cuda.on(device):
-            if devices.cuda.capturing():
-                return None
-            counted = [index for index in indices if made.keys[index] in suspects and tensors[index].layout is torch.strided]
-            among = [(index, tensors[index]) for index in counted]
-            made.arriving.append(_send(torch, here, indices, among, scale, devices))
-    if scale is not None and not made.arriving:
-        return scaled(made, scale, devices)
-    return made
-
-
-def _measure_here(made: Measurement, indices: list[int], tensors: list[Any]) -> None:
-    """Measure the tensors on the CPU."""
-    for index, tensor, norm in zip(indices, tensors, host_norms(tensors), strict=True):
-        made.norms[index] = norm
-        if not isfinite(norm):
-            made.faults.append(NonFiniteGradient(made.keys[index], norm, *count_nonfinite(tensor)))
 
 
 def _send(

@@ -11,6 +11,7 @@ eight times in a run. Types are checked by ``__mro__``, never ``isinstance``, wh
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from itertools import islice
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -66,10 +67,9 @@ class ParameterNames:
         """Return the number of layers of all models that are known without a scan and have a trained parameter (ids)."""
         layers, counted = set[tuple[int, str]](), set[int]()
         for number, module in enumerate(self.outermost()):
-            try:
+            names = dict[int, str]()
+            with suppress(RuntimeError):  # a dictionary changed size
                 names = {id(parameter): layer_of(clean(name)) for name, parameter in self._parameters(module)}
-            except RuntimeError:  # a dictionary changed size
-                continue
             if any(key in trained for key in names):
                 layers.update((number, name) for key, name in names.items() if key not in counted)  # not again as its wrapper's
                 counted.update(names)
@@ -125,7 +125,9 @@ class ParameterNames:
         found: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
         for root in self._roots if wanted else ():
             module = root.module()
-            named = self._named(module, wanted) if module is not None else []
+            named = list[tuple[str, Any]]()
+            with suppress(RuntimeError):  # a dictionary changed size: none of it, then
+                named = [one for one in self._parameters(module) if id(one[1]) in wanted] if module is not None else []
             wanted -= {id(parameter) for _, parameter in named}
             if named:
                 found.append((root, module, named))
@@ -135,13 +137,6 @@ class ParameterNames:
                 root.title = f"{type(module).__name__}." if several else ""
             for name, parameter in named:
                 self._name(parameter, root.title + clean(name))
-
-    def _named(self, module: Any, wanted: set[int]) -> list[tuple[str, Any]]:
-        """Return the wanted ones of a module's parameters; none if the module is being changed meanwhile."""
-        try:
-            return [(name, parameter) for name, parameter in self._parameters(module) if id(parameter) in wanted]
-        except RuntimeError:  # a dictionary changed size
-            return []
 
     def _parameters(self, module: Any) -> Iterator[tuple[str, Any]]:
         """Yield a module's parameters by name; raise ``RuntimeError`` if the module is being changed meanwhile."""
