@@ -22,7 +22,7 @@ from torchobs.probes.gradients.norms import Clipping, completed_total, from_norm
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torchobs.probes.core.capture_results import CapturedResults
     from torchobs.probes.core.context import ProbeContext
@@ -180,20 +180,18 @@ class ClipWatch:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
             self._each_ns = now_ns + _EACH_NS if due else self._each_ns
-        return self._captured_results(self._torch._foreach_norm) if due and self._are_plain(tensors) else None
-
-    def _are_plain(self, tensors: Iterable[Any]) -> bool:
         tensor_type = self._torch.Tensor
-        return all(type(tensor) is tensor_type for tensor in tensors)
+        is_plain = due and all(type(tensor) is tensor_type for tensor in tensors)
+        return self._captured_results(self._torch._foreach_norm) if is_plain else None
 
     def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
         """Take a total norm: that of all gradients, unless the optimizer turns out to have more."""
         if not is_l2(norm_type) or not tensors:
             return
         begun_ns = monotonic_ns()
-        made = self._clipping(tensors)
-        if type(norm) is not self._torch.Tensor:
-            self._measure_shards(tensors, made)
+        made = Clipping(len(tensors), first=id(tensors[0]), scaling=self._scaling.losses)
+        if type(norm) is not self._torch.Tensor:  # of shards
+            made.each = self._measure(tensors) if self._pace.would_be_due(self._context.recorder.step) else None
         elif norm.is_cpu:
             made.total = norm.item()
             if seen is None and self._is_trusted(made):
@@ -217,18 +215,11 @@ class ClipWatch:
             self._pace.spend(monotonic_ns() - begun_ns)
         self._keep(made)
 
-    def _clipping(self, gradients: list[Any]) -> Clipping:
-        return Clipping(len(gradients), first=id(gradients[0]), scaling=self._scaling.losses)
-
     def _is_trusted(self, made: Clipping) -> bool:
         """Return True if this is certainly the norm of all gradients that the only optimizer is about to use."""
         recorder = self._context.recorder
         fits = self._covered == recorder.sole != 0 and self._covered_grads == made.grads and recorder.step < self._covered_until
         return fits and not self._scaling.waits_for_unscale and not self._seen and _SUSPICIOUS < made.total < inf
-
-    def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
-        if self._pace.would_be_due(self._context.recorder.step):
-            made.each = self._measure(tensors)
 
     def _keep(self, made: Clipping) -> None:
         recorder = self._context.recorder

@@ -4,7 +4,7 @@
 optimizer with a loss scaler unscales in its step), with one when the outermost backward inside the step returns.
 **How often**: every step if that is cheap enough, else every n-th, so that the norms' own time stays within half of the
 overhead budget; the interval in use is a metric. Norms that ``clip_grad_norm_`` computes anyway are taken from there.
-**Then** the sampler thread updates the series by layer from the last measured step (``publish``).
+**Then** the sampler thread updates the series by layer from the last measured step.
 """
 
 from __future__ import annotations
@@ -47,145 +47,6 @@ _PAST, _COMPARED = 64, 16
 """Measured steps kept, for the anomalies that the fold finds among them, and those that one is compared with"""
 _MOST_NUMBERS = 1 << 15
 """Most norms kept: 1 MiB as Python's floats"""
-
-
-class GradientPublisher:
-    """Queues the measurements of steps and publishes them."""
-
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
-        self.layers = Layers(context.writer.table, 0, context.yield_gil)
-        self.stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
-        self.suspects: frozenset[int] = frozenset()
-        """Parameters with a non-finite gradient lately; their elements are counted on a device"""
-        self._suspected = 0
-        self._steps: dict[int, list[Measurement]] = {}
-        self._latest: tuple[int, list[Measurement]] | None = None
-        self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
-        context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
-        self._gauges: dict[str, float] = {}
-        self._past: deque[tuple[int, list[Measurement]]] = deque(maxlen=_PAST)
-        """The last measured steps, oldest first"""
-        context.blown_layer[:] = [self.blown_layer]
-        context.layer_norms[:] = [self.recent_norms]
-        self.set_level(context.hooks.level.value)
-
-    def set_level(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`."""
-        self.layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
-
-    def add(self, step: int, made: Measurement, *, anew: bool) -> None:
-        """Queue a measurement of a part of that step. In the training thread. ``anew``: replace that optimizer's last one."""
-        steps = self._steps
-        if len(steps) >= _MOST_KEPT and step not in steps:
-            return
-        parts = steps.setdefault(step, [])
-        if anew and made.optimizer is not None:
-            parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not made.optimizer()]
-        parts.append(made)
-
-    def show(self, pace: SamplingInterval, clip: ClipWatch, *, now: bool = False) -> None:
-        """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
-        self._set(catalog.GRAD_INTERVAL, float(pace.interval))
-        self._begin_model()
-        self._receive()
-        pace.most = self.stuck_layers.wanted_interval()
-        self.stuck_layers.judge()
-        time_s = monotonic()
-        if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
-            return
-        self._shown_s = time_s
-        step, parts = self._latest
-        if not self.layers.show(parts, step, now=now):
-            return
-        if now:
-            self.stuck_layers.judge((step, parts))
-        self._latest = None
-        self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
-        for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)):
-            if limit is not None:
-                self._set(metric, limit)
-            elif self._gauges.pop(metric.name, None) is not None:
-                self._context.set_gauge(metric, nan)  # it was known once, and another is in force
-
-    def _begin_model(self) -> None:
-        """Reset the layers if the model has changed; before the measurements of the new one are received."""
-        changes = self._context.recorder.models.changes
-        if self._model != changes:
-            self._model = changes
-            self._past.clear()
-            self.layers.begin_model()
-            self.stuck_layers.begin()
-
-    def _receive(self) -> None:
-        last = self._context.recorder.step
-        for step in sorted(self._steps):
-            parts = self._steps[step]
-            if step > last or not all(part.arrived() for part in parts):
-                return
-            del self._steps[step]
-            self._latest = (step, parts)
-            self._remember(step, parts)
-            self.stuck_layers.note(parts, step)
-            if any(part.faults for part in parts):
-                self._report_faults(step, parts)
-            elif self._suspected:
-                self._suspected -= 1
-                self.suspects = self.suspects if self._suspected else frozenset()
-
-    def _remember(self, step: int, parts: list[Measurement]) -> None:
-        numbers = sum(len(part.keys) for part in parts)
-        while self._past and (len(self._past) + 1) * numbers > _MOST_NUMBERS:
-            self._past.popleft()
-        self._past.append((step, parts))
-
-    def blown_layer(self, step: int) -> BlownLayer | None:
-        """Return the layer whose gradient has grown most in that step; ``None`` if it was not measured lately, or none has."""
-        self._receive()  # the step may have ended since :meth:`show`
-        found = next((parts for at, parts in self._past if at == step), None)
-        norms = self.layers.norms(found, now=True) if found is not None else None
-        if norms is None:
-            return None
-        before = [self.layers.norms(parts) for at, parts in self._past if at < step]
-        return blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
-
-    def recent_norms(self, most: int) -> list[tuple[int, dict[str, float]]]:
-        """Return the norms of the last ``most`` measured steps by layer, of the layers that have series, oldest first."""
-        self._receive()
-        chosen = {layer.name for layer in self.layers.chosen}
-        found = [(step, self.layers.norms(parts)) for step, parts in list(self._past)[-most:]]
-        return [(step, {name: one for name, one in norms.items() if name in chosen}) for step, norms in found if norms]
-
-    def _report_faults(self, step: int, parts: list[Measurement]) -> None:
-        """Count non-finite elements and report their layers: at once, then at most once a minute."""
-        faults = [fault for part in parts for fault in part.faults]
-        elements = sum(fault.nans + fault.infinities for fault in faults)
-        self._context.count(catalog.GRAD_NONFINITE_ELEMENTS, elements)
-        self.suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
-        layers = [layer.name for part in parts for layer in self.layers.note_faults(part, step)]
-        if not self._events.take(monotonic()):
-            return
-        kinds = {"nan" if fault.nans or isnan(fault.norm) else "inf" for fault in faults}
-        kinds |= {"inf" for fault in faults if fault.infinities and not isnan(fault.norm)}
-        attributes = {
-            "layers": layers[:_LAYERS_NAMED], "layers_affected": len(layers), "elements": elements, "kinds": sorted(kinds),
-        }  # fmt: skip
-        self._context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
-
-    def _ranks(self, parts: list[Measurement]) -> int:
-        """Return over how many ranks the squares of norms add up to the whole."""
-        if any(part.whole for part in parts):
-            return 1
-        if self.layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
-            group = rank_and_size()
-            return 1 if group is None else group[1]
-        return max(part.ranks for part in parts)
-
-    def _set(self, metric: catalog.Metric, value: float) -> None:
-        if value != self._gauges.get(metric.name) and self._context.set_gauge(metric, value):
-            self._gauges[metric.name] = value
-
-
 _RECOUNT_EVERY = 64
 _NOTED_STEPS = 8
 """How many steps to leave alone where clipping has computed the norm, and nothing is left to measure"""
@@ -212,20 +73,33 @@ class GradientProbe:
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         fixed = context.settings.grad_interval
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
-        self._publisher = GradientPublisher(context)
-        self._updates = UpdateWatch(context, self._publisher.layers)
+        self._layers = Layers(context.writer.table, 0, context.yield_gil)
+        self._stuck_layers, self._model = StuckLayersWatch(context, self._layers), context.recorder.models.changes
+        self._suspects: frozenset[int] = frozenset()
+        """Parameters with a non-finite gradient lately; their elements are counted on a device"""
+        self._suspected = 0
+        self._steps: dict[int, list[Measurement]] = {}
+        self._latest: tuple[int, list[Measurement]] | None = None
+        self._past: deque[tuple[int, list[Measurement]]] = deque(maxlen=_PAST)
+        """The last measured steps, oldest first"""
+        self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
+        self._gauges: dict[str, float] = {}
+        context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
+        context.blown_layer[:], context.layer_norms[:] = [self._blown_layer], [self._recent_norms]
+        self._updates = UpdateWatch(context, self._layers)
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
-        self._lints = Lints(context, breaker, self._publisher.layers.names, self._clip)
+        names = self._layers.names
+        self._lints = Lints(context, breaker, names, self._clip)
         self._weights = ReplicaWeights(context, self._replicas or Replicas(), self._devices)
-        self._no_gradients = NoGradients(context, self._publisher.stuck_layers)
+        self._no_gradients = NoGradients(context, self._stuck_layers)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.manual_step_ended.register(breaker, self._take_clipping)
-        hooks.watched.register(breaker, self._publisher.layers.names.watch)
-        self._publisher.layers.names.built_modules.install(context, breaker)
-        context.modules[:] = [self._publisher.layers.names.outermost]
-        self._step_hook.due_at = 0
+        hooks.watched.register(breaker, names.watch)
+        names.built_modules.install(context, breaker)
+        context.modules[:] = [names.outermost]
+        self.level_changed(hooks.level.value)
         self._clip.install(breaker)
         hooks.unscales.register(breaker, self._clip.unscales)
 
@@ -233,14 +107,14 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
         self._lints.remove()
-        self._publisher.layers.names.built_modules.remove()
+        self._layers.names.built_modules.remove()
 
     def sample(self) -> None:
         """Write norms of ended steps that have arrived from a device; publish measurements."""
         recorder = self._context.recorder
         for step, norm, clipped in self._pending.take(recorder.step):
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
-        self._publisher.show(self._pace, self._clip)
+        self._publish()
         self._updates.show()
         self._look_at_loop()
         if self._clip.misused is not None and not self._misuse_reported:
@@ -255,7 +129,7 @@ class GradientProbe:
 
     def observe(self) -> None:
         """Publish all that is known so far, and look for missing names."""
-        self._publisher.show(self._pace, self._clip, now=True)
+        self._publish(now=True)
         self._updates.show()
         self._look_at_loop(last=True)
 
@@ -264,13 +138,114 @@ class GradientProbe:
         self._weights.sample()
         if self._lints.due:
             self._step_hook.due_at = 0
-        self._no_gradients.sample(self._publisher.layers, last=last)
+        self._no_gradients.sample(self._layers, last=last)
 
     def level_changed(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._publisher.set_level(level)
+        self._layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
         self._updates.set_level(level)
         self._step_hook.due_at = 0
+
+    def _publish(self, *, now: bool = False) -> None:
+        """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
+        self._set(catalog.GRAD_INTERVAL, float(self._pace.interval))
+        self._begin_model()
+        self._receive()
+        self._pace.most = self._stuck_layers.wanted_interval()
+        self._stuck_layers.judge()
+        time_s = monotonic()
+        if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
+            return
+        self._shown_s = time_s
+        step, parts = self._latest
+        if not self._layers.show(parts, step, now=now):
+            return
+        if now:
+            self._stuck_layers.judge((step, parts))
+        self._latest = None
+        self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
+        for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, self._clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, self._clip.value)):
+            if limit is not None:
+                self._set(metric, limit)
+            elif self._gauges.pop(metric.name, None) is not None:
+                self._context.set_gauge(metric, nan)  # it was known once, and another is in force
+
+    def _begin_model(self) -> None:
+        """Reset the layers if the model has changed; before the measurements of the new one are received."""
+        changes = self._context.recorder.models.changes
+        if self._model != changes:
+            self._model = changes
+            self._past.clear()
+            self._layers.begin_model()
+            self._stuck_layers.begin()
+
+    def _receive(self) -> None:
+        last = self._context.recorder.step
+        for step in sorted(self._steps):
+            parts = self._steps[step]
+            if step > last or not all(part.arrived() for part in parts):
+                return
+            del self._steps[step]
+            self._latest = (step, parts)
+            self._remember(step, parts)
+            self._stuck_layers.note(parts, step)
+            if any(part.faults for part in parts):
+                self._report_faults(step, parts)
+            elif self._suspected:
+                self._suspected -= 1
+                self._suspects = self._suspects if self._suspected else frozenset()
+
+    def _remember(self, step: int, parts: list[Measurement]) -> None:
+        numbers = sum(len(part.keys) for part in parts)
+        while self._past and (len(self._past) + 1) * numbers > _MOST_NUMBERS:
+            self._past.popleft()
+        self._past.append((step, parts))
+
+    def _blown_layer(self, step: int) -> BlownLayer | None:
+        """Return the layer whose gradient has grown most in that step; ``None`` if it was not measured lately, or none has."""
+        self._receive()  # the step may have ended since the last round
+        found = next((parts for at, parts in self._past if at == step), None)
+        norms = self._layers.norms(found, now=True) if found is not None else None
+        if norms is None:
+            return None
+        before = [self._layers.norms(parts) for at, parts in self._past if at < step]
+        return blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
+
+    def _recent_norms(self, most: int) -> list[tuple[int, dict[str, float]]]:
+        """Return the norms of the last ``most`` measured steps by layer, of the layers that have series, oldest first."""
+        self._receive()
+        chosen = {layer.name for layer in self._layers.chosen}
+        found = [(step, self._layers.norms(parts)) for step, parts in list(self._past)[-most:]]
+        return [(step, {name: one for name, one in norms.items() if name in chosen}) for step, norms in found if norms]
+
+    def _report_faults(self, step: int, parts: list[Measurement]) -> None:
+        """Count non-finite elements and report their layers: at once, then at most once a minute."""
+        faults = [fault for part in parts for fault in part.faults]
+        elements = sum(fault.nans + fault.infinities for fault in faults)
+        self._context.count(catalog.GRAD_NONFINITE_ELEMENTS, elements)
+        self._suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
+        layers = [layer.name for part in parts for layer in self._layers.note_faults(part, step)]
+        if not self._events.take(monotonic()):
+            return
+        kinds = {"nan" if fault.nans or isnan(fault.norm) else "inf" for fault in faults}
+        kinds |= {"inf" for fault in faults if fault.infinities and not isnan(fault.norm)}
+        attributes = {
+            "layers": layers[:_LAYERS_NAMED], "layers_affected": len(layers), "elements": elements, "kinds": sorted(kinds),
+        }  # fmt: skip
+        self._context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
+
+    def _ranks(self, parts: list[Measurement]) -> int:
+        """Return over how many ranks the squares of norms add up to the whole."""
+        if any(part.whole for part in parts):
+            return 1
+        if self._layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
+            group = rank_and_size()
+            return 1 if group is None else group[1]
+        return max(part.ranks for part in parts)
+
+    def _set(self, metric: catalog.Metric, value: float) -> None:
+        if value != self._gauges.get(metric.name) and self._context.set_gauge(metric, value):
+            self._gauges[metric.name] = value
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -341,7 +316,7 @@ class GradientProbe:
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
-        keys, suspects = list(map(id, parameters)), self._publisher.suspects
+        keys, suspects = list(map(id, parameters)), self._suspects
         self._devices.of_step(self._context.recorder.step, following=bool(self._context.recorder.pending))
         made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
         if self._devices.batches and not self._devices.batching:
@@ -356,7 +331,7 @@ class GradientProbe:
 
     def _measure_clipped(self, gradients: list[Any]) -> Measurement | None:
         """Measure gradients that are about to be clipped, or whose norm may be inexact."""
-        return measure(self._torch, list(map(id, gradients)), gradients, None, self._publisher.suspects, self._devices)
+        return measure(self._torch, list(map(id, gradients)), gradients, None, self._suspects, self._devices)
 
     def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Use the norm that clipping has computed in this step."""
@@ -410,8 +385,14 @@ class GradientProbe:
             recorder.add_norm(made.total(), made.scale, within_step=within)
 
     def _keep(self, made: Measurement, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
-        made.optimizer = weakref.ref(optimizer)
-        self._publisher.add(self._context.recorder.step + 1, made, anew=within)
+        """Queue a measurement for the sampler thread; after a closure's backward pass it replaces the one before."""
+        made.optimizer, step = weakref.ref(optimizer), self._context.recorder.step + 1
+        if len(self._steps) >= _MOST_KEPT and step not in self._steps:
+            return
+        parts = self._steps.setdefault(step, [])
+        if within:
+            parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not optimizer]
+        parts.append(made)
 
     def _look_for_clamping(self, gradients: list[Any]) -> None:
         """Flag the step if gradients have reached the limit of clipping by value."""

@@ -138,7 +138,7 @@ class _UpdateScale(NamedTuple):
 
 
 class StuckLayersWatch:
-    """Judges measured steps in the sampler thread, and reports. A part of :class:`~.gradients.GradientPublisher`."""
+    """Judges measured steps in the sampler thread, and reports. A part of the gradient probe."""
 
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
         self._context, self._layers = context, layers

@@ -53,8 +53,6 @@ TRACE_EVERY_S, TRACES_AT_ONCE = 60.0, 3
 SAME_EVERY_S = 600.0
 """An origin is reported again after this time"""
 WATCHED_BACKWARDS = 3
-OPEN_S = 0.3
-"""After this time without its end a step is told of by itself: three rounds of the sampler"""
 _MOST_KEPT = 64
 _REFUSALS = (ValueError, RuntimeError, ArithmeticError, AssertionError)
 """Exceptions by which a script, or torch, refuses a value"""
@@ -97,8 +95,8 @@ class NonfiniteProbe:
         self._watch: BackwardWatch | None = None
         self._raising: NonfiniteRaiser | None = None
         self._told: list[str] = []
-        self._open = ("", 0, 0.0)
-        """What was last seen that is not finite (a kind of anomaly), in which step, and when"""
+        self._open = ("", 0)
+        """What was last seen that is not finite (a kind of anomaly), and in which step"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -115,7 +113,6 @@ class NonfiniteProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._open = *self._open[:2], 0.0
         self._breaker.guard(self._warn_of_open_step)()
         self._breaker.guard(self._release)()
         if self._raising is not None:
@@ -125,7 +122,6 @@ class NonfiniteProbe:
 
     def sample(self) -> None:
         """Log what was found; what waits for another loss, once the training is a step on."""
-        self._warn_of_open_step()
         if self._is_rest_due() and self._traces.take(monotonic(), "rest"):
             self._context.at_backward(self._breaker.guard(self._find_rest))
         waiting = self._waiting  # the training thread may take it at any time
@@ -136,18 +132,16 @@ class NonfiniteProbe:
 
     def _warn_of_open_step(self) -> None:
         """Log a value that is not finite in a step that does not end; of one that has, the fold has its record."""
-        what, step, seen_s = self._open
-        if what and monotonic() - seen_s >= OPEN_S:
-            self._open = "", 0, 0.0
-            if step > self._context.recorder.ended:
-                self._context.warn_limited(f"anomaly {what}", f"{what.replace('_', ' ')} in step {step}", own="loss" in what)
+        what, step = self._open
+        if what and step > self._context.recorder.ended:
+            self._context.warn_limited(f"anomaly {what}", f"{what.replace('_', ' ')} in step {step}", own="loss" in what)
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
         """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they do not run any more."""
         step = self._context.recorder.in_progress
-        self._open = "nonfinite_loss", step, monotonic()
+        self._open = "nonfinite_loss", step
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
         self._found = self._found if follows else None
@@ -199,7 +193,7 @@ class NonfiniteProbe:
         step = self._context.recorder.in_progress
         if step == self._lost_step or skips_by_itself(optimizer):
             return
-        self._open = "nonfinite_gradient", step, monotonic()
+        self._open = "nonfinite_gradient", step
         follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -243,7 +237,7 @@ class NonfiniteProbe:
         the functions that are left, and in what the optimizers hold.
         """
         if isinstance(error, _REFUSALS):
-            self._open = "", 0, 0.0  # the script's own words stand in the log already
+            self._open = "", 0  # the script's own words stand in the log already
         if not isinstance(error, KeyboardInterrupt):
             self._last_gradients(logged=not isinstance(error, _REFUSALS))
         step, frames = self._context.recorder.in_progress, _frames_of(error)
@@ -450,20 +444,15 @@ def _bad_losses(frames: Iterable[FrameType]) -> list[Any]:
 
 def _bad_parameters(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters that are not finite."""
-    idle = _idle_devices(each.device for each in parameters)
+    idle = set(filter(_is_idle, {each.device for each in parameters}))  # each is waited for once
     return [each for each in parameters if each.device in idle and condition(each) is Condition.BAD]
 
 
 def _bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters whose gradients, which no optimizer has used yet, are not finite."""
     with_gradient = [each for each in parameters if each.grad is not None]
-    idle = _idle_devices(each.grad.device for each in with_gradient)
+    idle = set(filter(_is_idle, {each.grad.device for each in with_gradient}))
     return bad_gradients(each for each in with_gradient if each.grad.device in idle)
-
-
-def _idle_devices(devices: Iterable[Any]) -> set[Any]:
-    """Return those that are idle, each of which is waited for once."""
-    return {device for device in set(devices) if _is_idle(device)}
 
 
 def _is_idle(device: Any) -> bool:

@@ -124,8 +124,7 @@ class OptimizerProbe:
         number = number_of(rate)
         if number is not None and id(optimizer) == self._rates.key and not recorder.values.flags & StepFlag.LEARNING_RATE:
             recorder.set_rate(number)
-        if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
-            self._take_from_device()
+        self._take_from_device(rate, number)
         if hook.due_at <= recorder.step:  # the gradient probe, which is called first, has not set it
             hook.due_at, hook.last = recorder.step + LOOK_STEPS, recorder.step
 
@@ -141,14 +140,10 @@ class OptimizerProbe:
         if id(optimizer) != outer and not container.knows(optimizer):
             container.add(optimizer)
         if outer == self._rates.key and container.first is not None and container.first() is optimizer:
-            self._replace_rate(optimizer.param_groups[0].get("lr"))
-
-    def _replace_rate(self, rate: Any) -> None:
-        """Replace the rate of the step in progress."""
-        number = number_of(rate)
-        self._context.recorder.set_rate(number)
-        if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
-            self._take_from_device()
+            rate = optimizer.param_groups[0].get("lr")
+            number = number_of(rate)
+            self._context.recorder.set_rate(number)
+            self._take_from_device(rate, number)
 
     def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
         """Insert it into the order if it is new, and update which is the first."""
@@ -162,12 +157,15 @@ class OptimizerProbe:
             self._optimizers = [ref(one) for one in living]
         self._first, self._rates.key = ref(living[0]), id(living[0])
 
-    def _take_from_device(self) -> None:
+    def _take_from_device(self, rate: Any, number: float | None) -> None:
+        """Have the rates of all groups copied, if the first one is on a device and that is due."""
+        if number is not None or rate is None or monotonic_ns() < self._device_due_ns:
+            return
         self._device_due_ns = monotonic_ns() + DEVICE_NS
         arrived, step = self._arrived, self._context.recorder.step + 1
         arrived.clear()
         for index, group in enumerate(self._groups()):
-            rate: Any = group.get("lr")
+            rate = group.get("lr")
             if number_of(rate) is None and hasattr(rate, "numel") and rate.numel() == 1:
                 arrive = functools.partial(arrived.__setitem__, id(rate))
                 self._context.device.take(rate, arrive if index else functools.partial(self._write_first, step))
