@@ -370,6 +370,14 @@ class _Missing(NamedTuple):
     parameters: list[TensorReference]
 
 
+class _Open(NamedTuple):
+    """What is reported of an optimizer: layers, ids of their parameters, and since which step they get no gradient."""
+
+    layers: list[str]
+    parameters: set[int]
+    step: int
+
+
 class NoGradients:
     """Optimizers without a gradient; the training thread looks, the sampler thread names and reports.
 
@@ -388,8 +396,8 @@ class NoGradients:
         self._found: list[_Missing] = []
         self._unused = False
         """Whether unused parameters were reported"""
-        self._open: dict[_Optimizer, tuple[list[str], set[int]]] = {}
-        """Layers, and ids of parameters, of those reported to get no gradient, until some come after all"""
+        self._open: dict[_Optimizer, _Open] = {}
+        """Those reported to get no gradient, until some come after all"""
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -475,12 +483,10 @@ class NoGradients:
 
     def sample(self, layers: Layers, *, last: bool) -> None:
         """Name and report what was found, or take it back. ``last``: do not wait for names."""
-        resumed = [state for state in self._open if state.resumed]
-        for state in resumed:
-            step = state.resumed
+        for state in [state for state in self._open if state.resumed]:
             del self._open[state]
+            self._report(state.resumed)
             state.look_again()
-            self._report(step)
         if not self._found:
             return
         state, cause, step, references = self._found[0]
@@ -500,13 +506,15 @@ class NoGradients:
         elif not is_dummy:
             names = names or [f"parameter{number}" for number in range(len(references))]  # all may be gone when a rank ends
             living = {one for _, one in self._optimizers.living()}
-            self._open = {one: open_ for one, open_ in self._open.items() if one in living} | {state: (names, ids)}
+            self._open = {one: known for one, known in self._open.items() if one in living} | {state: _Open(names, ids, step)}
             self._report(step)
 
     def _report(self, step: int) -> None:
-        layers = [name for names, _ in self._open.values() for name in names]
-        parameters = {key for _, ids in self._open.values() for key in ids}
-        self._stuck_layers.report_missing("no_gradient", layers, step, parameters)
+        """Report the layers of all that get no gradient, since the last of their steps; none are left since ``step``."""
+        found = self._open.values()
+        layers, parameters = [name for one in found for name in one.layers], {key for one in found for key in one.parameters}
+        since = max((one.step for one in found), default=step)
+        self._stuck_layers.report_missing("no_gradient", layers, since, parameters)
 
 
 def _possibly_stepped(optimizer: Any) -> set[int]:
