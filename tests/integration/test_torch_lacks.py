@@ -77,7 +77,6 @@ NEEDED_BY_TORCH = frozenset(
         "_execution_engine",  # of every backward
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
-        # of a node of a function written in Python
         "_autograd",  # which says whether a profiler runs
         *(
             "_world",
