@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,19 +71,14 @@ def rows() -> torch.Tensor:
     return torch.randn(4, 8)
 
 
-def images() -> torch.Tensor:
-    """One for the CNN."""
-    return torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
-
-
 def tokens() -> torch.Tensor:
     """One for the GPT and the embedding."""
     return torch.randint(0, 64, (4, 12))
 
 
-def series() -> torch.Tensor:
-    """One for the RNN."""
-    return torch.randn(4, 6, 8)
+def images() -> torch.Tensor:
+    """One for the CNN."""
+    return torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
@@ -103,21 +99,14 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, foreach=True)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """As most use it."""
-    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
-
-
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    """Unscales in its step."""
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-
 def muon(parameters: Any) -> torch.optim.Optimizer:
     """Takes matrices only."""
     return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2], lr=1e-3)
 
 
+adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+"""Unscales in its step"""
 CASES = {
     "mlp, sgd nesterov foreach": Case(mlp, rows, sgd),
     "mlp, adamw fused, fp16 with scaler": Case(mlp, rows, fused, 1e-2, cast=torch.float16, scaled=True),
@@ -128,7 +117,7 @@ CASES = {
     "gpt, adamw fused": Case(gpt, tokens, fused),
     "gpt, adafactor, bf16": Case(gpt, tokens, lambda p: torch.optim.Adafactor(p, lr=1e-3), 1e-2, dtype=torch.bfloat16),
     "gpt, muon for its matrices": Case(gpt, tokens, muon),
-    "rnn, rmsprop": Case(RNN, series, lambda p: torch.optim.RMSprop(p, lr=1e-3)),
+    "rnn, rmsprop": Case(RNN, lambda: torch.randn(4, 6, 8), lambda p: torch.optim.RMSprop(p, lr=1e-3)),
     "embedding, sparse adam": Case(
         lambda: nn.Embedding(1000, 16, sparse=True), tokens, lambda p: torch.optim.SparseAdam(list(p), lr=1e-3)
     ),
