@@ -133,6 +133,8 @@ class Lints:
 
     def before_step(self, measured: Measured, *, within: bool) -> None:
         """Look at an optimizer in a measured step. ``within``: after a closure's backward pass."""
+        if within:
+            self._not_in_optimizer.before_step()
         state = self._optimizers.of(measured.optimizer)
         if state is None:
             return
@@ -141,9 +143,7 @@ class Lints:
             owners = [each for each in self._names.built_modules.modules() if _holds(each, measured.sample)]
             state.began = any(each.training for each in owners)
             state.lints.append(KeptGradients(self))
-        self._observe(state, measured, None if not within else EvaluationMode)
-        if within:
-            self._not_in_optimizer.before_step()
+        self._observe(state, measured, EvaluationMode if within else None)
 
     def before_any_step(self, optimizer: Any, step: int) -> None:
         """Look at what does not wait for a measured step, if the sampler thread has asked for it."""
@@ -280,14 +280,18 @@ class KeptGradients(Lint):
         self._node = accumulator_of(sample)
         self._first = self._last = gradient._version
         self._accumulated, step, weights = 0, recorder.step, sample._version
+        lint_of = ref(self)  # the node would keep this one alive, which keeps the node and with it the parameter
 
         def add(*_: object) -> None:
-            gradient = sample.grad
+            lint = lint_of()
+            sample = lint._parameter() if lint is not None else None
+            if lint is None or sample is None or sample.grad is None:
+                return
             # up to its optimizer's next step, for clipping changes the gradient, too; a fused step raises no version
-            within = recorder.step == step if self._fused else sample._version == weights
-            if gradient is not None and id(gradient) == self._key and within:
-                self._accumulated += 1
-                self._last = gradient._version
+            within = recorder.step == step if lint._fused else sample._version == weights
+            if id(sample.grad) == lint._key and within:
+                lint._accumulated += 1
+                lint._last = sample.grad._version
 
         if self._node is not None:
             self._handle = self._node.register_hook(self.guard(add))
