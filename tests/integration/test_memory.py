@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -156,13 +155,6 @@ def test_this_machine_s_own_groups_are_read(run: Recording) -> None:
         assert values[catalog.CGROUP_MEMORY_OOM_KILLS.name,] == 0
 
 
-def test_all_of_it_is_at_most_forty_series() -> None:
-    """With every cgroup file there is, and one device, at the default level."""
-    names = ("torchobs.memory.", "torchobs.cgroup.", "torchobs.rank.process.")
-    metrics = [metric for metric in catalog.METRICS if metric.name.startswith(names) and metric is not catalog.MEMORY_HOST_PSS]
-    assert sum(math.prod(len(attribute.values) or 1 for attribute in metric.attributes) for metric in metrics) <= 40
-
-
 def test_shared_memory_that_is_nearly_full_is_an_event(
     flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -216,22 +208,6 @@ def gpt_step() -> Callable[[], None]:
     return step
 
 
-def keeps_graphs() -> Callable[[], None]:
-    """A step that appends the loss, and with it the graph and its activations, to a list: the classic."""
-    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses: list[torch.Tensor] = []
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(torch.randn(512, 256)).square().mean()
-        losses.append(loss + 0 * model(torch.randn(512, 256)).mean())
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
 def keeps_arrays() -> Callable[[], None]:
     """A step that collects predictions as numpy arrays for a metric at the epoch's end, and never comes there."""
     step, kept = mlp_step(), list[Any]()
@@ -256,10 +232,9 @@ def test_training_that_does_not_leak_is_not_called_a_leak(watched: Watched, make
     assert watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name) == []
 
 
-@pytest.mark.parametrize("make", [keeps_graphs, keeps_arrays])
-def test_a_leak_is_measured_and_its_end_foretold(watched: Watched, make: Callable[[], Callable[[], None]]) -> None:
+def test_a_leak_is_measured_and_its_end_foretold(watched: Watched) -> None:
     """A mebibyte a step or so, a step a second: so many bytes a step as psutil sees, and the limit after so many seconds."""
-    step = make()
+    step = keeps_arrays()
     if LINUX:
         ctypes.CDLL(None).malloc_trim(0)  # what an earlier test gave back to malloc would be taken again without growing
     watched.limit(2e9, total=3e9)

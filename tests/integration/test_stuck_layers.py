@@ -113,15 +113,6 @@ def test_the_layers_of_the_model_are_counted_whatever_is_trained(run: Recording)
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
 
 
-def saturated() -> Any:
-    """Units of tanh at 30, whose slope is exactly zero in float32."""
-    model = chain(nn.Tanh, 4)
-    with torch.no_grad():
-        for layer in model[:-1:2]:
-            layer.bias.fill_(30.0)
-    return model
-
-
 class CutOff(nn.Module):
     """A backbone whose output the script multiplies by zero from step 60 on, and a head with a bias of its own."""
 
@@ -134,38 +125,6 @@ class CutOff(nn.Module):
         self.calls += 1
         features = self.backbone(inputs) * (self.calls < 60)
         return self.head(torch.cat([inputs, features], 1))
-
-
-class Detached(CutOff):
-    """The same with a backbone that is detached: its gradients are absent, not zero."""
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        """One number a row."""
-        self.calls += 1
-        features = self.backbone(inputs)
-        return self.head(torch.cat([inputs, features if self.calls < 60 else features.detach()], 1))
-
-
-@pytest.mark.parametrize(
-    ("made", "layers"),
-    [
-        (saturated, ["0", "2", "4", "6"]),
-        (CutOff, ["backbone.0", "backbone.2", "backbone.4"]),
-        (Detached, ["backbone.0", "backbone.2", "backbone.4"]),
-    ],
-    ids=["saturated", "cut off later", "detached later"],
-)
-def test_layers_that_no_gradient_comes_to(run: Recording, made: Callable[[], nn.Module], layers: list[str]) -> None:
-    """Within 200 steps of a run that is over in less than a second: nobody waits for a clock."""
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for _ in range(190):
-        optimizer.zero_grad()
-        torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
-        optimizer.step()
-    run.look()
-    (told,) = run.attributes(catalog.EVENT_UNMOVED_LAYERS.name)
-    assert (told["cause"], told["layers"], told["at"]) == ("cut_off", layers, layers[-1])
 
 
 def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,80 +279,66 @@ def ranks(*progress: GroupProgress, group: str = "default") -> dict[str, dict[st
     return {str(rank): {group: one} for rank, one in enumerate(progress)}
 
 
-def test_the_rank_that_did_not_come_is_named() -> None:
-    """Seven of eight wait in number 413, and rank 3 has called 412."""
-    found = absent(ranks(*[AWAY if rank == 3 else WAITING for rank in range(8)]))
-    assert found == {"3": Absence("default", 413, "all_reduce", 412, 7)}
-
-
-def test_several_that_did_not_come_are_named() -> None:
-    """All for the same collective."""
-    found = absent(ranks(WAITING, AWAY, WAITING, AWAY))
-    assert {name: (one.number, one.operation, one.waiting) for name, one in found.items()} == {
-        "1": (413, "all_reduce", 2), "3": (413, "all_reduce", 2),
-    }  # fmt: skip
-
-
-def test_who_has_called_ahead_waits_in_the_first_that_is_open() -> None:
-    """DDP calls several buckets at once: number 413 is what does not come back."""
-    assert absent(ranks(WAITING._replace(enqueued=416), AWAY))["1"].number == 413
-
-
-def test_nobody_is_named_where_all_came() -> None:
-    """A network or a GPU that does not answer; and where nobody waits, nothing hangs."""
-    assert absent(ranks(WAITING, WAITING, WAITING)) == {}
-    assert absent(ranks(AWAY, AWAY)) == {}
-    assert absent({}) == {}
-
-
-def test_a_rank_that_waits_in_another_group_is_not_to_blame() -> None:
-    """Ranks 0 and 1 are one group, 1 and 2 another: 0 waits for 1, 1 for 2, and 2 sleeps."""
-    found = absent(
+ABSENT = {
+    "one of eight": (
+        ranks(*[AWAY if rank == 3 else WAITING for rank in range(8)]),
+        {"3": ("default", 413, "all_reduce", 412, 7)},
+    ),
+    "several": (
+        ranks(WAITING, AWAY, WAITING, AWAY),
+        dict.fromkeys("13", ("default", 413, "all_reduce", 412, 2)),
+    ),
+    "DDP calls several buckets at once": (
+        ranks(WAITING._replace(enqueued=416), AWAY),
+        {"1": ("default", 413, "all_reduce", 412, 1)},
+    ),
+    "0 waits for 1, and 1 in another group for 2": (
         {
             "0": {"tp:1": WAITING},
             "1": {"tp:1": AWAY, "dp:2": GroupProgress(8, 7, 60.0, "all_gather")},
             "2": {"dp:2": GroupProgress(7, 7, 0.0)},
-        }
-    )
-    assert found == {"2": Absence("dp:2", 8, "all_gather", 7, 1)}
+        },
+        {"2": ("dp:2", 8, "all_gather", 7, 1)},
+    ),
+    "another group is further": (
+        {**ranks(WAITING, AWAY, group="dp:1"), "2": {"dp:2": GroupProgress(900, 900, 0.0)}, "3": {"dp:2": AWAY}},
+        {"1": ("dp:1", 413, "all_reduce", 412, 1)},
+    ),
+    "all came": (ranks(WAITING, WAITING, WAITING), {}),
+    "nobody waits": (ranks(AWAY, AWAY), {}),
+    "a circle": ({"0": {"a": WAITING, "b": AWAY}, "1": {"a": AWAY, "b": WAITING}}, {}),
+    "NCCL's send and recv have no number": (ranks(WAITING, GroupProgress(412, 412, 30.0, "recv")), {}),
+}
 
 
-def test_groups_are_judged_each_by_itself() -> None:
-    """Four ranks in two halves, of which the second is fine and further, as pipeline stages may be."""
-    found = absent({**ranks(WAITING, AWAY, group="dp:1"), "2": {"dp:2": GroupProgress(900, 900, 0.0)}, "3": {"dp:2": AWAY}})
-    assert set(found) == {"1"}
+@pytest.mark.parametrize("name", ABSENT)
+def test_who_did_not_come_to_a_collective(name: str) -> None:
+    """Promise: a rank that waits nowhere and has called fewer than what others wait in; group by group."""
+    progress, expected = ABSENT[name]
+    assert absent(progress) == {rank: Absence(*one) for rank, one in expected.items()}
 
 
-def test_a_circle_names_nobody() -> None:
-    """Each waits in a group in which the other is missing: the order of their collectives differs."""
-    assert absent({"0": {"a": WAITING, "b": AWAY}, "1": {"a": AWAY, "b": WAITING}}) == {}
+UNEVEN = WAITING._replace(operation="all_to_all")
 
 
-def test_a_rank_in_an_operation_without_a_number_waits() -> None:
-    """NCCL's recorder has send and recv, which the numbers leave out."""
-    assert absent(ranks(WAITING, GroupProgress(412, 412, 30.0, "recv"))) == {}
-
-
-def test_other_operations_of_the_same_number_are_told() -> None:
-    """Rank 1 has left one out, or called one more."""
-    (one,) = mismatched(ranks(WAITING, WAITING._replace(operation="broadcast"), WAITING))
-    assert (one.group, one.number) == ("default", 413)
-    assert one.kinds == {("all_reduce", None): ("0", "2"), ("broadcast", None): ("1",)}
-
-
-def test_other_sizes_are_told_where_they_have_to_be_equal() -> None:
-    """Not of what may be uneven, or is unknown."""
-    (one,) = mismatched(ranks(WAITING, WAITING._replace(size=8.0)))
-    assert one.kinds == {("all_reduce", 4000.0): ("0",), ("all_reduce", 8.0): ("1",)}
-    assert mismatched(ranks(WAITING, WAITING._replace(size=None))) == []
-    uneven = WAITING._replace(operation="all_to_all")
-    assert mismatched(ranks(uneven, uneven._replace(size=8.0))) == []
-
-
-def test_other_numbers_are_no_mismatch() -> None:
-    """They are compared only where each was called next."""
-    assert mismatched(ranks(WAITING, GroupProgress(414, 413, 9.0, "broadcast"))) == []
-    assert mismatched(ranks(WAITING, AWAY)) == []
+@pytest.mark.parametrize(
+    ("progress", "kinds"),
+    [
+        ((WAITING, WAITING._replace(operation="broadcast"), WAITING), {("all_reduce", None): "02", ("broadcast", None): "1"}),
+        ((WAITING, WAITING._replace(size=8.0)), {("all_reduce", 4000.0): "0", ("all_reduce", 8.0): "1"}),
+        ((WAITING, WAITING._replace(size=None)), {}),
+        ((UNEVEN, UNEVEN._replace(size=8.0)), {}),
+        ((WAITING, GroupProgress(414, 413, 9.0, "broadcast")), {}),
+        ((WAITING, AWAY), {}),
+    ],
+)
+def test_who_waits_in_another_operation(
+    progress: tuple[GroupProgress, ...], kinds: dict[tuple[str, float | None], str]
+) -> None:
+    """Of the same number, or of another size where sizes have to be equal; not of what may be uneven, or is unknown."""
+    found = mismatched(ranks(*progress))
+    assert [one.kinds for one in found] == ([{kind: tuple(names) for kind, names in kinds.items()}] if kinds else [])
+    assert all((one.group, one.number) == ("default", 413) for one in found)
 
 
 def calling(one: GroupProgress | None, state: str = "hung", phase: str = "backward", frames: tuple[str, ...] = ()) -> Position:

@@ -177,46 +177,30 @@ class Rank:
         return {str(dict(series.attributes).get("limit", series.name)): float(value) for series, value in found}  # type: ignore[arg-type]
 
 
-def test_the_share_of_each_limit_that_cannot_be_given_back(tmp_path: Path, flight_dir: Path) -> None:
-    """Of 8 GiB 5.75 are taken of which 1.75 are file pages; of the machine's 64 a quarter."""
-    rank = Rank(tmp_path, flight_dir)
-    rank.group(limit=str(8 * GIB), usage=int(5.75 * GIB))
-    found = rank.look()
-    assert found["cgroup"] == pytest.approx(0.5)
-    assert found["machine"] == pytest.approx(0.25)
-    assert (rank.limits.left, rank.limits.grouped) == (4 * GIB, 4 * GIB)
+SWAPPING = Machine(64 * GIB, 16 * GIB, swap_total=8 * GIB, swap_free=4 * GIB)
+KILLS = {"torchobs.cgroup.memory.oom_kills": 0.0}
 
 
-def test_without_a_cgroup_the_machine_is_the_limit(tmp_path: Path, flight_dir: Path) -> None:
-    """And no series speaks of one."""
-    rank = Rank(tmp_path, flight_dir, container=False)
-    assert rank.look() == {"machine": pytest.approx(0.25)}
-    assert (rank.limits.left, rank.limits.grouped) == (48 * GIB, None)
-
-
-def test_a_group_without_a_limit_has_no_share(tmp_path: Path, flight_dir: Path) -> None:
-    """Its kills are counted all the same."""
-    rank = Rank(tmp_path, flight_dir)
-    rank.group()
-    assert rank.look() == {"machine": pytest.approx(0.25), "torchobs.cgroup.memory.oom_kills": 0}
-
-
-def test_without_either_there_is_nothing(tmp_path: Path, flight_dir: Path) -> None:
-    """A kernel that tells nothing."""
-    rank = Rank(tmp_path, flight_dir, None, container=False)
-    assert rank.look() == {}
-    assert rank.limits.left is None
-
-
-def test_swap_is_room(tmp_path: Path, flight_dir: Path) -> None:
-    """What may be swapped out counts on both sides of the share, as far as the machine has it."""
-    rank = Rank(tmp_path, flight_dir, Machine(64 * GIB, 16 * GIB, swap_total=8 * GIB, swap_free=4 * GIB))
-    rank.group(limit=str(8 * GIB), usage=int(9.75 * GIB))
-    assert rank.look() == {
-        "cgroup": pytest.approx(0.75),
-        "machine": pytest.approx(1 - 20 / 72),
-        "torchobs.cgroup.memory.oom_kills": 0,
-    }
+@pytest.mark.parametrize(
+    ("machine", "usage", "shares", "left"),
+    [
+        (MACHINE, 5.75, {"cgroup": 0.5, "machine": 0.25, **KILLS}, (4, 4)),
+        (MACHINE, None, {"machine": 0.25}, (48, None)),
+        (MACHINE, 0.0, {"machine": 0.25, **KILLS}, (48, None)),
+        (None, None, {}, (None, None)),
+        (SWAPPING, 9.75, {"cgroup": 0.75, "machine": 1 - 20 / 72, **KILLS}, (4, 12)),
+    ],
+    ids=["file pages can be given back", "no cgroup", "a group without a limit", "a kernel that tells nothing", "swap is room"],
+)
+def test_the_share_of_each_limit(
+    tmp_path: Path, flight_dir: Path, machine: Machine | None, usage: float | None, shares: object, left: tuple[int | None, ...]
+) -> None:
+    """Promise: what cannot be given back counts, what may be swapped out is room; no series speaks of what there is not."""
+    rank = Rank(tmp_path, flight_dir, machine, container=usage is not None)
+    if usage is not None:
+        rank.group(**({"limit": str(8 * GIB), "usage": int(usage * GIB)} if usage else {}))
+    assert rank.look() == pytest.approx(shares)
+    assert [size and size / GIB for size in (rank.limits.left, rank.limits.grouped)] == [*left]
 
 
 def test_kills_are_counted_from_the_start_on_and_dated(tmp_path: Path, flight_dir: Path) -> None:
