@@ -30,8 +30,7 @@ from torchobs.exporter.ui.data import PageData
 from torchobs.exporter.ui.view_model import Modeller
 from torchobs.flight.format.layout import LIVE_PHASES, Exit
 from torchobs.flight.reader import reader
-from torchobs.probes.lifecycle.exceptions import describe, root_cause
-from torchobs.probes.lifecycle.exits import Ending
+from torchobs.probes.lifecycle.exits import Ending, describe, root_cause
 from torchobs.ranks.scanner import Scanner
 from torchobs.runtime.stall_watch import live_phase
 

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect import hangs
 from torchobs.probes.lifecycle.distributed import groups
-from torchobs.probes.lifecycle.exceptions import places, root_cause
+from torchobs.probes.lifecycle.exits import places, root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
