@@ -17,7 +17,7 @@ from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.flight.reader import reader
 from torchobs.probes.gpu import monitor, sensors
-from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
+from torchobs.probes.gpu.monitor import GpuMonitor
 from torchobs.probes.gpu.sensors import MEANINGS, Used, kind, used, visible
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def bench(run: Recording, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     """A bench with one H100, or what the test's parameter makes."""
     made = request.param() if hasattr(request, "param") else {}
     library = nvml.installed(made.pop("gpus", [nvml.h100()]), monkeypatch)
-    place = GpuAssignment(made.pop("local_rank", 0), made.pop("visible", None))
+    place = made.pop("local_rank", 0), made.pop("visible", None)
     devices = made.pop("used", None)
     assert run.session.writer is not None
-    fleet = GpuMonitor(run.session.writer, place, lambda: devices)
+    fleet = GpuMonitor(run.session.writer, *place, lambda: devices)
     yield Bench(run, library, fleet)
     fleet.close()
     assert library.initialised == 0, "what was initialised is given back"
@@ -292,7 +292,7 @@ def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(run: Recording, mon
     monkeypatch.setattr(monitor, "IDLE_GPUS_AFTER_S", 0.0)
     devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
     assert run.session.writer is not None
-    fleet = GpuMonitor(run.session.writer, GpuAssignment(0, None), lambda: devices)
+    fleet = GpuMonitor(run.session.writer, 0, None, lambda: devices)
     bench = Bench(run, nvml.FakeNvml([]), fleet)
     bench.look()
     devices[1] = devices[1]._replace(in_use=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.catalog import Metric
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, by_run, select
 from torchobs.rules.recordings import name, recent
 from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_RUN, WINDOW, Alert, Culprits, Group, amount
@@ -11,6 +10,7 @@ from torchobs.rules.values import DEFAULT, Values
 
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
 _MACHINE = "cluster, namespace, pod, instance"
+"""Labels of an exporter, of which a machine has one"""
 _FILESYSTEM = f"{_MACHINE}, system_filesystem_mountpoint, system_filesystem_type"
 
 
@@ -324,9 +324,6 @@ def _located(*matchers: str) -> str:
     return f'label_replace({by_host}, "nodename", "$1", "k8s_node_name", "(.+)")'
 
 
-_EXPORTER = "cluster, namespace, pod, instance"
-
-
 def itself() -> Group:
     """Return the rules."""
     return Group(
@@ -364,7 +361,7 @@ def _config() -> Alert:
     ok = select(catalog.EXPORTER_CONFIG_OK)
     return _of_exporter(
         "TorchobsExporterConfig",
-        f"count by ({_EXPORTER}) (max_over_time({ok}[{WINDOW}]) == 0)",
+        f"count by ({_MACHINE}) (max_over_time({ok}[{WINDOW}]) == 0)",
         f"The exporter {EXPORTER} runs with an invalid configuration.",
         "A part of it cannot be applied; the exporter serves what it can, and its log says what is wrong.",
     )
@@ -373,7 +370,7 @@ def _config() -> Alert:
 def _read() -> Alert:
     return _of_exporter(
         "TorchobsExporterReadErrors",
-        _growing(catalog.EXPORTER_READ_ERRORS),
+        _growing(select(catalog.EXPORTER_READ_ERRORS)),
         f"The exporter {EXPORTER} cannot read flight files.",
         f"It failed {amount('time', 'times')} in the last 10 minutes: ranks are missing on its page.",
     )
@@ -382,7 +379,7 @@ def _read() -> Alert:
 def _series() -> Alert:
     return _of_exporter(
         "TorchobsSeriesDropped",
-        _growing(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"'),
+        _growing(select(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"')),
         f"The exporter {EXPORTER} does not serve all series.",
         '{{ printf "%.0f" $value }} were left out in the last 10 minutes, for a limit on their number or a conflict of names.',
     )
@@ -391,7 +388,7 @@ def _series() -> Alert:
 def _push() -> Alert:
     return _of_exporter(
         "TorchobsPushDropped",
-        _growing_sum(  # a receiver that takes no logs refuses them all its life, and is no fault
+        _growing(  # a receiver that takes no logs refuses them all its life, and is no fault
             select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
             select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
         ),
@@ -401,15 +398,10 @@ def _push() -> Alert:
     )
 
 
-def _growing(counter: Metric, *matchers: str) -> str:
-    """Return a counter's increase, if there is some."""
-    return _growing_sum(select(counter, *matchers))
-
-
-def _growing_sum(*counters: str) -> str:
+def _growing(*counters: str) -> str:
     """Return the increase of several selections of series, if there is some."""
-    return f"sum by ({_EXPORTER}) ({' or '.join(f'increase({one}[{WINDOW}])' for one in counters)}) > 0"
+    return f"sum by ({_MACHINE}) ({' or '.join(f'increase({one}[{WINDOW}])' for one in counters)}) > 0"
 
 
 def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
-    return Alert(alert, f"max by ({_EXPORTER}) (\n    {expr}\n)", summary, description, of_run=False)
+    return Alert(alert, f"max by ({_MACHINE}) (\n    {expr}\n)", summary, description, of_run=False)

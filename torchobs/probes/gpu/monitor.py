@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog import Kind
@@ -114,14 +114,6 @@ IDLE_GPUS_AFTER_S = 60.0
 logger = logging.getLogger("torchobs")
 
 
-class GpuAssignment(NamedTuple):
-    """Inputs that decide which GPUs this rank samples."""
-
-    local_rank: int
-    visible_devices: str | None
-    """``CUDA_VISIBLE_DEVICES``"""
-
-
 @dataclass(slots=True)
 class _Member:
     gpu: Gpu
@@ -138,10 +130,13 @@ class GpuMonitor:
     def __init__(
         self,
         writer: FlightWriter,
-        assignment: GpuAssignment,
+        local_rank: int,
+        visible_devices: str | None,
         find_used: Callable[[], list[Used] | None] = used,
     ) -> None:
-        self._writer, self._assignment, self._find_used = writer, assignment, find_used
+        """``visible_devices``: ``CUDA_VISIBLE_DEVICES``, which counts as long as torch does not say what it uses."""
+        self._writer, self._find_used = writer, find_used
+        self._local_rank, self._visible_devices = local_rank, visible_devices
         self._library: Library | None = None
         self._xids: Xids | None = None
         self._members: dict[str, _Member] = {}
@@ -215,7 +210,7 @@ class GpuMonitor:
     def _selected(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
         """Yield the GPUs to sample, and True for an idle one."""
         devices = self._devices(library)
-        include_idle = self._assignment.local_rank == 0 and time.monotonic() - self._began >= IDLE_GPUS_AFTER_S
+        include_idle = self._local_rank == 0 and time.monotonic() - self._began >= IDLE_GPUS_AFTER_S
         for gpu, in_use in devices:
             if in_use or len(devices) == 1:
                 yield gpu, False
@@ -226,7 +221,7 @@ class GpuMonitor:
         """Return the devices that the process sees, and whether it uses them."""
         known = self._find_used()
         if known is None:
-            uuids = visible(self._assignment.visible_devices, library.boards)
+            uuids = visible(self._visible_devices, library.boards)
             return [(library.gpus[uuid], False) for uuid in uuids if uuid in library.gpus]
         found = []
         for one in known:
@@ -279,12 +274,11 @@ class GpuMonitor:
             logger.warning("torchobs: GPU %s is lost: NVML says %s", member.gpu.uuid, error)
 
     def _report_xids(self) -> None:
-        for xid in self._xids.fresh() if self._xids is not None else ():
-            attributes = {"hw.id": xid.uuid, "xid": xid.number, "meaning": MEANINGS.get(xid.number, "")}
-            self._writer.event(catalog.EVENT_GPU_XID.name, attributes)
-            member = self._members.get(xid.uuid)
+        for uuid, number in self._xids.fresh() if self._xids is not None else ():
+            self._writer.event(catalog.EVENT_GPU_XID.name, {"hw.id": uuid, "xid": number, "meaning": MEANINGS.get(number, "")})
+            member = self._members.get(uuid)
             if member is not None:
-                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", kind(xid.number))), 1)
+                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", kind(number))), 1)
 
     def _warn_limited(self, cause: str, message: str) -> None:
         """Log a cause once, at INFO: most machines have no GPU."""
@@ -319,8 +313,7 @@ class GpuProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context = context
         local_rank = context.writer.header.resource.get("local_rank", 0)
-        assignment = GpuAssignment(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
-        self._monitor = GpuMonitor(context.writer, assignment)
+        self._monitor = GpuMonitor(context.writer, int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
         self._breaker = context.breaker(self.name)
 
     def remove(self) -> None:

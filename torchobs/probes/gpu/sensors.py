@@ -183,35 +183,21 @@ def visible(variable: str | None, boards: Sequence[str]) -> list[str]:
     Ordinals are NVML's, which equal CUDA's if all GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID. The list ends at the first
     invalid name, and a duplicate makes it empty, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
     """
-    found: list[str] = []
-    for uuid in _named(variable, boards):
-        if uuid in found:
-            return []
-        found.append(uuid)
-    return found
-
-
-def _named(variable: str | None, boards: Sequence[str]) -> Iterator[str]:
     if variable is None:
-        yield from boards
-        return
+        return list(boards)
+    found: list[str] = []
     for name in variable.split(","):
-        uuid = _by_uuid(name.strip(), boards) if "-" in name[1:] else _by_ordinal(name, boards)
-        if uuid is None:
-            return
-        yield uuid
-
-
-def _by_ordinal(name: str, boards: Sequence[str]) -> str | None:
-    number = _ORDINAL.match(name)  # `2GB` is 2, as for strtol
-    index = int(number[1]) if number else -1
-    return boards[index] if 0 <= index < len(boards) else None
-
-
-def _by_uuid(name: str, boards: Sequence[str]) -> str | None:
-    """Return the only GPU with this UUID prefix."""
-    matches = [uuid for uuid in boards if uuid.startswith(name)]
-    return matches[0] if len(matches) == 1 else None
+        number = _ORDINAL.match(name)  # `2GB` is 2, as for strtol
+        if "-" in name[1:]:
+            matches = [uuid for uuid in boards if uuid.startswith(name.strip())]
+        else:
+            matches = [boards[int(number[1])]] if number and 0 <= int(number[1]) < len(boards) else []
+        if len(matches) != 1:
+            break
+        if matches[0] in found:
+            return []
+        found += matches
+    return found
 
 
 _CRITICAL = 0x8
@@ -252,13 +238,6 @@ _APPLICATION = frozenset(
 _HARDWARE = frozenset({46, 48, 54, 62, 64, 74, 79, 94, 95, 136, 140, 143, *range(144, 151), 156, 157, 158, 167, 168, 171, 172})
 
 
-class Xid(NamedTuple):
-    """One XID report."""
-
-    uuid: str
-    number: int
-
-
 class Xids:
     """Listens to GPUs; yields nothing where that is unsupported or not permitted."""
 
@@ -281,8 +260,8 @@ class Xids:
         self._watched[_address(gpu.handle)] = gpu.uuid
         return True
 
-    def fresh(self) -> Iterator[Xid]:
-        """Yield the reports since the last call, at most 64."""
+    def fresh(self) -> Iterator[tuple[str, int]]:
+        """Yield UUID and number of the reports since the last call, at most 64."""
         for _ in range(_MAX_REPORTS if self._watched else 0):
             try:
                 event = self._library.api.nvmlEventSetWait_v2(self._set, 0)
@@ -290,7 +269,7 @@ class Xids:
                 return  # NVML_ERROR_TIMEOUT: no more; or the GPU is lost, which its sensors report
             uuid = self._watched.get(_address(event.device))
             if uuid is not None and event.eventType & _CRITICAL:
-                yield Xid(uuid, int(event.eventData))
+                yield uuid, int(event.eventData)
 
     def close(self) -> None:
         """Stop listening."""
