@@ -235,14 +235,6 @@ WAIT_S = 10.0
 AGAIN_S, MOST_TRACES = 600.0, 3
 
 
-class Line(NamedTuple):
-    """A line whose living allocations grew."""
-
-    location: str
-    number: int
-    size: int
-
-
 class LeakProbe:
     """Traces a leak, at most three times in a run."""
 
@@ -362,10 +354,12 @@ class HostTrace:
         counts = self._counts if len(self._counts) == 2 else [LiveObjects(), LiveObjects()]  # noqa: PLR2004  # both
         types, kinds = grown_types(*counts), grown_kinds(*counts)
         tensors, grown = counts[1].tensors - counts[0].tensors, self._resident[1] - self._resident[0]
-        if tensors.size > sum(line.size for line in lines):  # tensors lie outside of Python's memory: by the number of objects
-            lines = sorted(lines, key=lambda line: -line.number)
+        if tensors.size > sum(
+            more.size for _, more in lines
+        ):  # tensors lie outside of Python's memory: by the number of objects
+            lines = sorted(lines, key=lambda row: -row[1].number)
         told = {
-            "lines": [f"{line.location} {line.number} more, {line.size} B" for line in lines],
+            "lines": [f"{line} {more.number} more, {more.size} B" for line, more in lines],
             "objects": [f"{name} {more} more" for name, more in types],
             "tensors": [f"{kind} {more.number} more, {more.size} B" for kind, more in kinds],
         }
@@ -378,7 +372,7 @@ class HostTrace:
     def _done(self) -> None:
         """Nothing is left to do."""
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[tuple[str, Amount]]:
         """Return the lines that grew between the snapshots, the most bytes first."""
         if len(self._snapshots) < 2:  # noqa: PLR2004  # a difference needs both
             return []
@@ -391,7 +385,7 @@ class HostTrace:
                 known = sums.get(line, Amount())
                 sums[line] = Amount(known.number + one.count_diff, known.size + one.size_diff)
             self._context.yield_gil()
-        return sorted((Line(line, *amount) for line, amount in sums.items()), key=lambda line: -line.size)
+        return sorted(sums.items(), key=lambda row: -row[1].size)
 
 
 class _Tracing:
