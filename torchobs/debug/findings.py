@@ -12,10 +12,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import api, catalog
-from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
-from torchobs.support.rate_limit import RateLimiter
+from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.flight.files.create import survive_limits
 from torchobs.flight.files.location import remedy
 from torchobs.probes.gradients.layers import GrownLayers
@@ -24,7 +23,7 @@ from torchobs.support.after_fork import renew_in_child
 from torchobs.support.descriptors import take_lost
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.rank_log import OWN
-from torchobs.support.rate_limit import RateLimiter
+from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
 
 if TYPE_CHECKING:
     from torchobs.flight.metrics.totals import Anomaly

@@ -1,4 +1,4 @@
-"""Rate limiter for log lines, events and requests, used everywhere in torchobs."""
+"""The rate limiter of log lines, events and requests, used everywhere in torchobs."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ class RateLimiter:
     def held_back(self, key: Hashable = None) -> int:
         """Return the number of refusals between the last two successes."""
         return self._states[key].held_before if key in self._states else 0
+
+
+BURST = 32
+"""Events of a kind that may follow each other at once; the ring holds some hundred."""
+REFILL_S = 600.0
+"""After that, one event in this time: the first ones stay for a day, and recent ones are recorded, too."""
+
+
+def anomaly_limiter() -> RateLimiter:
+    """Return a limiter of the events of anomalies by kind; its times are in seconds.
+
+    A run that has gone to NaN has an anomaly in every step; their events would evict each other, and the first one, from the
+    flight file's ring within minutes. ``torchobs.anomalies`` counts all of them.
+    """
+    return RateLimiter(REFILL_S, BURST)
