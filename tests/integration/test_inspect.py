@@ -127,6 +127,7 @@ def test_how_far_a_rank_came_that_was_killed(
 
 def dead(directory: Path, **given: Any) -> File:
     """A rank of another boot with fifty steps, a gradient that was not finite, and a full cgroup."""
+    assert bytes(16) != BOOT, "another boot"
     file, born_s = File(directory, boot=bytes(16), **given), given.get("born_s", 0.0)
     for number in range(1, 51):
         file.step(number, born_s + number / 10)
@@ -195,24 +196,17 @@ def test_the_document_s_form_does_not_change(
 
 
 def test_of_several_runs_the_last_one_is_told_and_the_others_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A directory keeps the files of earlier runs for a while."""
+    """A directory keeps the files of earlier runs for a while; `--run` takes a job's name, too, and its latest run."""
     dead(tmp_path, run_id="early", seed=1).save()
     dead(tmp_path, run_id="late", seed=2, born_s=100.0).save()
     assert [rank["run_id"] for rank in document(capsys, tmp_path)["ranks"]] == ["late"]
     assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", "ear")["ranks"]] == ["early"]
+    assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", "gpt")["ranks"]] == ["late"]
     assert "1 other run in this directory: --run early" in inspected(capsys, tmp_path)[1]
     assert dispatch.main(["inspect", str(tmp_path), "--run", "none"]) == 2
     missing = capsys.readouterr().err
     assert "no run 'none'" in missing
     assert [line.split()[0] for line in missing.splitlines()[1:]] == ["late", "early"]
-
-
-def test_a_run_is_found_by_its_job_s_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Promise: `inspect --run` takes what `report` and `compare` take; of several runs of a job it tells the latest."""
-    dead(tmp_path, run_id="early", seed=1).save()
-    job_name = document(capsys, tmp_path)["ranks"][0]["job_name"]
-    dead(tmp_path, run_id="late", seed=2, born_s=100.0).save()
-    assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", job_name)["ranks"]] == ["late"]
 
 
 def test_of_a_restarted_rank_the_last_attempt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,11 +381,6 @@ def test_a_living_rank_is_told_while_it_trains(flight_dir: Path, capsys: pytest.
 
     assert "Rank 0 is running, after step 19." in wait_until(told)
     writer.close()
-
-
-def test_files_of_this_boot_are_compared_with_its_clock() -> None:
-    """The tests above rely on the boot id of theirs being another one."""
-    assert bytes(16) != BOOT
 
 
 def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

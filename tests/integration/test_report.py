@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,36 +41,9 @@ HOSTILE = "</script><img src=x onerror=document.title='owned'>|`*_"
 _CONTRAST = 4.5
 
 
-@dataclass(frozen=True)
-class Trainings:
-    """Directories of flight files: of each run one, and one with all."""
-
-    root: Path
-
-    @property
-    def finished(self) -> Path:
-        return self.root / "finished"
-
-    @property
-    def raised(self) -> Path:
-        return self.root / "raised"
-
-    @property
-    def killed(self) -> Path:
-        return self.root / "killed"
-
-    @property
-    def pair(self) -> Path:
-        return self.root / "pair"
-
-    @property
-    def every(self) -> Path:
-        return self.root / "every"
-
-
 @pytest.fixture(scope="module")
-def trainings() -> Iterator[Trainings]:
-    """Runs that finished, diverged and raised, were killed; two ranks, of which one was killed."""
+def trainings() -> Iterator[Path]:
+    """A directory for each run: finished, raised (it diverged), killed, pair (one of two ranks was killed); and every."""
     root = Path(tempfile.mkdtemp(prefix="torchobs-report-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     started = [
         _start(root / "finished", "finish", TORCHOBS_RUN_ID="run-finished"),
@@ -93,7 +65,7 @@ def trainings() -> Iterator[Trainings]:
     (root / "every").mkdir()
     for path in root.glob("*/r*"):
         shutil.copy2(path, root / "every")
-    yield Trainings(root)
+    yield root
     shutil.rmtree(root)
 
 
@@ -118,7 +90,7 @@ def text_of(path: Path) -> str:
     return Parsed(path.read_text()).text
 
 
-def test_a_page_of_each_run(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_of_each_run(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """How it ended and why, and the data behind it."""
     expected = {
         "finished": ("Rank 0 finished in order after step 60", "Learning rate", "Gradient norm by layer and time", "Goodput"),
@@ -128,17 +100,15 @@ def test_a_page_of_each_run(trainings: Trainings, tmp_path: Path, capsys: pytest
     }  # fmt: skip
     for name, texts in expected.items():
         output = tmp_path / f"{name}.html"
-        assert ran(capsys, "report", trainings.root / name, "-o", output)[0] == 0
+        assert ran(capsys, "report", trainings / name, "-o", output)[0] == 0
         found = text_of(output)
         assert [text for text in texts if text not in found] == [], name
 
 
-def test_how_it_was_started_without_its_secrets(
-    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_it_was_started_without_its_secrets(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Command line, commit, versions, seed: in report, JSON and inspect, and nowhere the secret."""
     for name in ("r.html", "r.md", "r.json"):
-        assert ran(capsys, "report", trainings.finished, "-o", tmp_path / name)[0] == 0
+        assert ran(capsys, "report", trainings / "finished", "-o", tmp_path / name)[0] == 0
         written = (tmp_path / name).read_text()
         assert SECRET not in written
         assert ARGUMENT.strip("-") in written.replace("\\", "")
@@ -148,8 +118,8 @@ def test_how_it_was_started_without_its_secrets(
     assert details["torch"]["seed"] == "0"
     assert details["torch"]["version"]
     assert details["git"]["commit"] == _commit()
-    assert f"git commit {_commit()}" in ran(capsys, "inspect", trainings.finished)[1]
-    raw = b"".join(path.read_bytes() for path in trainings.finished.iterdir())
+    assert f"git commit {_commit()}" in ran(capsys, "inspect", trainings / "finished")[1]
+    raw = b"".join(path.read_bytes() for path in (trainings / "finished").iterdir())
     assert SECRET.encode() not in raw
     assert ARGUMENT.encode() in raw
 
@@ -166,9 +136,9 @@ def test_details_can_be_turned_off(tmp_path: Path, flight_dir: Path, start: Call
     assert ARGUMENT.encode() not in b"".join(path.read_bytes() for path in flight_dir.iterdir())
 
 
-def test_the_json_is_whole(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_is_whole(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every step, every event and the history; there and back it is the same, and it has no number that JSON lacks."""
-    assert ran(capsys, "report", trainings.raised, "-o", tmp_path / "r.json")[0] == 0
+    assert ran(capsys, "report", trainings / "raised", "-o", tmp_path / "r.json")[0] == 0
     text = (tmp_path / "r.json").read_text()
     found = json.loads(text, parse_constant=pytest.fail)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -179,9 +149,9 @@ def test_the_json_is_whole(trainings: Trainings, tmp_path: Path, capsys: pytest.
     assert found["findings"] is not None
 
 
-def test_markdown(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Headings, findings, tables of equal width, and a line of bars for each curve."""
-    assert ran(capsys, "report", trainings.raised, "-o", tmp_path / "r.md")[0] == 0
+    assert ran(capsys, "report", trainings / "raised", "-o", tmp_path / "r.md")[0] == 0
     lines = (tmp_path / "r.md").read_text().splitlines()
     assert lines[0].startswith("# ")
     assert "- **Error:** Rank 0 ended by RuntimeError" in "\n".join(lines)
@@ -190,9 +160,9 @@ def test_markdown(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFi
     assert rows
 
 
-def test_copies_and_parts(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_and_parts(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A copy says that it is one; a part is read as far as it goes; rubbish is refused in a line."""
-    (flight,) = trainings.killed.glob("*.flight")
+    (flight,) = (trainings / "killed").glob("*.flight")
     copied = tmp_path / "copy"
     shutil.copy(flight, copied)
     assert ran(capsys, "report", copied, "-o", tmp_path / "r.html")[0] == 0
@@ -250,34 +220,34 @@ def test_a_living_rank(flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_runs_by_name(
-    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By id, by its beginning if that is of one run; else what there is."""
     monkeypatch.chdir(tmp_path)
-    status, told, _ = ran(capsys, "report", "run-rai", "--dir", trainings.every)
+    status, told, _ = ran(capsys, "report", "run-rai", "--dir", trainings / "every")
     assert (status, "run-raised (1 rank) in report.html" in told) == (0, True)
     assert Path("report.html").exists()
-    status, _, wrong = ran(capsys, "report", "run", "--dir", trainings.every)
+    status, _, wrong = ran(capsys, "report", "run", "--dir", trainings / "every")
     assert (status, "'run' is 4 runs; say which by its run_id" in wrong) == (2, True)
     assert all(name in wrong for name in ("run-finished", "run-raised", "run-killed", "run-pair"))
-    status, _, wrong = ran(capsys, "report", "nosuch", "--dir", trainings.every)
+    status, _, wrong = ran(capsys, "report", "nosuch", "--dir", trainings / "every")
     assert (status, "no run 'nosuch'" in wrong, "run-pair" in wrong) == (2, True, True)
-    status, _, wrong = ran(capsys, "report", "run-pair", "--dir", trainings.every, "-o", "r.txt")
+    status, _, wrong = ran(capsys, "report", "run-pair", "--dir", trainings / "every", "-o", "r.txt")
     assert (status, "end it in .html, .md or .json" in wrong) == (2, True)
     monkeypatch.setattr(load, "find_existing", lambda *_: None)
     status, _, wrong = ran(capsys, "report", "./missing.flight")  # on a machine where nothing was ever trained, too
     assert (status, "no such file or directory" in wrong) == (2, True)
 
 
-def test_list_of_runs(trainings: Trainings, flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_runs(trainings: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each in a line: ranks, state, how it ended, steps, loss; and as JSON."""
-    status, told, _ = ran(capsys, "runs", "--dir", trainings.every)
+    status, told, _ = ran(capsys, "runs", "--dir", trainings / "every")
     assert status == 0
     rows = {line.split()[0]: line.split() for line in told.splitlines()}
     assert rows["run-raised"][1:5] == ["dying", "1", "failed", "exception"]
     assert rows["run-finished"][3] == "finished"
     assert rows["run-pair"][1:4] == ["dying", "2", "lost"]
-    found = json.loads(ran(capsys, "runs", "--dir", trainings.every, "--json")[1])
+    found = json.loads(ran(capsys, "runs", "--dir", trainings / "every", "--json")[1])
     assert {run["run_id"]: run["steps"] for run in found["runs"]} == dict.fromkeys(
         ("run-finished", "run-raised", "run-killed", "run-pair"), 60
     )
@@ -288,25 +258,25 @@ def test_list_of_runs(trainings: Trainings, flight_dir: Path, capsys: pytest.Cap
     assert (status, json.loads(told)["runs"]) == (2, [])
 
 
-def test_two_runs_compared(trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_compared(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was given differently, what came of it; as text, JSON and a page."""
-    status, told, _ = ran(capsys, "compare", trainings.finished, trainings.raised)
+    status, told, _ = ran(capsys, "compare", trainings / "finished", trainings / "raised")
     assert status == 0
     assert ARGUMENT in told
     assert SECRET not in told
     assert "step time" in told
-    found = json.loads(ran(capsys, "compare", trainings.finished, trainings.raised, "--json")[1])
+    found = json.loads(ran(capsys, "compare", trainings / "finished", trainings / "raised", "--json")[1])
     differences = {one["name"]: (one["first"], one["second"]) for one in found["differences"]}
     assert differences["argument 1"] == ("finish", "raise")
     assert "torch" not in differences
     quantities = {one["what"]: one for one in found["quantities"]}
     assert quantities["step time"]["first"] > 0
     assert {"speed", "host memory, greatest RSS", "goodput"} <= quantities.keys()
-    assert ran(capsys, "compare", trainings.finished, trainings.raised, "-o", tmp_path / "c.html")[0] == 0
+    assert ran(capsys, "compare", trainings / "finished", trainings / "raised", "-o", tmp_path / "c.html")[0] == 0
     assert "Two runs of dying compared" in text_of(tmp_path / "c.html")
 
 
-def test_nothing_of_it_is_exported(trainings: Trainings, flight_dir: Path, receiver: Receiver) -> None:
+def test_nothing_of_it_is_exported(trainings: Path, flight_dir: Path, receiver: Receiver) -> None:
     """Neither on any page of the exporter nor over OTLP is anything of details and history."""
     file = File(flight_dir)
     file.step(1, 0.5)
@@ -317,19 +287,19 @@ def test_nothing_of_it_is_exported(trainings: Trainings, flight_dir: Path, recei
     sent = [request.body for request in receiver.taken]
     assert any(b"torchobs.steps" in body for body in sent)
     assert not any(ARGUMENT.encode() in body for body in sent)
-    with Service(ExporterConfig(flight_dir=str(trainings.finished))) as service:
+    with Service(ExporterConfig(flight_dir=str(trainings / "finished"))) as service:
         pages = [service.get(path).body.decode() for path in ("/metrics", "/live", "/api/v1/ranks", "/api/v1/runs", "/")]
     assert "torchobs_steps_total" in pages[0]
     assert not [page for page in pages if ARGUMENT in page or SECRET in page]
 
 
 def test_in_a_browser(
-    trainings: Trainings, program: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainings: Path, program: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No complaint, no request, no sideways scrolling on a phone, enough contrast by day and night; it prints."""
-    assert ran(capsys, "report", trainings.raised, "-o", tmp_path / "raised.html")[0] == 0
-    assert ran(capsys, "report", trainings.pair, "-o", tmp_path / "pair.html")[0] == 0
-    assert ran(capsys, "compare", trainings.finished, trainings.raised, "-o", tmp_path / "compare.html")[0] == 0
+    assert ran(capsys, "report", trainings / "raised", "-o", tmp_path / "raised.html")[0] == 0
+    assert ran(capsys, "report", trainings / "pair", "-o", tmp_path / "pair.html")[0] == 0
+    assert ran(capsys, "compare", trainings / "finished", trainings / "raised", "-o", tmp_path / "compare.html")[0] == 0
     with Browser(program("chromium"), tmp_path / "profile") as browser:
         for name in ("raised", "pair", "compare"):
             url = (tmp_path / f"{name}.html").as_uri()

@@ -1,0 +1,360 @@
+"""The commands: help, options, mistakes, a plain install; output without a reader, room, stream or characters, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.rank_files import live_rank, train
+from tests.support import ROOT, clean_environment, wait_until
+from torchobs import _version
+from torchobs.cli import control, exporter
+from torchobs.cli.__main__ import COMMANDS
+from torchobs.exporter import config
+from torchobs.flight.format.layout import Exit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+PROGRAM = (sys.executable, "-m", "torchobs")
+CALLS = {
+    "help": ["--help"],
+    "run": ["run", "--help"],
+    "inspect_help": ["inspect", "--help"],
+    "dashboards": ["dashboards", "--help"],
+    "rules": ["rules", "--help"],
+    "doctor": ["doctor", "--no-training"],
+    "inspect": ["inspect", "--dir"],
+    "json": ["inspect", "--json", "--dir"],
+    "top": ["top", "--once", "--dir"],
+}
+"""Whatever ends in `--dir` is given the directory of a rank: `inspect` takes it without the option."""
+
+
+def command(name: str, directory: Path) -> list[str]:
+    """The program and its arguments."""
+    *given, last = CALLS[name]
+    if last != "--dir":
+        return [*PROGRAM, *given, last]
+    return [*PROGRAM, *given, *([] if given[0] == "inspect" else [last]), str(directory)]
+
+
+@pytest.fixture
+def rank(flight_dir: Path) -> Path:
+    """A directory with a rank of three hundred steps, whose report is longer than any buffer."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 300))
+    writer.exit(Exit.FINISHED, 0)
+    writer.close()
+    return flight_dir
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a child, wherever it runs."""
+    return {**clean_environment(), "PYTHONPATH": str(ROOT), **more}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_reader_that_has_gone_ends_it_without_a_word(name: str, unbuffered: str, rank: Path) -> None:
+    """`torchobs doctor | head -3`: what SIGPIPE does to a shell's own programs."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environ = environment(PYTHONUNBUFFERED=unbuffered)
+    done = subprocess.run(
+        command(name, rank), stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=environ
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_full_disk_is_told_in_one_line(name: str, unbuffered: str, rank: Path) -> None:
+    """With the reason."""
+    environ = environment(PYTHONUNBUFFERED=unbuffered)
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            command(name, rank), stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=environ
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith(": the output cannot be written: No space left on device\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stream_that_is_closed_is_none(name: str, closed: str, rank: Path) -> None:
+    """`torchobs inspect >&-` for its exit status: that of a rank that has finished, whose output nobody reads."""
+    line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(name, rank)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environment())
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 or name == "doctor"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_encoding_has_not_is_a_question_mark(name: str, rank: Path) -> None:
+    """In a container without a locale."""
+    environ = environment(PYTHONIOENCODING="ascii")
+    done = subprocess.run(command(name, rank), capture_output=True, text=True, check=False, timeout=60, env=environ)
+    assert done.stderr == ""
+    assert done.stdout.isascii()
+    assert len(done.stdout) > 100
+
+
+SLOW = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Slow())
+from torchobs.cli.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("inspect", "torchobs.cli.arguments"), ("inspect", "torchobs.cli.inspect_view"), ("top", "torchobs.cli.top_view"),
+     ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.doctor")],
+)  # fmt: skip
+def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:
+    """Ctrl-C at once, when the wrong command was typed."""
+    line = [sys.executable, "-c", SLOW.format(module=module), name]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_interrupt_of_the_trial_shows_what_was_found_until_then(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path
+) -> None:
+    """`torchobs doctor`: its trial's directory is gone, too."""
+    trials = flight_dir / "tmp"
+    trials.mkdir()
+    environ = environment(TMPDIR=str(trials), TORCHOBS_DIR=str(flight_dir))
+    one = start(*PROGRAM, "doctor", env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(lambda: list(trials.iterdir()))
+    one.send_signal(signal.SIGINT)
+    out, said = one.communicate(timeout=60)
+    assert (one.returncode, said) == (130, "")
+    assert "torch" in out
+    assert list(trials.iterdir()) == []
+
+
+def test_an_interrupt_of_the_wait_for_a_trace_says_that_profiling_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has been asked already."""
+    monkeypatch.setattr(control, "socket_of", lambda _: Path("socket"))
+    monkeypatch.setattr(control, "post", lambda *_: {"rank": "3", "evidence": {"href": "/x"}})
+    monkeypatch.setattr(control, "evidence", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        control.profile(["3", "--steps", "400"])
+    assert "rank 3 goes on profiling" in capsys.readouterr().err
+
+
+def torchobs(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m torchobs`."""
+    environment = {**clean_environment(), "COLUMNS": "128", **environ}
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_the_help_teaches(command: str) -> None:
+    """What it is, and at least two commands to copy; `torchobs help COMMAND` is the same."""
+    shown = torchobs(command, "--help")
+    assert shown.returncode == 0
+    examples = shown.stdout.partition("examples:")[2]
+    assert len(re.findall(rf"torchobs .*{command}|torchobs {command}", examples)) >= 2
+    assert max(map(len, shown.stdout.splitlines())) <= 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tpo",), "no such command: 'tpo', did you mean top?"),
+        (("--verison",), "no such option: '--verison', did you mean --version?"),
+        (("top", "--interval", "0"), "expected a duration from 0.1s to 1h"),
+        (("inspect", "--steps", "-3"), "expected an integer, from 0 to 1000000"),
+        (("dashboards", "import", "."), "invalid choice: 'import'"),
+        (("rules", "import", "."), "invalid choice: 'import'"),
+        (("rules", "export"), "export needs the directory"),
+        (
+            ("rules", "export", ".", "--values", "my.yml"),
+            "export writes the shipped rules; `torchobs rules render`",
+        ),
+        (("rules", "render", "."), "render needs --values FILE"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_allowed(arguments: tuple[str, ...], said: str) -> None:
+    """Exit status 2."""
+    refused = torchobs(*arguments)
+    assert refused.returncode == 2
+    assert said in " ".join(refused.stderr.split())
+
+
+def test_the_plain_install_has_all_but_the_exporter(tmp_path: Path) -> None:
+    """A training image has no extra: help, inspect, top and doctor do without."""
+    without = (
+        "import sys; sys.modules['msgspec'] = sys.modules['prometheus_client'] = None; from torchobs.cli.__main__ import main; "
+    )
+    calls = "[main(['--help']), main(['--version']), main(['doctor', '--no-training']), "
+    calls += f"main(['inspect', {str(tmp_path)!r}]), main(['top', '--once', '--dir', {str(tmp_path)!r}]), main(['exporter'])]"
+    code = f"{without}print({calls})"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=clean_environment()
+    )
+    assert shown.stdout.splitlines()[-1] == "[0, 0, 0, 2, 1, 1]"
+
+
+WITHOUT = "import sys; sys.modules[{module!r}] = None; from torchobs.cli.__main__ import main; sys.exit(main({arguments!r}))"
+
+
+def test_the_help_names_the_commands_and_loads_none() -> None:
+    """A list of commands is no reason to import a web server."""
+    shown = torchobs("--help")
+    assert shown.returncode == 0
+    assert re.search(r"^  run +\w", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  exporter +\w", shown.stdout, re.MULTILINE)
+
+
+def test_the_exporter_s_help_has_every_option_its_variable_and_examples() -> None:
+    """One does not have to leave the terminal."""
+    shown = torchobs("exporter", "--help")
+    assert shown.returncode == 0
+    for option in config.EVERY_OPTION:
+        assert option.flag in shown.stdout
+        assert all(name in shown.stdout.replace("\n", "").replace(" ", "") for name in option.every_variable)
+    assert "  torchobs exporter --flight-dir /dev/shm/run7  " in shown.stdout
+    assert "config_ok" in shown.stdout
+
+
+@pytest.mark.parametrize("columns", [60, 100, 300])
+def test_the_help_fits_the_terminal(columns: int) -> None:
+    """Prose and options are wrapped to its width, 128 columns at most; examples are to be copied, and stay as they are."""
+    shown = torchobs("exporter", "--help", COLUMNS=str(columns)).stdout
+    explained, _, examples = shown.partition("examples:")
+    assert max(map(len, explained.splitlines())) in range(min(columns, 128) - 12, min(columns, 128) - 1)
+    assert "  torchobs exporter --flight-dir /dev/shm/run7        another directory\n" in examples
+
+
+def test_the_help_is_in_groups_and_says_what_holds_by_default() -> None:
+    """What belongs together stands together; where OpenTelemetry's variable has another unit, it is told."""
+    shown = " ".join(torchobs("exporter", "--help").stdout.split())
+    titles = ["where to serve:", "limits:", "commands to ranks:", "push over OTLP:", "log:"]
+    assert all(title in shown for title in titles)
+    assert "[env: TORCHOBS_EXPORTER_GRACE] [default: 5m]" in shown
+    assert "OTEL_EXPORTER_OTLP_TIMEOUT (milliseconds, at least 1)] [default: 10s]" in shown
+
+
+def test_the_version_is_told() -> None:
+    """Of the program, and of the exporter with its Python, which matters for its page."""
+    assert torchobs("--version").stdout == f"torchobs {_version.__version__}\n"
+    assert re.fullmatch(
+        rf"torchobs exporter {re.escape(_version.__version__)} \(Python 3\.\d+\.\S+\)\n",
+        torchobs("exporter", "--version").stdout,
+    )
+
+
+WRONG = [
+    (("--garce", "5m"), "no such option: '--garce', did you mean --grace?"),
+    (("--grace", "soon"), "--grace 'soon': expected a duration such as 90s, 5m or 1h30m"),
+    (("--grace",), "--grace '': expected a duration such as 90s, 5m or 1h30m"),
+    (("somewhere",), "no such argument: 'somewhere'"),
+    (("--log.level", "loud"), "--log.level 'loud': expected debug, info, warn or error"),
+    (("--web.listen-address", "10960"), "--web.listen-address '10960': expected host:port with a port up to 65535"),
+    (
+        ("--web.listen-address", "127.0.0.1:109600"),
+        "--web.listen-address '127.0.0.1:109600': expected host:port with a port",
+    ),
+    (("--version=1",), "ignored explicit argument '1'"),
+    (("--otlp.endpoint", "collector"), "--otlp.endpoint 'collector': expected"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_what_is_wrong_ends_it_with_one_line_and_nothing_starts(arguments: tuple[str, ...], said: str) -> None:
+    """What was given, and what is allowed; exit status 2, whether a person reads it or a log does."""
+    done = torchobs("exporter", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("torchobs exporter: ")
+    assert said in line
+    assert line.endswith("`torchobs exporter --help` has all options and variables")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": "0.0.0.0:x"}, "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS='0.0.0.0:x': expected"),
+        ({"TORCHOBS_EXPORTER_GARCE": "5m"}, "TORCHOBS_EXPORTER_GARCE is an unknown option"),
+        ({"TORCHOBS_EXPORTER_SERIES_LIMIT": "0"}, "TORCHOBS_EXPORTER_SERIES_LIMIT='0': expected"),
+    ],
+)
+def test_a_wrong_variable_ends_it_as_well(variables: dict[str, str], said: str) -> None:
+    """It is an option in another place."""
+    done = torchobs("exporter", **variables)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_arguments_everything_is_the_default() -> None:
+    """The first command that the documentation gives."""
+    assert {value for value in vars(exporter.parser(lenient=True).parse_args([])).values() if value} == set()
+    assert config.parse({}, {}) == config.ExporterConfig()
+
+
+@pytest.mark.parametrize("module", ["uvicorn", "starlette", "prometheus_client"])
+def test_a_missing_extra_is_one_line_that_names_the_command(module: str) -> None:
+    """A plain install has no exporter, and says how to get it."""
+    code = WITHOUT.format(module=module, arguments=["exporter", "--flight-dir", "/nowhere"])
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    assert said.returncode == 1
+    assert said.stderr == f"torchobs exporter: {module} is not installed: pip install 'torchobs[exporter]'\n"
+
+
+def test_run_needs_no_extra(tmp_path: Path) -> None:
+    """A training image has the plain install: `torchobs run` comes before anything of the exporter is even looked for."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('ran with', sys.argv[1:]); sys.exit(5)")
+    arguments = ["run", "--no-exporter", str(script), "--lr", "1"]
+    code = WITHOUT.format(module="msgspec", arguments=arguments)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**clean_environment(), "TORCHOBS_ENABLED": "0"},
+    )
+    assert (ran.returncode, ran.stdout) == (5, "ran with ['--lr', '1']\n"), ran.stderr
+
+
+def test_a_fault_of_ours_is_not_called_a_missing_extra(tmp_path: Path) -> None:
+    """Another module that is missing is a bug, and has its traceback."""
+    code = WITHOUT.format(module="torchobs.exporter.daemon", arguments=["exporter"])
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30, cwd=tmp_path)
+    assert said.returncode == 1
+    assert "Traceback" in said.stderr
+    assert "pip install" not in said.stderr
+
+
+def test_the_exporter_loads_neither_torch_nor_the_sdk() -> None:
+    """Its image has no torch, and 45 MiB are its budget."""
+    code = (
+        "import sys, torchobs.cli.exporter, torchobs.exporter.daemon; "
+        "print(sorted({'torch', 'numpy', 'psutil', 'pynvml', 'opentelemetry.sdk', 'google.protobuf'} & sys.modules.keys()))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert shown.stdout == "[]\n"

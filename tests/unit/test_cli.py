@@ -1,0 +1,74 @@
+"""Commands without a process: what top, inspect and the commands to ranks say."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.diagnosis_files import fact, facts, step
+from tests.rank_files import Clock, File
+from tests.scanners import scanner_of
+from torchobs import catalog
+from torchobs.cli import control, top
+from torchobs.cli.arguments import CommandError
+from torchobs.cli.inspect_view import report_lines
+from torchobs.cli.text import TerminalStyle
+from torchobs.diagnosis.json_report import Options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_files_that_cannot_be_read_are_not_called_none(tmp_path: Path) -> None:
+    """As those of a later version."""
+    _, note = top.views(scanner_of(tmp_path, Clock(10.0)))
+    assert note.startswith("no rank trains here")
+    File(tmp_path).save().path.write_bytes(b"of a later version" * 1000)
+    seen, note = top.views(scanner_of(tmp_path, Clock(10.0)))
+    assert (seen, note) == ([], "1 flight file here cannot be read: `torchobs runs`, with the same --dir if any, says why")
+
+
+SHARD = "grad norm: of this rank's own shard; the squares of 4 ranks' norms add up to that of the whole's"
+
+
+@pytest.mark.parametrize(("ranks", "is_told"), [(None, False), (1.0, False), (4.0, True), (math.nan, False), (1e300, False)])
+def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None, is_told: bool) -> None:  # noqa: FBT001  # of a parametrization
+    """FSDP's gradients that are not clipped: each rank has another norm, and none is the model's."""
+    values = {} if ranks is None else {catalog.GRAD_NORM_RANKS: ranks}
+    report = facts([step(number, 1.0, 0.5) for number in range(1, 4)], values=values)
+    assert (SHARD in report_lines([report], [], Options(), TerminalStyle(160))) is is_told
+
+
+def test_sizes_and_durations_of_events_have_their_unit() -> None:
+    """By the catalog; what is no likely number stays as it is."""
+    growth = fact(catalog.EVENT_MEMORY_GROWTH, 1.0, 3, space="host", per_step=40_960, time_to_limit=5_400.0)
+    odd = fact(catalog.EVENT_SHARED_MEMORY_FULL, 2.0, 4, used=10**400, size="much")
+    lines = report_lines([facts([step(1)], events=[growth, odd])], [], Options(), TerminalStyle(1000))
+    assert any("per_step=40 KiB time_to_limit=1 h 30 min" in line for line in lines)
+    assert any("size=much" in line for line in lines)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf a trace", b"no HTTP\r\n", b""])
+def test_an_answer_that_breaks_off_is_an_error_in_words(tmp_path: Path, answer: bytes) -> None:
+    """An exporter that is killed in the midst of a trace: what was raised was Python's own."""
+    path = tmp_path / "s"
+
+    def serve() -> None:
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.recv(4096)
+            accepted.sendall(answer)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(CommandError, match="no exporter answers at"):
+            control.evidence(path, "/api/v1/evidence/0123456789abcdef", 5.0)
+        server.join()
