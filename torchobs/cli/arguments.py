@@ -26,6 +26,8 @@ NOTHING = 2
 
 _WIDEST = 128
 T = TypeVar("T")
+INTERRUPTED = 128 + signal.SIGINT
+NO_READER = 128 + signal.SIGPIPE
 
 
 class CommandError(Exception):
@@ -118,10 +120,6 @@ def _checked(kind: ValueKind) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(f"{text!r}: expected {kind.allowed}") from None
 
     return parse
-
-
-INTERRUPTED = 128 + signal.SIGINT
-NO_READER = 128 + signal.SIGPIPE
 
 
 def guarded(command: Callable[[], int], name: str = "torchobs") -> int:

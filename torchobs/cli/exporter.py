@@ -88,7 +88,10 @@ def main(given: Sequence[str]) -> int:
     except _MistakeError as mistake:  # a value for a flag: the only error of a lenient parser
         mistakes.append(str(mistake))
         options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
-    mistakes += [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in (*clustered, *rest)]
+    flags = [option.flag for option in config.EVERY_OPTION]
+    for word in (*clustered, *rest):
+        what, hint = "option" if word.startswith("-") else "argument", option_types.closest(word.partition("=")[0], flags)
+        mistakes.append(f"no such {what}: {word!r}{hint}")
     found = {name: texts for name, texts in vars(options).items() if texts is not None}
     chosen = config.parse(found, settings.environment(), mistakes)
     if chosen.problems and not launch.in_kubernetes(settings.environment()):
@@ -97,7 +100,3 @@ def main(given: Sequence[str]) -> int:
 
     log_format.configure(chosen.log_level, chosen.log_format)
     return serve(chosen)
-
-
-def _hint(word: str) -> str:
-    return f"{word!r}{option_types.closest(word.partition('=')[0], [option.flag for option in config.EVERY_OPTION])}"

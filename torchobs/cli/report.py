@@ -37,6 +37,14 @@ examples:
 Exit status: 0 if the report was written, 2 if there was nothing to read."""
 
 _DRAWN = ("png", "svg", "pdf")
+RUNS_VERSION = 1
+_RECORDS = 64
+_WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
+_RUN_COLUMNS = (
+    Column("run", right=False), Column("job", right=False), Column("ranks", dispensable=2), Column("state", right=False),
+    Column("ended by", right=False, dispensable=3), Column("started", dispensable=4), Column("last seen", dispensable=5),
+    Column("steps"), Column("loss", dispensable=1),
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -169,11 +177,6 @@ def compare(given: Sequence[str]) -> int:
     return 0
 
 
-RUNS_VERSION = 1
-_RECORDS = 64
-_WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
-
-
 class RunSummary(NamedTuple):
     """One run. Times in Unix seconds; ``state`` is the worst of its ranks', ``ended_by`` that rank's reason."""
 
@@ -243,12 +246,6 @@ examples:
   torchobs runs --json | jq -r '.runs[] | select(.state == "failed") | .run_id'
 
 Exit status: 0, or 2 if there was nothing to read."""
-
-_RUN_COLUMNS = (
-    Column("run", right=False), Column("job", right=False), Column("ranks", dispensable=2), Column("state", right=False),
-    Column("ended by", right=False, dispensable=3), Column("started", dispensable=4), Column("last seen", dispensable=5),
-    Column("steps"), Column("loss", dispensable=1),
-)  # fmt: skip
 
 
 def runs_parser() -> argparse.ArgumentParser:

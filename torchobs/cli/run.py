@@ -42,6 +42,19 @@ if TYPE_CHECKING:
 
 _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "flight", "support", "runtime/profiler.py"))
 """Where a hook's frames are. A signal's handler, of the user's, may run within any of them"""
+_STDERR = 2
+_MOST_FINDINGS = 3
+_PATIENCE_S = 20.0
+_LOOK_S = 0.1
+_LEAST_NAMED = 0.01
+_VALUED = (
+    settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
+    arguments.DIRECTORY,
+    settings.named("level")._replace(flag="--level"),
+)
+_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--quiet", "--help", "-m")
+_PYTHON = re.compile(r"python[\d.]*")
+"""The program that people are used to write before a script"""
 
 
 class ProgramKind(Enum):
@@ -191,13 +204,6 @@ def _show_once_from(trace: TracebackType | None) -> None:
     sys.excepthook = show
 
 
-_STDERR = 2
-_MOST_FINDINGS = 3
-_PATIENCE_S = 20.0
-_LOOK_S = 0.1
-_LEAST_NAMED = 0.01
-
-
 class _Watched(NamedTuple):
     """The run that this process belongs to."""
 
@@ -340,14 +346,6 @@ def split(given: list[str], valued: Sequence[str] = ()) -> tuple[list[str], list
     return given[:at], given[at:]
 
 
-_VALUED = (
-    settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
-    arguments.DIRECTORY,
-    settings.named("level")._replace(flag="--level"),
-)
-_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--quiet", "--help", "-m")
-
-
 def parser() -> arguments.Parser:
     """Return the parser for the options before the script."""
     usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
@@ -373,10 +371,6 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, Program]:
         return options, split_program(command)
     except NoSuchProgramError as problem:
         made.exit(2, f"torchobs run: {problem}\n")
-
-
-_PYTHON = re.compile(r"python[\d.]*")
-"""The program that people are used to write before a script"""
 
 
 def split_program(command: list[str]) -> Program:

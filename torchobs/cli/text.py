@@ -20,6 +20,11 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 STATE_COLOURS = {
     "alive": "green", "finished": "green", "hung": "red", "failed": "red", "lost": "red", "unresponsive": "yellow",
 }  # fmt: skip
+GAP = "  "
+_NARROWEST_TEXT = 20
+_SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
+_WIDEST_WORDS = 48
+_NAMES = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,6 @@ def size_of(out: TextIO) -> os.terminal_size:
     return shutil.get_terminal_size((UNKNOWN, 24))
 
 
-GAP = "  "
-_NARROWEST_TEXT = 20
-
-
 class Column(NamedTuple):
     """A column: heading, whether right-aligned, and the order in which it is dropped (0 never, 9 before 8)."""
 
@@ -76,9 +77,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
             break
         kept.remove(at)
     heading = [column.heading for column in columns]
-    return [
-        _line([text_format.pad(row[i], widths[i], right=columns[i].right) for i in kept], width) for row in (heading, *rows)
-    ]
+    cells = ([text_format.pad(row[i], widths[i], right=columns[i].right) for i in kept] for row in (heading, *rows))
+    return [text_format.cut(GAP.join(row).rstrip(), width) for row in cells]
 
 
 def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
@@ -108,15 +108,6 @@ def flow(items: Sequence[str], width: int) -> list[str]:
         else:
             lines.append(text_format.cut(item, width))
     return lines
-
-
-def _line(cells: Sequence[str], width: int) -> str:
-    return text_format.cut(GAP.join(cells).rstrip(), width)
-
-
-_SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
-_WIDEST_WORDS = 48
-_NAMES = 14
 
 
 def document_lines(document: Document, style: TerminalStyle) -> list[str]:

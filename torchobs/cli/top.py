@@ -40,6 +40,12 @@ _KEYS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down",
 _QUIT = (b"q", b"Q", b"\x04")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 QUIT = "quit"
+_INTERVAL = Option(
+    "interval", option_types.duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION"
+)
+_CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
+_LARGEST_SHARE = 0.1
+"""Largest share of a core to use beside the training: hundreds of ranks are read less often."""
 
 
 class Terminal:
@@ -136,13 +142,6 @@ examples:
 Columns: tokens/s (or samples/s) and MFU, the share of the devices' peak, where they are known; data, fwd, bwd, opt and
 other are shares of a typical step (waiting for data, forward, backward, optimizer, the rest); slow is the rank's step
 time over what it would be if the others did not wait for it (1.00×: nobody waits for it)."""
-
-_INTERVAL = Option(
-    "interval", option_types.duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION"
-)
-_CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
-_LARGEST_SHARE = 0.1
-"""Largest share of a core to use beside the training: hundreds of ranks are read less often."""
 
 
 def parser() -> argparse.ArgumentParser:

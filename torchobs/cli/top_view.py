@@ -251,7 +251,9 @@ def _curve_rows(run: Sequence[RankView]) -> int:
 
 def _row(one: RankView, status: RankStatus) -> list[str]:
     rank, steps = one.rank, one.steps
-    last = steps[-1] if steps else None
+    last, phases = steps[-1] if steps else None, typical_phases(steps)
+    whole = sum(phases.values())
+    counts = {kind: one.readings.get(catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
     return [
         rank.rank,
         _state(rank),
@@ -261,10 +263,10 @@ def _row(one: RankView, status: RankStatus) -> list[str]:
         *_work(one),
         text_format.number(last.loss if last else None),
         text_format.number(last_known([step.grad_norm for step in steps])),
-        *_shares(typical_phases(steps)),
+        *(text_format.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES),
         _memory(one),
         "-" if status.slowness is None else f"{status.slowness.factor:.2f}×",
-        _anomalies(one),
+        ", ".join(f"{kind.replace('_', ' ')} {text_format.count(count)}" for kind, count in counts.items() if count),
     ]
 
 
@@ -282,11 +284,6 @@ def _state(rank: Rank) -> str:
     return f"{rank.state}, {phase}" if rank.state == "alive" and phase in PATIENT_PHASES else rank.state
 
 
-def _shares(phases: Mapping[str, float]) -> list[str]:
-    whole = sum(phases.values())
-    return [text_format.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES]
-
-
 def _memory(one: RankView) -> str:
     """Return the fullest device's memory with its limit, else the process's resident set."""
     devices = one.readings.of(catalog.MEMORY_DEVICE_RESERVED)
@@ -295,8 +292,3 @@ def _memory(one: RankView) -> str:
     fullest = max(devices, key=lambda device: devices[device])
     limit = one.readings.get(catalog.MEMORY_DEVICE_LIMIT, *fullest)
     return text_format.size(devices[fullest]) + (f" of {text_format.size(limit)}" if limit is not None else "")
-
-
-def _anomalies(one: RankView) -> str:
-    counts = {kind: one.readings.get(catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
-    return ", ".join(f"{kind.replace('_', ' ')} {text_format.count(count)}" for kind, count in counts.items() if count)

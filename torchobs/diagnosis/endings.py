@@ -23,12 +23,40 @@ _MOST_NAMED = 8
 _IN_BACKWARD = "_engine_run_backward"
 """Where what a collective raises in backward comes out, after which the phase is another"""
 _WHAT = {"collective": "A collective", "monitored_barrier": "A monitored barrier", "rendezvous": "The ranks' rendezvous"}
-
-
-def _timeout_in(report: RankReport) -> Fact | None:
-    """Return the exception by which a rank ended, if that was a timeout of torch.distributed."""
-    raised = report.main_exceptions
-    return raised[-1] if report.reason == "exception" and raised and raised[-1].text("timeout") else None
+_NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
+_NO_STEPS = "its steps are not in this part of the file"
+_FATAL: dict[int, tuple[str, str]] = {
+    signal.SIGSEGV: ("SIGSEGV", "a segmentation fault"),
+    signal.SIGBUS: ("SIGBUS", "memory that could not be had, as in a full /dev/shm"),
+    signal.SIGFPE: ("SIGFPE", "an arithmetic error of a processor's instruction"),
+    signal.SIGILL: ("SIGILL", "an instruction that this processor lacks"),
+    signal.SIGABRT: ("SIGABRT", "abort() or an error of C++ that nobody caught; the standard error has its message"),
+}
+_BY_DEFAULT = {signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU}
+"""Signals without a handler, of which the compiled part stores the number (``flight.writer.exit_signals``)"""
+_COMPLAINTS = (
+    catalog.EVENT_OUT_OF_MEMORY,
+    catalog.EVENT_GPU_LOST,
+    catalog.EVENT_GPU_XID,
+    catalog.EVENT_WORKER_DIED,
+    catalog.EVENT_SHARED_MEMORY_FULL,
+    catalog.EVENT_CHECKPOINT_FAILED,
+)
+"""Errors of machine, device or workers"""
+_SHORTLY_S = 60.0
+"""Errors of machine, device or workers within this time before the end are reported with it."""
+RECENT = 200
+_KILLED_WITHIN_S = 40.0
+"""torchrun sends SIGKILL 30 s after SIGTERM."""
+_JITTER_S = 0.1
+"""What the order of two ends within it says nothing about: a process waits that long for its turn on a busy machine"""
+_ABORTED = 128 + signal.SIGABRT
+_AFTER_ANOTHER = {"exception": "raised in collective operations", "terminated": "were told to end"}
+"""What the end of one rank does to the others, by their own reasons"""
+_COLLECTIVE = (
+    "torch/distributed/", "torch/nn/parallel/distributed.py", "DistBackendError", "DistNetworkError", "DistStoreError",
+    "DistError",
+)  # fmt: skip
 
 
 def _waited(fact: Fact) -> str:
@@ -96,7 +124,8 @@ def _statuses(ranks: Sequence[RankReport]) -> list[RankStatus]:
 
 def _gave_up(ranks: Sequence[RankReport]) -> dict[str, Fact]:
     """Return the exceptions of the ranks that a timeout ended; none if another one had failed before for reasons of its own."""
-    found = {report.rank: fact for report in ranks if (fact := _timeout_in(report)) is not None}
+    ended = {report.rank: report.main_exceptions[-1:] for report in ranks if report.reason == "exception"}
+    found = {rank: fact for rank, raised in ended.items() for fact in raised if fact.text("timeout")}
     begun_s = min((fact.time_s for fact in found.values()), default=0.0)
     others = (report for report in ranks if report.rank not in found and report.state in {"failed", "lost"})
     return {} if any(report.last_s < begun_s - state.BEAT_S for report in others) else found
@@ -152,21 +181,6 @@ def _after(fact: Fact) -> str:
     return f" after {text_format.duration(seconds)}" if seconds else ""
 
 
-_NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
-_NO_STEPS = "its steps are not in this part of the file"
-_FATAL: dict[int, tuple[str, str]] = {
-    signal.SIGSEGV: ("SIGSEGV", "a segmentation fault"),
-    signal.SIGBUS: ("SIGBUS", "memory that could not be had, as in a full /dev/shm"),
-    signal.SIGFPE: ("SIGFPE", "an arithmetic error of a processor's instruction"),
-    signal.SIGILL: ("SIGILL", "an instruction that this processor lacks"),
-    signal.SIGABRT: ("SIGABRT", "abort() or an error of C++ that nobody caught; the standard error has its message"),
-}
-_BY_DEFAULT = {signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU}
-"""Signals without a handler, of which the compiled part stores the number (``flight.writer.exit_signals``)"""
-_SHORTLY_S = 60.0
-"""Errors of machine, device or workers within this time before the end are reported with it."""
-
-
 def ending(report: RankReport) -> Iterator[Finding]:
     """Yield how it ended, or that it has not."""
     if report.up:
@@ -174,7 +188,8 @@ def ending(report: RankReport) -> Iterator[Finding]:
         yield from stalled(report)
         return
     if not report.end_known:
-        yield _unknown(report)
+        known = f"it had come to step {report.last_step:,} at least" if report.last_step else "nor are its steps"
+        yield Finding(WARNING, "end_unknown", f"How rank {report.rank} ended is not in this part of the file; {known}.")
         return
     tell = {
         "exception": _exception,
@@ -235,11 +250,6 @@ def _finished(report: RankReport) -> Finding:
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")
     return Finding(INFO, "finished", f"Rank {report.rank} finished in order {_where(report)}; it ran for {length}{told}.")
-
-
-def _unknown(report: RankReport) -> Finding:
-    known = f"it had come to step {report.last_step:,} at least" if report.last_step else "nor are its steps"
-    return Finding(WARNING, "end_unknown", f"How rank {report.rank} ended is not in this part of the file; {known}.")
 
 
 def _exception(report: RankReport) -> Finding:
@@ -328,14 +338,12 @@ def _out_of_memory(report: RankReport) -> Finding:
     memory, evidence = report.memory, []
     if memory.kill_age_s is not None and memory.kill_age_s <= state.OOM_KILL_LATELY_S:
         evidence.append(f"the kernel killed a process of its cgroup {_before(memory.kill_age_s)} its last sign of life")
-    for share, limit, name in (
-        (memory.cgroup, state.FULL_CGROUP, "its cgroup's memory"),
-        (memory.machine, state.FULL_MACHINE, "the machine's memory"),
-    ):  # fmt: skip
-        if share >= limit:
-            evidence.append(
-                f"{text_format.percent(share)} of {name} was taken{_of_limit(report) if limit == state.FULL_CGROUP else ''}"
-            )
+    limit = report.value(catalog.CGROUP_MEMORY_LIMIT)
+    if memory.cgroup >= state.FULL_CGROUP:
+        of = f" (limit {text_format.size(limit)})" if limit else ""
+        evidence.append(f"{text_format.percent(memory.cgroup)} of its cgroup's memory was taken{of}")
+    if memory.machine >= state.FULL_MACHINE:
+        evidence.append(f"{text_format.percent(memory.machine)} of the machine's memory was taken")
     text = f"Rank {report.rank} was likely killed for memory {_where(report)}{_phase(report)}"
     return Finding(ERROR, "out_of_memory", f"{text}: {text_format.joined(evidence)}.")
 
@@ -346,11 +354,6 @@ def _phase(report: RankReport) -> str:
     return f", in the phase {report.phase}" if report.phase and report.last_step else ""
 
 
-def _of_limit(report: RankReport) -> str:
-    limit = report.value(catalog.CGROUP_MEMORY_LIMIT)
-    return f" (limit {text_format.size(limit)})" if limit else ""
-
-
 def _before(seconds: float) -> str:
     return f"{text_format.duration(seconds)} before" if seconds >= 1 else "at"
 
@@ -359,18 +362,30 @@ def _complaints(report: RankReport) -> Iterator[Finding]:
     """Yield errors reported shortly before an abnormal end."""
     if report.reason in _NO_FAILURE:
         return
-    for event, severity, tell in (
-        (catalog.EVENT_OUT_OF_MEMORY, ERROR, _device_memory),
-        (catalog.EVENT_GPU_LOST, ERROR, _gpu),
-        (catalog.EVENT_GPU_XID, ERROR, _xid),
-        (catalog.EVENT_WORKER_DIED, ERROR, _worker),
-        (catalog.EVENT_SHARED_MEMORY_FULL, WARNING, _shared_memory),
-        (catalog.EVENT_CHECKPOINT_FAILED, WARNING, _save),
-    ):  # fmt: skip
+    for event in _COMPLAINTS:
         late = [fact for fact in report.events_named(event) if report.last_s - fact.time_s <= _SHORTLY_S]
         if late:
             age = max(0.0, report.last_s - late[-1].time_s)
-            yield Finding(severity, event.name.removeprefix("torchobs."), f"{tell(late[-1])}, {_before(age)} the end.")
+            severity = WARNING if event in {catalog.EVENT_SHARED_MEMORY_FULL, catalog.EVENT_CHECKPOINT_FAILED} else ERROR
+            yield Finding(severity, event.name.removeprefix("torchobs."), f"{_complaint(late[-1])}, {_before(age)} the end.")
+
+
+def _complaint(fact: Fact) -> str:
+    """Return what such an error was, as the beginning of a sentence."""
+    if fact.name == catalog.EVENT_OUT_OF_MEMORY.name:
+        return _device_memory(fact)
+    if fact.name == catalog.EVENT_GPU_LOST.name:
+        return f"A GPU ({fact.text('hw.id') or 'unknown'}) did not answer any more: {fact.text('reason')}"
+    if fact.name == catalog.EVENT_GPU_XID.name:
+        meaning = f" ({fact.text('meaning')})" if fact.text("meaning") else ""
+        return f"The driver reported XID {fact.text('xid')}{meaning} of {fact.text('hw.id') or 'a GPU'}"
+    if fact.name == catalog.EVENT_WORKER_DIED.name:
+        how = fact.text("signal") or f"exit code {fact.text('code')}"
+        return f"A data loader's worker (pid {fact.text('pid')}) was ended by {how}"
+    if fact.name == catalog.EVENT_SHARED_MEMORY_FULL.name:
+        used, size = text_format.size(fact.number("used")), text_format.size(fact.number("size"))
+        return f"Shared memory, /dev/shm, was nearly full ({used} of {size})"
+    return f"A save ({fact.text('format')}) raised {fact.text('exception.type').removeprefix('builtins.')}"
 
 
 def _threads(report: RankReport) -> Iterator[Finding]:
@@ -412,44 +427,6 @@ def _held(fact: Fact) -> str:
     modules = fact.texts("modules", 1, 120)
     largest = f", most of it in {modules[0]}" if modules else ""
     return f"; of the model, {text_format.joined(sizes)}{largest}" if sizes else ""
-
-
-def _xid(fact: Fact) -> str:
-    meaning = fact.text("meaning")
-    return f"The driver reported XID {fact.text('xid')}{f' ({meaning})' if meaning else ''} of {fact.text('hw.id') or 'a GPU'}"
-
-
-def _gpu(fact: Fact) -> str:
-    return f"A GPU ({fact.text('hw.id') or 'unknown'}) did not answer any more: {fact.text('reason')}"
-
-
-def _save(fact: Fact) -> str:
-    return f"A save ({fact.text('format')}) raised {fact.text('exception.type').removeprefix('builtins.')}"
-
-
-def _worker(fact: Fact) -> str:
-    how = fact.text("signal") or f"exit code {fact.text('code')}"
-    return f"A data loader's worker (pid {fact.text('pid')}) was ended by {how}"
-
-
-def _shared_memory(fact: Fact) -> str:
-    used, size = text_format.size(fact.number("used")), text_format.size(fact.number("size"))
-    return f"Shared memory, /dev/shm, was nearly full ({used} of {size})"
-
-
-RECENT = 200
-
-_KILLED_WITHIN_S = 40.0
-"""torchrun sends SIGKILL 30 s after SIGTERM."""
-_JITTER_S = 0.1
-"""What the order of two ends within it says nothing about: a process waits that long for its turn on a busy machine"""
-_ABORTED = 128 + signal.SIGABRT
-_AFTER_ANOTHER = {"exception": "raised in collective operations", "terminated": "were told to end"}
-"""What the end of one rank does to the others, by their own reasons"""
-_COLLECTIVE = (
-    "torch/distributed/", "torch/nn/parallel/distributed.py", "DistBackendError", "DistNetworkError", "DistStoreError",
-    "DistError",
-)  # fmt: skip
 
 
 def compare(ranks: Sequence[RankReport]) -> list[Finding]:
@@ -546,7 +523,8 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
         soon = [report for end_s, report in ended if end_s - first_s <= state.BEAT_S]
         causes = _possible_causes(alike, soon)
         return _likely_first([*alike, *causes], state.BEAT_S) if causes else (first, _alike(alike, ranks))
-    doubt_s = max(_doubt_s(report) for _, report in ended[:2])
+    dated = all(report.reason == "exception" and report.main_exceptions for _, report in ended[:2])
+    doubt_s = 0.0 if dated else state.BEAT_S
     if others[0][0] - first_s > doubt_s:
         later = text_format.duration(others[0][0] - first_s)
         return first, f"Rank {first.rank} failed first, {later} before rank {others[0][1].rank}: look there for the cause."
@@ -557,7 +535,8 @@ def _raised_alike(ended: Sequence[tuple[float, RankReport]]) -> list[RankReport]
     """Return the ranks that raised what the first did, at the same line, by no more later than steps of the ranks vary."""
     first_s, first = ended[0]
     raised = _raised_as(first)
-    margin_s = max(_JITTER_S, *(_usual_step_s(report) for _, report in ended))
+    timed = ([step.duration_s for step in report.steps[-RECENT:] if step.duration_s is not None] for _, report in ended)
+    margin_s = max(_JITTER_S, *(median(durations) if durations else 0.0 for durations in timed))
     return [report for end_s, report in ended if raised and _raised_as(report) == raised and end_s - first_s <= margin_s]
 
 
@@ -576,11 +555,6 @@ def _raised_as(report: RankReport) -> tuple[str, ...]:
     """Return class and place of the exception that ended the rank; empty if none did."""
     fact = report.main_exceptions[-1] if report.reason == "exception" and report.main_exceptions else None
     return tuple(fact.text(name) for name in ("exception.type", "location", "caller")) if fact is not None else ()
-
-
-def _usual_step_s(report: RankReport) -> float:
-    durations = [step.duration_s for step in report.steps[-RECENT:] if step.duration_s is not None]
-    return median(durations) if durations else 0.0
 
 
 def _alike(alike: Sequence[RankReport], ranks: Sequence[RankReport]) -> str:
@@ -639,10 +613,6 @@ def _failed(ranks: Sequence[RankReport]) -> list[RankReport]:
 def _end_s(report: RankReport) -> float:
     raised = report.main_exceptions
     return raised[-1].time_s if raised and report.reason == "exception" else report.last_s
-
-
-def _doubt_s(report: RankReport) -> float:
-    return 0.0 if report.reason == "exception" and report.main_exceptions else state.BEAT_S
 
 
 def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:

@@ -24,6 +24,28 @@ _HOW = {
     "same_order": "After step {step} an epoch had the samples in the order of those before it, and each rank the same part of "
     "them: the DistributedSampler is to shuffle, and its set_epoch(epoch) was not called before the epoch.",
 }
+_RUN_TRACE = "Run `debug.trace_nan(model, batch)`."
+_INFINITE = {
+    "at 0": {"sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "xlogy", "special_xlogy", "hypot"},
+    "at 0, if its exponent is below 1": {"pow"},
+    "at 1 and -1": {"acos", "asin", "atanh"},
+    "at 1": {"acosh"},
+    "at -1": {"log1p"},
+    "at 0 and 1": {"logit", "special_logit"},
+    "where its divisor is 0": {"div"},
+}
+"""Operators by where their derivative is infinite, or undefined"""
+_OTHER_RANKS = "on this rank or another: gradients are averaged"
+"""Note on a likely operator (``probes.nonfinite.origin.OTHER_RANKS``)"""
+_UNNAMED = "unnamed"
+"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``)"""
+_REGIONS = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
+"""Nodes of the graph that stand for many operators (``probes.nonfinite.graph.OPAQUE``)"""
+_WHY = {
+    "compiled": "in a module that torch.compile has compiled",
+    "silent": "not called as modules: in a compiled function, or of a model that is not trained any more",
+    "left_out": "more than have series",
+}
 
 
 def loop_mistakes(report: RankReport) -> Iterator[Finding]:
@@ -60,25 +82,6 @@ def _parameters(fact: Fact) -> str:
     count, names = fact.count("parameters_affected"), fact.texts("parameters", _NAMED, 80)
     more = f" and {count - len(names):,} more" if count > len(names) else ""
     return text_format.plural(count, "parameter") + (f" ({', '.join(names)}{more})" if names else "")
-
-
-_RUN_TRACE = "Run `debug.trace_nan(model, batch)`."
-_INFINITE = {
-    "at 0": {"sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "xlogy", "special_xlogy", "hypot"},
-    "at 0, if its exponent is below 1": {"pow"},
-    "at 1 and -1": {"acos", "asin", "atanh"},
-    "at 1": {"acosh"},
-    "at -1": {"log1p"},
-    "at 0 and 1": {"logit", "special_logit"},
-    "where its divisor is 0": {"div"},
-}
-"""Operators by where their derivative is infinite, or undefined"""
-_OTHER_RANKS = "on this rank or another: gradients are averaged"
-"""Note on a likely operator (``probes.nonfinite.origin.OTHER_RANKS``)"""
-_UNNAMED = "unnamed"
-"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``)"""
-_REGIONS = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
-"""Nodes of the graph that stand for many operators (``probes.nonfinite.graph.OPAQUE``)"""
 
 
 def origins(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
@@ -158,13 +161,6 @@ def _overflow(name: str, note: str, step: str) -> str:
     cause = "the largest number there is 65,504, and no loss scaler was used"
     remedy = "Scale the loss (torch.amp.GradScaler, with weights in float32), or train in bfloat16."
     return f"The NaN or infinity{step} is most likely gradients that overflowed in float16, in {where}: {cause}. {remedy}"
-
-
-_WHY = {
-    "compiled": "in a module that torch.compile has compiled",
-    "silent": "not called as modules: in a compiled function, or of a model that is not trained any more",
-    "left_out": "more than have series",
-}
 
 
 def activations(report: RankReport) -> Iterator[Finding]:

@@ -20,6 +20,10 @@ from torchobs.ranks import labels
 _MOST_NAMED = 4
 _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
 """Group, number, kind and line of ``probes.lifecycle.collectives``"""
+_MOST_GROUPS = 3
+_ASIDE = {
+    "evaluation": "evaluates", "checkpoint": "saves a checkpoint", "compile": "compiles", "idle": "has left its training loop",
+}  # fmt: skip
 
 
 def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[str]:
@@ -53,7 +57,11 @@ def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> 
         more = "one collective" if most - least == 1 else text_format.plural(most - least, "collective")
         who, others = text_format.ranks(ahead, _MOST_NAMED), text_format.ranks(behind, _MOST_NAMED)
         extra = hangs.inserted(*(calls.get(names[0], {}).get(found.group, {}) for names in (ahead, behind)))
-        which = f": {text_format.joined([_call(text) for text in extra], _MOST_NAMED)}" if extra else ""
+        which = (
+            f": {text_format.joined([text_format.source_location(text_format.clean(text)) for text in extra], _MOST_NAMED)}"
+            if extra
+            else ""
+        )
         counts = f"{most:,} and {least:,} of group {_group(found.group)}"
         yield f"{text_format.capital(who)} called {more} more than {others} ({counts}){which}."
 
@@ -67,10 +75,6 @@ def recent_calls(report: RankReport) -> dict[str, dict[int, str]]:
         if (parsed := _RECENT.fullmatch(text)) is not None:
             found.setdefault(parsed[1], {})[int(parsed[2])] = parsed[3]
     return found
-
-
-def _call(text: str) -> str:
-    return text_format.source_location(text_format.clean(text))
 
 
 def mismatches(ranks: Sequence[RankStatus]) -> Iterator[str]:
@@ -98,12 +102,6 @@ def _kinds(one: Mismatch) -> str:
 
 def _group(name: str) -> str:
     return text_format.clean(name)
-
-
-_MOST_GROUPS = 3
-_ASIDE = {
-    "evaluation": "evaluates", "checkpoint": "saves a checkpoint", "compile": "compiles", "idle": "has left its training loop",
-}  # fmt: skip
 
 
 def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:

@@ -47,6 +47,7 @@ _STEPS_OF_MANY = 1024
 _SIZE_AT = slice(16, 24)
 _SILENT = frozenset({"lost", "out_of_memory", "crashed", "terminated"})
 """Ends before which a rank may have written nothing any more"""
+_MOST_LISTED = 12
 
 
 class LoadedFlight(NamedTuple):
@@ -98,7 +99,8 @@ def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[Load
     last = resolve(item.claim for item in every)
     chosen = [item._replace(suffix=last[item.claim.incarnation]) for item in every if item.claim.incarnation in last]
     others = [item for item in every if item.claim.incarnation not in last]
-    return sorted(chosen, key=_by_rank), sorted(others, key=lambda item: item.header.wall_ns)
+    by_rank = sorted(chosen, key=lambda item: (len(item.claim.rank[2]), item.claim.rank[2], item.suffix))
+    return by_rank, sorted(others, key=lambda item: item.header.wall_ns)
 
 
 def load_reports(
@@ -275,13 +277,9 @@ def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[Artif
     dump, crashed = _stacks(directory, own, report), _crash(directory, report)
     frames, of_workers = main_frames(dump), worker_frames(dump)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
-    unwritten = silent and not _written_in_memory(report.header, directory)
+    # where the file lies now, perhaps a copy, tells only if its header does not
+    unwritten = silent and not (in_memory(directory) if report.header.in_memory is None else report.header.in_memory)
     return replace(report, left=tuple(own), frames=frames, worker_frames=of_workers, crash=crashed, unwritten=unwritten)
-
-
-def _written_in_memory(header: Header, directory: Path) -> bool:
-    """Return True if the file was written in memory; where it lies now, perhaps a copy, tells only if its header does not."""
-    return in_memory(directory) if header.in_memory is None else header.in_memory
 
 
 def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
@@ -310,14 +308,6 @@ def _found(path: Path, file: FlightFile, directory_fd: int, now: Now) -> LoadedF
     header, claim = file.header, look_at(file, directory_fd, path.name, now).candidate
     last_ns = header.wall_ns + (claim.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
     return LoadedFlight(path, header, claim, last_ns)
-
-
-def _by_rank(item: LoadedFlight) -> tuple[int, str, str]:
-    rank = item.claim.rank[2]
-    return len(rank), rank, item.suffix
-
-
-_MOST_LISTED = 12
 
 
 class NoRunError(ValueError):
@@ -373,7 +363,9 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             found, others = _run(listed.found, run)
             more = read(found)
             ranks, bad, launchers = ranks + more.ranks, bad + more.bad, launchers + more.launchers
-            notes += [*more.notes, *_other_runs(others), *listed.notes]
+            names = ", ".join(text_format.clean(other.run_id, 60) for other in others[-3:])
+            aside = [f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}"] if others else []
+            notes += [*more.notes, *aside, *listed.notes]
     if not ranks:
         raise NoRunError(_nothing(paths, bad, run, others))
     return Chosen(ranks, bad, notes, launchers)
@@ -387,7 +379,9 @@ def read(found: Sequence[LoadedFlight]) -> Chosen:
     ranks, bad = load_reports([item.path for item in chosen], limit_of(len(chosen)))
     suffixes = {item.header.incarnation: item.suffix for item in chosen}
     ranks = [replace(report, suffix=suffixes.get(report.header.incarnation, "")) for report in ranks]
-    return Chosen(ranks, bad, _earlier_attempts(earlier), launchers)
+    names = ", ".join(item.path.name for item in earlier[-3:])
+    notes = [f"{text_format.plural(len(earlier), 'earlier attempt')} of these ranks: inspect {names}"] if earlier else []
+    return Chosen(ranks, bad, notes, launchers)
 
 
 def find(wanted: str | None, directory: Path | None = None) -> Chosen:
@@ -466,16 +460,6 @@ def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[Sequence[Loade
     every = runs_of(found)
     wanted = next(iter(every if run is None else _named(every, run)), None)
     return wanted.files if wanted else (), [one for one in reversed(every) if one is not wanted]
-
-
-def _earlier_attempts(earlier: Sequence[LoadedFlight]) -> list[str]:
-    names = ", ".join(item.path.name for item in earlier[-3:])
-    return [f"{text_format.plural(len(earlier), 'earlier attempt')} of these ranks: inspect {names}"] if earlier else []
-
-
-def _other_runs(others: Sequence[RunFiles]) -> list[str]:
-    names = ", ".join(text_format.clean(run.run_id, 60) for run in others[-3:])
-    return [f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}"] if others else []
 
 
 def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None, others: Sequence[RunFiles]) -> str:

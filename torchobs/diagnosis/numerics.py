@@ -58,7 +58,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     lost, past = _onset(report.steps), past_in(report)
     if lost is not None:
         yield _nonfinite_loss(report, lost)
-    elif not _all_fine(report):
+    elif any(report.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss")):
         yield from _spikes(report, past)
     yield from learning_rate(report)
     yield from origins(report, past)
@@ -95,24 +95,21 @@ def _nonfinite_loss(report: RankReport, onset: int) -> Finding:
         return Finding(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
     text, note = f"The loss turned {name} in step {step.step:,}{_cause(steps, onset)}", _rate_note(steps, onset)
     text += "." if note else f"{_with_rate(step)}."
-    return Finding(ERROR, "nonfinite_loss", f"{text}{note}{_afterwards(steps, onset)}")
+    wasted = steps[-1].step - step.step
+    after = f" It trained on for {text_format.plural(wasted, 'step')} with it." if wasted else ""
+    return Finding(ERROR, "nonfinite_loss", f"{text}{note}{after}")
 
 
 def _long_ago(report: RankReport, step: Step, name: str) -> str:
     """Return since when, if the steps of that time are no longer in the file."""
-    first = _began(report)
-    if first is None or first.step is None:
-        return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
-    usual, wasted = text_format.number(first.number("baseline")), text_format.plural(report.last_step - first.step, "step")
-    return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
-
-
-def _began(report: RankReport) -> Fact | None:
-    """Return the first event of a non-finite loss, if all losses since were non-finite."""
     told = (fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
     first, count = next(told, None), report.value(catalog.ANOMALIES, "nonfinite_loss") or 0
     since = report.last_step - first.step + 1 if first is not None and first.step is not None else 0
-    return first if _ALL_SINCE * count <= since <= count / _ALL_SINCE else None
+    # all losses since the first event have to have been so
+    if first is None or first.step is None or not _ALL_SINCE * count <= since <= count / _ALL_SINCE:
+        return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
+    usual, wasted = text_format.number(first.number("baseline")), text_format.plural(report.last_step - first.step, "step")
+    return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
 
 
 def _cause(steps: Sequence[Step], onset: int) -> str:
@@ -200,15 +197,6 @@ def _from_to(rise: Rise) -> str:
 
 def _with_rate(step: Step) -> str:
     return "" if step.learning_rate is None else f"; the learning rate was {text_format.number(step.learning_rate)}"
-
-
-def _afterwards(steps: Sequence[Step], onset: int) -> str:
-    wasted = steps[-1].step - steps[onset].step
-    return f" It trained on for {text_format.plural(wasted, 'step')} with it." if wasted else ""
-
-
-def _all_fine(report: RankReport) -> bool:
-    return not any(report.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
 
 
 def _spikes(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
@@ -374,7 +362,10 @@ def _scheduler(report: RankReport) -> Iterator[Finding]:
 def learning_rate(report: RankReport) -> Iterator[Finding]:
     """Yield what is wrong with the learning rate."""
     yield from _too_high(report)
-    yield from _zero(report)
+    found = zero_rate_of(report)
+    others = {group: rate for group, rate in report.by_attribute(catalog.LEARNING_RATE).items() if group != "0"}
+    if found is not None and len(others) < OTHER_GROUPS and all(rate <= NEGLIGIBLE * found.highest for rate in others.values()):
+        yield zero_learning_rate(found)
 
 
 def _too_high(report: RankReport) -> Iterator[Finding]:
@@ -406,11 +397,3 @@ def _ended_away(steps: Sequence[Step]) -> bool:
     late = norms[-max(1, len(norms) // 4) :]
     square = fmean(norm * norm for norm in late) if late else None
     return are_long(losses[-1], fmean(rates) if rates else None, square)
-
-
-def _zero(report: RankReport) -> Iterator[Finding]:
-    """Yield that the learning rate of all parameter groups is zero, or next to it, since some step."""
-    found = zero_rate_of(report)
-    others = {group: rate for group, rate in report.by_attribute(catalog.LEARNING_RATE).items() if group != "0"}
-    if found is not None and len(others) < OTHER_GROUPS and all(rate <= NEGLIGIBLE * found.highest for rate in others.values()):
-        yield zero_learning_rate(found)

@@ -79,7 +79,11 @@ def _not_saved(report: RankReport) -> Iterator[Finding]:
 
 def _held_up(report: RankReport) -> Iterator[Finding]:
     """Yield steps as long as a stall (see ``stall``) after which training continued."""
-    took = [(_own_s(step), step) for step in report.steps[model_begins(report.steps, len(report.steps)) :]][_FIRST:]
+    # without evaluation, checkpoints and compilation
+    took = [
+        (sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES), step)
+        for step in report.steps[model_begins(report.steps, len(report.steps)) :][_FIRST:]
+    ]
     if len(took) < _LEAST_EARLIER:
         return
     usual_s = median([seconds for seconds, _ in took])
@@ -92,11 +96,6 @@ def _held_up(report: RankReport) -> Iterator[Finding]:
     span, normal = text_format.duration(seconds), text_format.duration(usual_s)
     text = f"Step {step.step:,} took {span}, where {normal} was usual, most of it in the phase"
     yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # e.g. a stopped process, a file system, a debugger prompt
-
-
-def _own_s(step: Step) -> float:
-    """Return a step's duration without evaluation, checkpoints and compilation."""
-    return sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES)
 
 
 def _slowed(report: RankReport) -> Iterator[Finding]:

@@ -27,6 +27,15 @@ from torchobs.ranks.state import MemoryUse, trains
 MOST_NAMES = 64
 MOST_POINTS = 512
 """Most points kept per curve, the newest ones. A rank thins them out over time (``probes.core.user_scalars``)."""
+_FAR = 1 << 62
+_NAMES = ("NaN", "Infinity", "-Infinity")
+_CLOCKS_DIFFER_S = 0.001
+"""Tolerance: one time stamp is in microseconds, and both are converted between clocks."""
+_OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
+_UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
+_MOST = 1e18
+"""A flight file may hold anything"""
+_FORMATS = {"By": text_format.size, "s": text_format.duration}
 
 
 class Point(NamedTuple):
@@ -57,14 +66,6 @@ def curves(events: Iterable[Mapping[str, Any]], known: Mapping[str, tuple[Point,
 def _points(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
     for name, step, value in zip(attributes["names"], attributes["steps"], attributes["values"], strict=False):
         yield name, Point(step, float(value))  # also of a text: "NaN", "Infinity"
-
-
-_FAR = 1 << 62
-_NAMES = ("NaN", "Infinity", "-Infinity")
-
-
-_CLOCKS_DIFFER_S = 0.001
-"""Tolerance: one time stamp is in microseconds, and both are converted between clocks."""
 
 
 class Step(NamedTuple):
@@ -415,13 +416,6 @@ def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:
 
 def _last(values: Sequence[float]) -> float | None:
     return values[-1] if values else None
-
-
-_OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
-_UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
-_MOST = 1e18
-"""A flight file may hold anything"""
-_FORMATS = {"By": text_format.size, "s": text_format.duration}
 
 
 def with_unit(event: str, attribute: str, value: object) -> str | None:

@@ -27,6 +27,8 @@ _STACK = "Stack (most recent call first):\n"
 _MOST = 64
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
+_RECENT = 200
+_ALL_OF_IT = 0.95
 
 
 def main_frames(text: str) -> tuple[str, ...]:
@@ -80,10 +82,6 @@ def without_launcher(frames: Sequence[str]) -> Sequence[str]:
 def shown(frame: str) -> str:
     """Return a frame as one sanitised line, shortened for installed packages."""
     return text_format.source_location(text_format.clean(frame))
-
-
-_RECENT = 200
-_ALL_OF_IT = 0.95
 
 
 class Stall(NamedTuple):

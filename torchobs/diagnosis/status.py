@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torchobs import catalog
 from torchobs.catalog import Metric
@@ -270,6 +270,8 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
 
     ``get``, ``of``: look up a value of a metric, and all values of one by those of its attributes.
     """
+    # counts of collectives are published once a second and at its end
+    settled = status.reason in _ENDED_BY_ITSELF or (status.progress_age_s or 0.0) - status.beat_age_s >= _SETTLED_S
     return replace(
         status,
         anomalies=tuple(kind for kind in catalog.ANOMALY_KINDS if get(catalog.ANOMALY_ACTIVE, kind)),
@@ -289,13 +291,8 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         alike_norms=alike_norms(status.alike_norms, of(catalog.DISTRIBUTED_INFO), get(catalog.GRAD_NORM_RANKS)),
         zero_rate=_of_all_groups(status.zero_rate, get),
         collectives=group_progress(of),
-        called=collectives_called(of) if _has_settled(status) else {},
+        called=collectives_called(of) if settled else {},
     )
-
-
-def _has_settled(status: RankStatus) -> bool:
-    """Return whether its counts of collectives, which are published once a second and at its end, are its last ones."""
-    return status.reason in _ENDED_BY_ITSELF or (status.progress_age_s or 0.0) - status.beat_age_s >= _SETTLED_S
 
 
 def status_of(
@@ -402,19 +399,15 @@ def summary_of(events: Iterable[Fact], known: EventSummary = NO_EVENTS) -> Event
             reported = (before.reported if before else 0) + 1 + event.count("left_out")
             step = max(event.step, before.step if before else 0)
             anomalies[kind] = LastAnomaly(step, event.number("baseline"), reported)
-        elif event.name == catalog.EVENT_NONFINITE_ORIGIN.name and _spoils(event):
-            spoiled = event.text("parameter", 120)
+        elif event.name == catalog.EVENT_NONFINITE_ORIGIN.name:
+            origin, operator = event.text("origin"), event.text("operator")
+            if origin in _IN_PARAMETERS or (origin in {"backward", "unknown"} and not operator):
+                spoiled = event.text("parameter", 120)
         elif event.name == catalog.EVENT_NONFINITE_REST.name:
             spoiled = event.text("parameter", 120) if event.count("parameters_affected") else ""
     return EventSummary(
         mistakes_of(events, known.mistakes), stuck_layers_of(events, known.stuck), anomalies, spoiled,
     )  # fmt: skip
-
-
-def _spoils(origin: Fact) -> bool:
-    """Return whether parameters held NaN or infinity, by the event on where these were born."""
-    kind = origin.text("origin")
-    return kind in _IN_PARAMETERS or (kind in {"backward", "unknown"} and not origin.text("operator"))
 
 
 def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:
@@ -465,15 +458,10 @@ def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Repl
     weights, batches = dict(known.weights), dict(known.batches)
     found = {catalog.EVENT_REPLICA_WEIGHTS.name: weights, catalog.EVENT_REPLICA_BATCHES.name: batches}
     for event in events:
-        if event.name in found and event.step is not None and (values := _replica_values(event.attributes)):
+        values = tuple(map(float, event.attributes.get("values", ()))) if event.name in found else ()
+        if values and event.step is not None and all(map(isfinite, values)):
             found[event.name][event.step] = values
     return Replicas(weights, batches, last_losses(losses) if batches else {})
-
-
-def _replica_values(attributes: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the numbers of such an event; none if one is not finite."""
-    numbers = tuple(map(float, attributes.get("values", ())))
-    return numbers if all(map(isfinite, numbers)) else ()
 
 
 def run_status(ranks: Sequence[RankReport]) -> RunStatus:

@@ -61,7 +61,8 @@ def curve(values: Iterable[tuple[int, float]], most: int = BUCKETS) -> Curve | N
     finite = [value for _, value in ordered if isfinite(value)]
     if not finite:
         return None
-    groups = (ordered[first:last] for first, last in _edges(len(ordered), most))
+    count, number = len(ordered), min(len(ordered), most)
+    groups = (ordered[index * count // number : (index + 1) * count // number] for index in range(number))
     buckets = tuple(_bucket(group) for group in groups)
     return Curve(
         first_step=ordered[0][0],
@@ -98,11 +99,6 @@ def heights(curve: Curve) -> list[tuple[float, float, float] | None]:
         (height(bucket.mean), height(bucket.least), height(bucket.greatest)) if bucket.mean is not None else None
         for bucket in curve.buckets
     ]
-
-
-def _edges(count: int, most: int) -> Iterable[tuple[int, int]]:
-    buckets = min(count, most)
-    return ((index * count // buckets, (index + 1) * count // buckets) for index in range(buckets))
 
 
 def _bucket(group: Sequence[tuple[int, float]]) -> Bucket:

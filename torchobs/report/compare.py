@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -72,7 +72,12 @@ class Comparison(NamedTuple):
 def compare(first: Chosen, second: Chosen) -> Comparison:
     """Compare two runs; each has one rank or more."""
     reports = [chosen.ranks[diagnose_run(chosen.ranks, chosen.launchers).principal] for chosen in (first, second)]
-    known = [_facts(chosen, report) for chosen, report in zip((first, second), reports, strict=True)]
+    known = []
+    for chosen, report in zip((first, second), reports, strict=True):
+        details = known_details(chosen.ranks, report)
+        arguments = details.get("arguments")
+        given = parsed(arguments) if isinstance(arguments, list) else {}
+        known.append(given | facts(report, details) | {"ranks here": str(len(chosen.ranks))})
     names = dict.fromkeys((*known[0], *known[1]))
     differences = tuple(
         Difference(name, known[0].get(name, ""), known[1].get(name, ""))
@@ -80,13 +85,6 @@ def compare(first: Chosen, second: Chosen) -> Comparison:
         if known[0].get(name, "") != known[1].get(name, "")
     )
     return Comparison(reports[0], reports[1], differences, tuple(_quantities(reports[0], reports[1])))
-
-
-def _facts(chosen: Chosen, report: RankReport) -> dict[str, str]:
-    known = known_details(chosen.ranks, report)
-    found = facts(report, known) | {"ranks here": str(len(chosen.ranks))}
-    arguments = known.get("arguments")
-    return (parsed(arguments) if isinstance(arguments, list) else {}) | found
 
 
 def parsed(arguments: Sequence[object]) -> dict[str, str]:
@@ -126,9 +124,16 @@ def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
             yield _medians(f"step time, {phase}", "s", *times)
     yield _plain("speed", "", *(_speed(report, "per_s") for report in (first, second)))
     yield _plain("tokens per second", "", *(_speed(report, "tokens_per_s") for report in (first, second)))
-    yield _plain("goodput", "", *map(_goodput, (first, second)))
-    yield _plain("host memory, greatest RSS", "By", *map(_rss, (first, second)))
-    yield _plain("device memory, peak", "By", *map(_peak, (first, second)))
+    spent = [report.by_attribute(catalog.GOODPUT_TIME) for report in (first, second)]
+    yield _plain(
+        "goodput", "", *(one.get("productive", 0.0) / sum(one.values()) if any(one.values()) else None for one in spent)
+    )
+    seen = [report.history.of(catalog.MEMORY_HOST_RSS.name).get("", []) for report in (first, second)]
+    last = [report.value(catalog.MEMORY_HOST_RSS) for report in (first, second)]
+    greatest = (max((value for _, value in rows), default=size) for rows, size in zip(seen, last, strict=True))
+    yield _plain("host memory, greatest RSS", "By", *greatest)
+    peaks = ([sizes["peak"] for sizes in device_memory(report).values() if "peak" in sizes] for report in (first, second))
+    yield _plain("device memory, peak", "By", *(max(sizes, default=None) for sizes in peaks))
     yield _plain("steps", "", float(first.last_step), float(second.last_step))
     yield from _curves(first, second)
 
@@ -158,21 +163,6 @@ def _durations(steps: Sequence[Step]) -> list[float]:
 
 def _speed(report: RankReport, field: str) -> float | None:
     return getattr(report.pace, field) if report.pace is not None else None
-
-
-def _goodput(report: RankReport) -> float | None:
-    times = report.by_attribute(catalog.GOODPUT_TIME)
-    whole = sum(times.values())
-    return times.get("productive", 0.0) / whole if whole else None
-
-
-def _rss(report: RankReport) -> float | None:
-    values = [value for _, value in report.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
-    return max(values, default=report.value(catalog.MEMORY_HOST_RSS))
-
-
-def _peak(report: RankReport) -> float | None:
-    return max((sizes["peak"] for sizes in device_memory(report).values() if "peak" in sizes), default=None)
 
 
 def _curves(first: RankReport, second: RankReport) -> Iterator[Compared]:
@@ -234,13 +224,9 @@ def sentence(one: Compared) -> str:
 
 
 def _with_range(one: Compared, value: float, middle_half: tuple[float, float] | None) -> str:
-    rounded = _rounding(one)
+    rounded = {"s": text_format.duration, "By": text_format.size}.get(one.unit, text_format.number)
     ends = f" ({rounded(middle_half[0])} to {rounded(middle_half[1])})" if middle_half is not None else ""
     return f"{rounded(value)}{ends}"
-
-
-def _rounding(one: Compared) -> Callable[[float], str]:
-    return {"s": text_format.duration, "By": text_format.size}.get(one.unit, text_format.number)
 
 
 def _figures(reports: Sequence[RankReport]) -> Figures:
@@ -288,13 +274,9 @@ def _measured(found: Comparison) -> Section:
 
 def _charts(reports: Sequence[RankReport]) -> Section:
     fields = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Step time", "duration_s"), ("Learning rate", "learning_rate"))
-    charts = [
-        LineChart(name, _both(reports, field), text_format.duration if field == "duration_s" else text_format.number)
-        for name, field in fields
-    ]
+    charts = []
+    for title, field in fields:
+        curves = ((name, points_of(report.steps, field)) for name, report in zip(_NAMES, reports, strict=True))
+        lines = tuple(Series(name, points) for name, points in curves if points)
+        charts.append(LineChart(title, lines, text_format.duration if field == "duration_s" else text_format.number))
     return section("curves", "Curves", *(chart if chart.series else None for chart in charts))
-
-
-def _both(reports: Sequence[RankReport], field: str) -> tuple[Series, ...]:
-    pairs = zip(_NAMES, reports, strict=True)
-    return tuple(Series(name, points) for name, report in pairs if (points := points_of(report.steps, field)))

@@ -40,6 +40,10 @@ _ROW = 18.0
 _MOST_TICKS = 5
 _DECADE = 10.0
 _COLOURED = 8
+SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕")}
+"""Severity to CSS class and symbol"""
+_WORDS = {"info": "Note", "warning": "Warning", "error": "Error"}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 class Scale(NamedTuple):
@@ -151,19 +155,23 @@ class _Axis(NamedTuple):
         return f"step {at:,.0f}" if first else f"{at:,.0f}"
 
 
-def _axis(series: Sequence[Sequence[tuple[float, float]]], *, timed: bool) -> _Axis:
-    places = [at for points in series for at, _ in points]
-    return _Axis(min(places, default=0.0), max(places, default=1.0), timed)
-
-
 def _lines(chart: LineChart) -> Html:
     curves = [curve_of(one.points, BUCKETS) for one in chart.series]
     values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
     scale = scale_of(values, from_zero=chart.from_zero)
     if scale is None:
         return _figure(chart, tag("p", "No finite value.", class_="note")) if values else EMPTY
-    axis = _axis([one.points for one in chart.series], timed=chart.timed)
-    content = [_mark(axis.x(mark.at), mark.severity, f"{mark.name}, step {mark.at:,.0f}") for mark in chart.marks]
+    places = [at for one in chart.series for at, _ in one.points]
+    axis = _Axis(min(places, default=0.0), max(places, default=1.0), chart.timed)
+    content = [
+        tag(
+            "path",
+            tag("title", f"{mark.name}, step {mark.at:,.0f}"),
+            d=f"M{axis.x(mark.at):.1f} 0V{HEIGHT:g}",
+            class_=f"mark {mark.severity}",
+        )
+        for mark in chart.marks
+    ]
     content += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
     for index, found in enumerate(curves):
         if found is not None:
@@ -171,16 +179,9 @@ def _lines(chart: LineChart) -> Html:
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
     pairs = zip(chart.series, curves, strict=True)
     said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
-    plot = _frame(content, f"{chart.name}. {'; '.join(said)}{_marked(chart)}", ys, axis.ticks())
+    said += [text_format.plural(len(chart.marks), "mark")] if chart.marks else []
+    plot = _frame(content, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks())
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
-
-
-def _marked(chart: LineChart) -> str:
-    return f"; {text_format.plural(len(chart.marks), 'mark')}" if chart.marks else ""
-
-
-def _mark(x: float, severity: str, title: str) -> Html:
-    return tag("path", tag("title", title), d=f"M{x:.1f} 0V{HEIGHT:g}", class_=f"mark {severity}")
 
 
 def _curve(found: Curve, scale: Scale, axis: _Axis, index: int, *, banded: bool) -> list[Html]:
@@ -229,10 +230,12 @@ def _areas(chart: AreaChart) -> Html:
     # one slow step shall not flatten all others
     heights = sorted(top[-1] for _, top in tops)
     scale = Scale(0.0, min(heights[-1], 3 * heights[len(heights) // 2]) * 1.05 or 1.0)
+    # a single step is as wide as the drawing
+    places = [(axis.x(step), top) for step, top in tops] if len(tops) > 1 else [(x, tops[0][1]) for x in (0.0, WIDTH)]
     content = [
         tag(
             "path",
-            d=_area([(axis.x(step), 0.0, scale.y(top[index]), scale.y(top[index + 1])) for step, top in tops]),
+            d=band_path([(x, 0.0, scale.y(top[index]), scale.y(top[index + 1])) for x, top in places]),
             class_=f"is-{name}",
         )
         for index, name in enumerate(chart.names)
@@ -255,10 +258,6 @@ def _thinned(rows: Sequence[tuple[float, tuple[float, ...]]]) -> list[tuple[floa
         )
         for group in groups
     ]
-
-
-def _area(row: Points) -> str:
-    return band_path(row if len(row) > 1 else [(0.0, *row[0][1:]), (WIDTH, *row[0][1:])])
 
 
 def _strip(chart: StripChart) -> Html:
@@ -311,12 +310,6 @@ def _shade(value: float, low: float, high: float) -> str:
     if value <= 0:
         return "zero"
     return str(min(SHADES - 1, int((log10(value) - low) / (high - low) * SHADES))) if high > low else str(SHADES // 2)
-
-
-SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕")}
-"""Severity to CSS class and symbol"""
-_WORDS = {"info": "Note", "warning": "Warning", "error": "Error"}
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def page(document: Document) -> str:
@@ -398,15 +391,14 @@ def _item(one: Item) -> Html:
 def _table(block: Table) -> Html:
     head = [heading_cell(name, "" if index in block.words else "n") for index, name in enumerate(block.head)]
     body = [
-        tag("tr", *(_cell(cell, index, words=index in block.words) for index, cell in enumerate(row))) for row in block.rows
+        tag(
+            "tr",
+            tag("th", name, scope="row"),
+            *(tag("td", cell, class_="words" if index in block.words else "n") for index, cell in enumerate(cells, 1)),
+        )
+        for name, *cells in block.rows
     ]
     return table(block.caption, block.caption, head, body)
-
-
-def _cell(content: str, index: int, *, words: bool) -> Html:
-    if not index:
-        return tag("th", content, scope="row")
-    return tag("td", content, class_="words") if words else number_cell(content)
 
 
 def _shares(block: Shares) -> Html:

@@ -49,25 +49,17 @@ def draw(document: Document, directory: Path, form: str = "png") -> list[Path]:
     files: list[Path] = []
     with mpl.rc_context(_STYLE):
         for chart in document.charts():
-            path = _free(directory, chart.name, form, files)
+            stem = re.sub(r"[^a-z0-9]+", "-", chart.name.lower()).strip("-")[:60] or "chart"
+            names = (directory / f"{stem}{f'-{number}' if number else ''}.{form}" for number in range(len(files) + 1))
+            path = next(path for path in names if path not in files)
+            rows = len(chart.rows) if isinstance(chart, StripChart) else len(chart.names) if isinstance(chart, HeatMap) else 0
             # no pyplot: it keeps global state, which may be the script's
-            figure = Figure(figsize=(7.2, _height(chart)), dpi=150, layout="constrained")
+            figure = Figure(figsize=(7.2, max(1.4, 0.9 + 0.22 * rows) if rows else 3.0), dpi=150, layout="constrained")
             FigureCanvasAgg(figure)
             if _drawn(chart, figure.add_subplot()):
                 figure.savefig(path, format=form, metadata={"Date": None} if form == "svg" else None)
                 files.append(path)
     return files
-
-
-def _free(directory: Path, name: str, form: str, taken: list[Path]) -> Path:
-    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "chart"
-    names = (directory / f"{stem}{f'-{number}' if number else ''}.{form}" for number in range(len(taken) + 1))
-    return next(path for path in names if path not in taken)
-
-
-def _height(chart: Chart) -> float:
-    rows = len(chart.rows) if isinstance(chart, StripChart) else len(chart.names) if isinstance(chart, HeatMap) else 0
-    return max(1.4, 0.9 + 0.22 * rows) if rows else 3.0
 
 
 def _drawn(chart: Chart, axes: Axes) -> bool:

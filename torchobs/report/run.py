@@ -55,6 +55,9 @@ SECTIONS = {
     },
 }  # fmt: skip
 """Kinds of findings by the section that has the data behind them"""
+_MOST_EVENTS = 200
+_MOST_LINES, _MOST_ROWS = 8, 256
+_LONGEST = 4000
 
 
 def run_document(chosen: Chosen) -> Document:
@@ -68,13 +71,14 @@ def run_document(chosen: Chosen) -> Document:
         "findings", "What happened", _findings(chosen.ranks, known, names), *_limits(chosen), _figures(first, chosen.ranks)
     )
     level = LEVELS[known.verdict.severity]
+    unread = (f"Not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
     return Document(
         title=job_name,
         subtitle=_subtitle(run_id, chosen.ranks),
         badge=(known.verdict.severity, BADGES[level]),
         headline=known.health.headline,
         sections=(happened, *sections),
-        footer=(*_unread(chosen), f"torchobs {__version__}; from {text_format.plural(len(chosen.ranks), 'flight file')}"),
+        footer=(*unread, f"torchobs {__version__}; from {text_format.plural(len(chosen.ranks), 'flight file')}"),
     )
 
 
@@ -159,13 +163,6 @@ def _limits(chosen: Chosen) -> Iterator[Text]:
         yield Text(f"{words} Totals, and memory and layers over time, cover the whole run.", "note")
 
 
-def _unread(chosen: Chosen) -> tuple[str, ...]:
-    return tuple(f"Not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
-
-
-_MOST_EVENTS = 200
-
-
 def _events(report: RankReport, of: str) -> Section:
     """Return the last events that the file holds."""
     shown = [fact for fact in report.events if fact.name != catalog.EVENT_SCALARS.name]
@@ -187,9 +184,6 @@ def _words(fact: Fact) -> str:
     words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
     told = [f"{text_format.clean(name, 40)} {text}" for name, text in words if text]
     return text_format.clean(" · ".join(told), 600)
-
-
-_MOST_LINES, _MOST_ROWS = 8, 256
 
 
 def _ranks(every: Sequence[RankReport]) -> Section:
@@ -230,9 +224,6 @@ def _rank_lines(every: Sequence[RankReport], name: str, field: str, *, timed: bo
     note = f"The {_MOST_LINES} slowest of {len(every):,} ranks." if len(every) > _MOST_LINES else ""
     rounded = text_format.duration if timed else text_format.number
     return LineChart(name, tuple(series), rounded, note=note) if series else None
-
-
-_LONGEST = 4000
 
 
 def start(every: Sequence[RankReport], first: RankReport) -> Section:

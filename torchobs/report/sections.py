@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import isfinite
 from statistics import median, quantiles
 
@@ -39,6 +39,18 @@ _ORDINARY = frozenset(
     )
 )  # fmt: skip
 """Events that are no sign of anything"""
+_OPERATIONS = "torchobs.debug.operation"
+"""Beginning of the names of the metrics of ``debug.context``; by name, as a file may be another version's"""
+_BY_STEP = frozenset({catalog.SPAN_RUN.name, catalog.SPAN_STEP.name, catalog.SPAN_STEP_PHASE.name})
+_LABELS = ("operation", "phase", "name")
+_MOST_ROWS = 40
+_LEAST_TIMED = 2
+_HOST = {
+    catalog.MEMORY_HOST_RSS: "process", catalog.MEMORY_HOST_CHILDREN_RSS: "its children",
+    catalog.CGROUP_MEMORY_WORKING_SET: "container",
+}  # fmt: skip
+_DEVICE = {catalog.MEMORY_DEVICE_ALLOCATED: "allocated", catalog.MEMORY_DEVICE_RESERVED: "reserved"}
+_DEVICE_HEAD = ("Device", "Allocated", "Reserved", "Peak", "Limit")
 
 
 def training(report: RankReport, of: str) -> Section:
@@ -158,9 +170,8 @@ def _by_layer(report: RankReport, metric: catalog.Metric, what: str, were: str) 
         return
     columns = sorted({row.time_s: row for points in curves.values() for row, _ in points}.values(), key=lambda row: row.time_s)
     columns = [row for index, row in enumerate(columns) if row.step and (not index or row.step != columns[index - 1].step)]
-    values = tuple(
-        _row({row.time_s: value for row, value in points}, [row.time_s for row in columns]) for points in curves.values()
-    )
+    known = ({row.time_s: value for row, value in points} for points in curves.values())
+    values = tuple(tuple(by_time.get(row.time_s) for row in columns) for by_time in known)
     yield HeatMap(
         f"{what} by layer and time", tuple(curves), tuple(row.step for row in columns), values,
         note=f"Each column is one moment at which {were} read, evenly in time over the whole run; empty: not measured.",
@@ -173,21 +184,9 @@ def _by_layer(report: RankReport, metric: catalog.Metric, what: str, were: str) 
     yield Table(f"{what} by layer, as read", ("Layer", "Least", "Median", "Greatest", "Last"), rows)
 
 
-def _row(known: dict[float, float], times: Sequence[float]) -> tuple[float | None, ...]:
-    return tuple(known.get(time_s) for time_s in times)
-
-
 def points_of(steps: Iterable[Step], field: str) -> list[Point]:
     """Return a field of the steps that have it, by step."""
     return [(float(step.step), value) for step in steps if (value := getattr(step, field)) is not None]
-
-
-_OPERATIONS = "torchobs.debug.operation"
-"""Beginning of the names of the metrics of ``debug.context``; by name, as a file may be another version's"""
-_BY_STEP = frozenset({catalog.SPAN_RUN.name, catalog.SPAN_STEP.name, catalog.SPAN_STEP_PHASE.name})
-_LABELS = ("operation", "phase", "name")
-_MOST_ROWS = 40
-_LEAST_TIMED = 2
 
 
 def time_spent(report: RankReport, of: str) -> Section:
@@ -255,15 +254,6 @@ def _spans(report: RankReport) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (name, f"{len(times):,}", text_format.duration(sum(times)), text_format.duration(max(times))) for name, times in ordered
     )
-
-
-_HOST = {
-    catalog.MEMORY_HOST_RSS: "process", catalog.MEMORY_HOST_CHILDREN_RSS: "its children",
-    catalog.CGROUP_MEMORY_WORKING_SET: "container",
-}  # fmt: skip
-_DEVICE = {catalog.MEMORY_DEVICE_ALLOCATED: "allocated", catalog.MEMORY_DEVICE_RESERVED: "reserved"}
-
-_DEVICE_HEAD = ("Device", "Allocated", "Reserved", "Peak", "Limit")
 
 
 def memory(report: RankReport, of: str) -> Section:

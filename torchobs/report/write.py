@@ -36,6 +36,8 @@ from torchobs.report.run import run_document
 _SPECIAL = re.compile(r"([\\`*_{}\[\]#|~!>])")
 _WORDS = {"info": "", "warning": "Warning: ", "error": "**Error:** "}
 _BARS = 60
+FORMATS = (".html", ".htm", ".md", ".json")
+_ALL = 1_000_000
 
 
 def markdown(document: Document) -> str:
@@ -128,10 +130,6 @@ def _row(cells: tuple[str, ...], *, plain: bool = True) -> str:
 def _plain(words: str) -> str:
     """Return words of others so that they are neither markup nor HTML."""
     return _SPECIAL.sub(r"\\\1", escape(words, quote=False).replace("\n", " "))
-
-
-FORMATS = (".html", ".htm", ".md", ".json")
-_ALL = 1_000_000
 
 
 def check_format(path: Path) -> None:
