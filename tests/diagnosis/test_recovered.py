@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.cli import top
 from torchobs.cli.text import TerminalStyle
-from torchobs.cli.top_view import Screen, frame
+from torchobs.cli.top import Screen, frame
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status

@@ -125,7 +125,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("inspect", "torchobs.cli.arguments"), ("inspect", "torchobs.cli.inspect_view"), ("top", "torchobs.cli.top_view"),
+    [("inspect", "torchobs.cli.arguments"), ("inspect", "torchobs.cli.inspect"), ("top", "torchobs.cli.top"),
      ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.doctor")],
 )  # fmt: skip
 def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:

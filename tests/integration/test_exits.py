@@ -20,7 +20,7 @@ from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.text import TerminalStyle
-from torchobs.cli.top_view import Screen, frame
+from torchobs.cli.top import Screen, frame
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports

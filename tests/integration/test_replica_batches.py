@@ -12,8 +12,7 @@ from tests.diagnosis.observing import read
 from tests.integration.test_distributed import train
 from torchobs import catalog
 from torchobs.cli.text import TerminalStyle
-from torchobs.cli.top import views
-from torchobs.cli.top_view import Screen, frame
+from torchobs.cli.top import Screen, frame, views
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui.data import PageData

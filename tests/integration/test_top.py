@@ -27,7 +27,7 @@ from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.text import TerminalStyle
-from torchobs.cli.top_view import RankView, Screen, drawn, frame, slownesses
+from torchobs.cli.top import RankView, Screen, drawn, frame, slownesses
 from torchobs.flight.format.layout import HEADER_SIZE, LIVE_PHASES, Live
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from tests.ui import shorten_seconds
 from torchobs import catalog
 from torchobs.cli import inspect, top
 from torchobs.cli.text import TerminalStyle
-from torchobs.cli.top_view import Screen, frame
+from torchobs.cli.top import Screen, frame
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import curves
 from torchobs.exporter.config import ExporterConfig

@@ -16,9 +16,9 @@ from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.cli import control, top
 from torchobs.cli.arguments import CommandError
-from torchobs.cli.inspect_view import report_lines
+from torchobs.cli.inspect import report_lines
 from torchobs.cli.text import TerminalStyle
-from torchobs.diagnosis.json_report import Options
+from torchobs.report.run import Options
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ from torchobs import catalog
 from torchobs.detect.hangs import Standstill
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
-from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.rank_report import RankReport, last_phase
 from torchobs.diagnosis.stall import stall, with_patience
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader.decode import Distribution
+from torchobs.report.run import Options, document
 
 FLIGHT = f"r0-{0:032x}.flight"
 

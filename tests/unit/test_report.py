@@ -11,14 +11,13 @@ from tests.diagnosis_files import START_S, fact, facts, step, steps
 from torchobs import catalog, diagnosis
 from torchobs.catalog import Severity
 from torchobs.diagnosis.health import ANOMALIES, MISTAKES
-from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.load import Chosen
 from torchobs.flight.reader.decode import Distribution
 from torchobs.report import sections
 from torchobs.report.compare import Compared, compare, comparison_document, parsed, sentence
 from torchobs.report.content import Items, StripChart, Table
 from torchobs.report.page import page
-from torchobs.report.run import SECTIONS, run_document
+from torchobs.report.run import SECTIONS, Options, document, run_document
 from torchobs.report.sections import anomalies
 from torchobs.report.write import markdown
 

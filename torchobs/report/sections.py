@@ -9,8 +9,6 @@ from statistics import median, quantiles
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.json_report import device_memory
-from torchobs.diagnosis.json_report import memory as host_memory
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text
 from torchobs.report.content import (
     AreaChart,
@@ -51,6 +49,22 @@ _HOST = {
 }  # fmt: skip
 _DEVICE = {catalog.MEMORY_DEVICE_ALLOCATED: "allocated", catalog.MEMORY_DEVICE_RESERVED: "reserved"}
 _DEVICE_HEAD = ("Device", "Allocated", "Reserved", "Peak", "Limit")
+_MEMORY = {
+    "rss": catalog.MEMORY_HOST_RSS,
+    "children_rss": catalog.MEMORY_HOST_CHILDREN_RSS,
+    "machine_available": catalog.MEMORY_HOST_AVAILABLE,
+    "cgroup_working_set": catalog.CGROUP_MEMORY_WORKING_SET,
+    "cgroup_peak": catalog.CGROUP_MEMORY_PEAK,
+    "cgroup_limit": catalog.CGROUP_MEMORY_LIMIT,
+    "shared_used": catalog.MEMORY_SHARED_USED,
+    "shared_size": catalog.MEMORY_SHARED_SIZE,
+}
+_DEVICE_MEMORY = {
+    "allocated": catalog.MEMORY_DEVICE_ALLOCATED,
+    "reserved": catalog.MEMORY_DEVICE_RESERVED,
+    "peak": catalog.MEMORY_DEVICE_PEAK,
+    "limit": catalog.MEMORY_DEVICE_LIMIT,
+}
 
 
 def training(report: RankReport, of: str) -> Section:
@@ -254,6 +268,20 @@ def _spans(report: RankReport) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (name, f"{len(times):,}", text_format.duration(sum(times)), text_format.duration(max(times))) for name, times in ordered
     )
+
+
+def host_memory(report: RankReport) -> dict[str, float | None]:
+    """Return the last known use of host memory, in bytes."""
+    return {name: report.value(metric) for name, metric in _MEMORY.items()}
+
+
+def device_memory(report: RankReport) -> dict[str, dict[str, float]]:
+    """Return the last known memory use of each device, in bytes."""
+    found: dict[str, dict[str, float]] = {}
+    for name, metric in _DEVICE_MEMORY.items():
+        for device, value in report.by_attribute(metric).items():
+            found.setdefault(device, {})[name] = value
+    return found
 
 
 def memory(report: RankReport, of: str) -> Section:

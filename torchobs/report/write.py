@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.json_report import Options, document
 from torchobs.diagnosis.load import Chosen
 from torchobs.report.charts import curve_of, described
 from torchobs.report.content import (
@@ -31,7 +30,7 @@ from torchobs.report.content import (
     Text,
 )
 from torchobs.report.page import page
-from torchobs.report.run import run_document
+from torchobs.report.run import Options, document, run_document
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]#|~!>])")
 _WORDS = {"info": "", "warning": "Warning: ", "error": "**Error:** "}
