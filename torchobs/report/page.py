@@ -12,24 +12,8 @@ from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
+from torchobs.report import content
 from torchobs.report.charts import Curve, Points, band_path, curve_of, described, line_path, spreads, stacked
-from torchobs.report.content import (
-    AreaChart,
-    Block,
-    Chart,
-    Code,
-    Document,
-    Figures,
-    HeatMap,
-    Item,
-    Items,
-    LineChart,
-    Section,
-    Shares,
-    StripChart,
-    Table,
-    Text,
-)
 from torchobs.report.html import EMPTY, Html, heading_cell, joined, named, number_cell, table, tag
 from torchobs.report.style import style_sheet
 
@@ -98,28 +82,28 @@ def round_values(low: float, high: float) -> list[float]:
     return [number * unit for number in range(ceil(low / unit - 1e-9), floor(high / unit + 1e-9) + 1)]
 
 
-def drawn(chart: Chart) -> Html:
+def drawn(chart: content.Chart) -> Html:
     """Return a chart as a figure; nothing if it has no value."""
-    if isinstance(chart, LineChart):
+    if isinstance(chart, content.LineChart):
         return _lines(chart)
-    if isinstance(chart, AreaChart):
+    if isinstance(chart, content.AreaChart):
         return _areas(chart)
-    return _strip(chart) if isinstance(chart, StripChart) else _heat(chart)
+    return _strip(chart) if isinstance(chart, content.StripChart) else _heat(chart)
 
 
-def _figure(chart: Chart, plot: Html, *more: Html) -> Html:
+def _figure(chart: content.Chart, plot: Html, *more: Html) -> Html:
     note = tag("p", chart.note, class_="note") if chart.note else EMPTY
     return tag("figure", tag("figcaption", chart.name), plot, *more, note, class_="chart")
 
 
 def _frame(  # the parts of a drawing
-    content: Sequence[Html], alternative: str, ys: Sequence[tuple[float, str]], xs: Sequence[tuple[float, str]],
+    shapes: Sequence[Html], alternative: str, ys: Sequence[tuple[float, str]], xs: Sequence[tuple[float, str]],
     height: float = HEIGHT, *, grid: bool = True, class_: str = "plot",
 ) -> Html:  # fmt: skip
     """Return the drawing with the labels of its axes; places in ``ys`` and ``xs`` are shares from the top and the left."""
     lines = [tag("path", d=f"M0 {at * height:.1f}H{WIDTH:g}", class_="grid") for at, _ in ys] if grid else []
     svg = tag(
-        "svg", *lines, *content, viewBox=f"0 0 {WIDTH:g} {height:g}", preserveAspectRatio="none", role="img",
+        "svg", *lines, *shapes, viewBox=f"0 0 {WIDTH:g} {height:g}", preserveAspectRatio="none", role="img",
         aria_label=alternative,
     )  # fmt: skip
     left = tag("div", *(tag("span", words, style=f"top:{at:.2%}") for at, words in ys), class_="ys", aria_hidden="true")
@@ -155,7 +139,7 @@ class _Axis(NamedTuple):
         return f"step {at:,.0f}" if first else f"{at:,.0f}"
 
 
-def _lines(chart: LineChart) -> Html:
+def _lines(chart: content.LineChart) -> Html:
     curves = [curve_of(one.points, BUCKETS) for one in chart.series]
     values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
     scale = scale_of(values, from_zero=chart.from_zero)
@@ -163,7 +147,7 @@ def _lines(chart: LineChart) -> Html:
         return _figure(chart, tag("p", "No finite value.", class_="note")) if values else EMPTY
     places = [at for one in chart.series for at, _ in one.points]
     axis = _Axis(min(places, default=0.0), max(places, default=1.0), chart.timed)
-    content = [
+    shapes = [
         tag(
             "path",
             tag("title", f"{mark.name}, step {mark.at:,.0f}"),
@@ -172,15 +156,15 @@ def _lines(chart: LineChart) -> Html:
         )
         for mark in chart.marks
     ]
-    content += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
+    shapes += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
     for index, found in enumerate(curves):
         if found is not None:
-            content += _curve(found, scale, axis, index, banded=len(chart.series) == 1)
+            shapes += _curve(found, scale, axis, index, banded=len(chart.series) == 1)
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
     pairs = zip(chart.series, curves, strict=True)
     said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
     said += [text_format.plural(len(chart.marks), "mark")] if chart.marks else []
-    plot = _frame(content, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks())
+    plot = _frame(shapes, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks())
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
 
 
@@ -200,7 +184,7 @@ def _curve(found: Curve, scale: Scale, axis: _Axis, index: int, *, banded: bool)
     return [*bands, *(tag("path", d=line_path(row), class_=f"line s{index % _COLOURED}") for row in drawn_rows), *odd]
 
 
-def _legend(chart: LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
+def _legend(chart: content.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
     keys = [
         tag("span", tag("i", class_=f"key s{index % _COLOURED}"), one.name, class_="entry")
         for index, one in enumerate(chart.series)
@@ -221,7 +205,7 @@ def _legend(chart: LineChart, curves: Sequence[Curve | None], *, logarithmic: bo
     return tag("p", *keys, tag("span", " · ".join(notes)), class_="legend")
 
 
-def _areas(chart: AreaChart) -> Html:
+def _areas(chart: content.AreaChart) -> Html:
     if not chart.rows:
         return EMPTY
     rows = _thinned(chart.rows)
@@ -232,7 +216,7 @@ def _areas(chart: AreaChart) -> Html:
     scale = Scale(0.0, min(heights[-1], 3 * heights[len(heights) // 2]) * 1.05 or 1.0)
     # a single step is as wide as the drawing
     places = [(axis.x(step), top) for step, top in tops] if len(tops) > 1 else [(x, tops[0][1]) for x in (0.0, WIDTH)]
-    content = [
+    shapes = [
         tag(
             "path",
             d=band_path([(x, 0.0, scale.y(top[index]), scale.y(top[index + 1])) for x, top in places]),
@@ -244,7 +228,7 @@ def _areas(chart: AreaChart) -> Html:
     means = [sum(values[index] for _, values in rows) / len(rows) for index in range(len(chart.names))]
     said = ", ".join(f"{name} {chart.rounded(mean)}" for name, mean in zip(chart.names, means, strict=True))
     keys = [tag("span", tag("i", class_=f"key is-{name}"), name, class_="entry") for name in chart.names]
-    return _figure(chart, _frame(content, f"{chart.name}. Mean: {said}", ys, axis.ticks()), tag("p", *keys, class_="legend"))
+    return _figure(chart, _frame(shapes, f"{chart.name}. Mean: {said}", ys, axis.ticks()), tag("p", *keys, class_="legend"))
 
 
 def _thinned(rows: Sequence[tuple[float, tuple[float, ...]]]) -> list[tuple[float, tuple[float, ...]]]:
@@ -260,29 +244,29 @@ def _thinned(rows: Sequence[tuple[float, tuple[float, ...]]]) -> list[tuple[floa
     ]
 
 
-def _strip(chart: StripChart) -> Html:
+def _strip(chart: content.StripChart) -> Html:
     axis, height = _Axis(*chart.span), max(_ROW * len(chart.rows), _ROW)
-    content, ys, said = list[Html](), [], []
+    shapes, ys, said = list[Html](), [], []
     for index, (name, severity, steps) in enumerate(chart.rows):
         y = _ROW * (index + 0.5)
-        content.append(tag("path", d=f"M0 {y:g}H{WIDTH:g}", class_="grid"))
-        content += [
+        shapes.append(tag("path", d=f"M0 {y:g}H{WIDTH:g}", class_="grid"))
+        shapes += [
             tag("path", tag("title", f"{name}, step {at:,.0f}"), d=f"M{axis.x(at):.1f} {y:g}h.1", class_=f"dot {severity}")
             for at in steps
         ]
         ys.append((y / height, name))
         said.append(f"{name} {text_format.plural(len(steps), 'time')}, first at step {min(steps):,.0f}")
-    plot = _frame(content, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks(), height, grid=False, class_="plot named")
+    plot = _frame(shapes, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks(), height, grid=False, class_="plot named")
     return _figure(chart, tag("div", plot, style=f"--rows:{len(chart.rows)}"))
 
 
-def _heat(chart: HeatMap) -> Html:
+def _heat(chart: content.HeatMap) -> Html:
     positive = [value for row in chart.values for value in row if value is not None and value > 0 and isfinite(value)]
     if not positive or not chart.steps:
         return EMPTY
     low, high = log10(min(positive)), log10(max(positive))
     width, height = WIDTH / len(chart.steps), _ROW * len(chart.names)
-    content = [
+    shapes = [
         tag(
             "rect", x=f"{column * width:.2f}", y=f"{index * _ROW:g}", width=f"{width + 0.05:.2f}", height=f"{_ROW - 1:g}",
             class_=f"h{_shade(value, low, high)}",
@@ -297,7 +281,7 @@ def _heat(chart: HeatMap) -> Html:
     xs = [(axis.share(at), f"{'step ' if not at else ''}{chart.steps[at]:,}") for at in places]
     over = f"{len(chart.names)} rows over steps {chart.steps[0]:,} to {chart.steps[-1]:,}"
     said = f"{chart.name}: {over}; the table below has the figures"
-    plot = _frame(content, said, ys, xs, height, grid=False, class_="plot named")
+    plot = _frame(shapes, said, ys, xs, height, grid=False, class_="plot named")
     shades = [tag("i", class_=f"key h{shade}") for shade in range(SHADES)]
     words = (chart.rounded(min(positive)), chart.rounded(max(positive)))
     legend = tag(
@@ -312,12 +296,12 @@ def _shade(value: float, low: float, high: float) -> str:
     return str(min(SHADES - 1, int((log10(value) - low) / (high - low) * SHADES))) if high > low else str(SHADES // 2)
 
 
-def page(document: Document) -> str:
+def page(document: content.Document) -> str:
     """Return the file's text."""
     return f"<!doctype html>\n{tag('html', _head(document), _body(document), lang='en')}\n"
 
 
-def fragment(document: Document) -> str:
+def fragment(document: content.Document) -> str:
     """Return the report for a notebook's output cell: in a frame, so that its style stays its own."""
     return tag(
         "iframe",
@@ -328,7 +312,7 @@ def fragment(document: Document) -> str:
     )
 
 
-def _head(document: Document) -> Html:
+def _head(document: content.Document) -> Html:
     _, symbol = SYMBOLS[document.badge[0]]
     return tag(
         "head",
@@ -342,7 +326,7 @@ def _head(document: Document) -> Html:
     )
 
 
-def _body(document: Document) -> Html:
+def _body(document: content.Document) -> Html:
     class_, symbol = SYMBOLS[document.badge[0]]
     badge = tag("span", f"{symbol} {document.badge[1]}", class_="badge")
     links = [tag("li", tag("a", one.title, href=f"#{one.name}")) for one in document.sections]
@@ -356,39 +340,39 @@ def _body(document: Document) -> Html:
     )  # fmt: skip
 
 
-def _section(one: Section) -> Html:
+def _section(one: content.Section) -> Html:
     blocks = [_block(block) for block in one.blocks]
     class_ = "wide-charts" if one.wide else None
     return tag("section", tag("h2", one.title, id=f"{one.name}-title"), tag("div", *blocks, class_="blocks"), id=one.name,
                aria_labelledby=f"{one.name}-title", class_=class_)  # fmt: skip
 
 
-def _block(block: Block) -> Html:  # one return for each kind
-    if isinstance(block, Text):
+def _block(block: content.Block) -> Html:  # one return for each kind
+    if isinstance(block, content.Text):
         return tag("p", block.words, class_=f"text {block.tone}".rstrip())
-    if isinstance(block, Code):
+    if isinstance(block, content.Code):
         return tag("pre", tag("code", block.words), tabindex="0")
-    if isinstance(block, Items):
+    if isinstance(block, content.Items):
         return tag("ul", *map(_item, block.items), class_="findings")
-    if isinstance(block, Figures):
+    if isinstance(block, content.Figures):
         parts = [
             tag("div", tag("dt", one.name), tag("dd", one.value), tag("dd", one.more, class_="more") if one.more else EMPTY)
             for one in block.figures
         ]
         return tag("dl", *parts, class_="figures")
-    if isinstance(block, Table):
+    if isinstance(block, content.Table):
         return _table(block)
-    return _shares(block) if isinstance(block, Shares) else drawn(block)
+    return _shares(block) if isinstance(block, content.Shares) else drawn(block)
 
 
-def _item(one: Item) -> Html:
+def _item(one: content.Item) -> Html:
     class_, symbol = SYMBOLS[one.severity]
     mark = tag("span", symbol, role="img", aria_label=_WORDS[one.severity], class_="symbol")
     link = joined([" ", tag("a", "See the data", href=f"#{one.section}")]) if one.section else EMPTY
     return tag("li", mark, tag("span", one.words, link), class_=class_)
 
 
-def _table(block: Table) -> Html:
+def _table(block: content.Table) -> Html:
     head = [heading_cell(name, "" if index in block.words else "n") for index, name in enumerate(block.head)]
     body = [
         tag(
@@ -401,7 +385,7 @@ def _table(block: Table) -> Html:
     return table(block.caption, block.caption, head, body)
 
 
-def _shares(block: Shares) -> Html:
+def _shares(block: content.Shares) -> Html:
     whole = sum(block.parts.values())
     parts = sorted(((name, seconds) for name, seconds in block.parts.items() if seconds > 0), key=lambda part: -part[1])
     if not whole or not parts:
