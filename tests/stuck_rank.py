@@ -23,7 +23,7 @@ from torch import profiler
 
 import torchobs
 from torchobs.flight.files import create
-from torchobs.runtime import stack_dump
+from torchobs.runtime import stacks
 
 words: "queue.Queue[list[str]]" = queue.Queue()
 
@@ -68,7 +68,7 @@ def hold(until: str) -> None:
 
 def sudden(directory_fd: int, size: int) -> str | None:
     """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
-    vars(stack_dump)["shortage"] = create.shortage
+    vars(stacks)["shortage"] = create.shortage
     lack = create.shortage(directory_fd, size)
     ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
     return lack
@@ -87,7 +87,7 @@ def obey(given: list[str], model: torch.nn.Module, optimizer: torch.optim.Optimi
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             gc.collect()
         case ["sudden"]:
-            vars(stack_dump)["shortage"] = sudden
+            vars(stacks)["shortage"] = sudden
         case ["become", uid]:
             os.seteuid(int(uid))
         case ["profile"]:

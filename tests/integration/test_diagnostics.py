@@ -31,8 +31,8 @@ from torchobs.flight.files.location import open_directory
 from torchobs.flight.writer import exit_signals
 from torchobs.probes.memory.process_memory import ProcessStats, Resident
 from torchobs.runtime import profiler as torch_profiler
-from torchobs.runtime import watchdog, worker_stacks
-from torchobs.runtime.stack_dump import write_stacks
+from torchobs.runtime import stacks
+from torchobs.runtime.stacks import write_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -303,7 +303,7 @@ def test_a_profiler_that_raises_hurts_nobody(
 
 def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a file that is there beforehand, while it is stuck; no system call of the application is interrupted by it."""
-    monkeypatch.setattr(watchdog, "SILENCE_S", 1.0)
+    monkeypatch.setattr(stacks, "SILENCE_S", 1.0)
     for run in recording(flight_dir):
 
         def told(run: Recording = run) -> list[dict[str, Any]]:
@@ -343,9 +343,9 @@ def caught() -> int:
     return mask
 
 
-def registered(run: Recording) -> watchdog.Watchdog:
+def registered(run: Recording) -> stacks.Watchdog:
     """The run's watchdog, once it has its handler; one of a session before this may have another signal still."""
-    (dog,) = support.wait_until(lambda: [one for one in watchdog._registered if one._writer is run.session.writer])
+    (dog,) = support.wait_until(lambda: [one for one in stacks._registered if one._writer is run.session.writer])
     return dog
 
 
@@ -377,7 +377,7 @@ def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path) -> N
             run.whole_round()
             signal.signal(ours, lambda *_: seen.append(1))
             run.whole_round()  # it is seen before the time is up
-            ctypes.PyDLL(None).sleep(round(watchdog.SILENCE_S) + 1)
+            ctypes.PyDLL(None).sleep(round(stacks.SILENCE_S) + 1)
             run.whole_round()
         assert seen == []
         assert callable(signal.getsignal(ours))
@@ -403,7 +403,7 @@ def test_a_forked_child_has_no_handler(run: Recording) -> None:
     assert caught() & ours
     child = os.fork()
     if not child:
-        os._exit(1 if caught() & ours or watchdog._registered else 0)
+        os._exit(1 if caught() & ours or stacks._registered else 0)
     assert os.waitpid(child, 0)[1] == 0
     assert caught() & ours
     assert torchobs.init().active
@@ -508,7 +508,7 @@ def test_a_py_spy_that_fails_costs_its_own_stacks_only(
     run: Recording, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, said: str
 ) -> None:
     """Promise: one that may not look, or never answers, is given up, and said so."""
-    monkeypatch.setattr(worker_stacks, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(stacks, "PATIENCE_S", 0.2)
     install(monkeypatch, tmp_path, body)
     _, text = dumped(run, flight_dir, "asked", said)
     assert "MainThread" in text

@@ -32,7 +32,7 @@ from torchobs.flight.format.layout import LIVE_PHASES, Exit
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exits import Ending, describe, root_cause
 from torchobs.ranks.scanner import Scanner
-from torchobs.runtime.stall_watch import live_phase
+from torchobs.runtime.stacks import live_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable

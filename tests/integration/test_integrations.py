@@ -22,8 +22,7 @@ from tests.support import ROOT, clean_environment, free_port
 from tests.training import Recording
 from torchobs.flight.format.step_record import RecordKind, StepRecord
 from torchobs.flight.reader import reader
-from torchobs.integrations.batches import samples_in, tokens_in
-from torchobs.integrations.hooks import Hooks, record_trainer, scalars
+from torchobs.integrations.hooks import Hooks, record_trainer, samples_in, scalars, tokens_in
 from torchobs.integrations.instrumentor import TorchInstrumentor
 from torchobs.support.command_line import starts_others
 

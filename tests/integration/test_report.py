@@ -372,9 +372,9 @@ import sys
 import time
 import torch
 import torchobs
-from torchobs.identity import process
+from torchobs.identity.identity import this_process
 
-while time.time_ns() - process.this_process().start_ns < 1_500_000_000:
+while time.time_ns() - this_process().start_ns < 1_500_000_000:
     torch.randn(64, 64) @ torch.randn(64, 64)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ from torchobs.flight.format.layout import Region
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.reader import reader
 from torchobs.probes.core.training_state import EpochStart
-from torchobs.runtime.root_spans import RootSpans
+from torchobs.runtime.spans import RootSpans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -15,7 +15,7 @@ from tests.training import Recording, loss_of, mlp, recording
 from torchobs.detect import hangs
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.load import load_reports
-from torchobs.runtime import stall_watch
+from torchobs.runtime import stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def run(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording
     monkeypatch.setattr(hangs, "LEAST_S", LEAST_S)
     monkeypatch.setattr(hangs, "LONG_FACTOR", 0.0)
     monkeypatch.setattr(hangs, "EARLY_FACTOR", 0.0)
-    monkeypatch.setattr(stall_watch, "PAUSE_NS", 60_000_000_000)
+    monkeypatch.setattr(stacks, "PAUSE_NS", 60_000_000_000)
     yield from recording(flight_dir)
 
 
@@ -94,7 +94,7 @@ def test_what_takes_its_time_writes_none(run: Recording, what: str) -> None:
 
 def test_a_process_that_was_stopped_did_not_stand_still(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended machine, SIGSTOP: the time in which the sampler did not run does not count."""
-    monkeypatch.setattr(stall_watch, "PAUSE_NS", 0)
+    monkeypatch.setattr(stacks, "PAUSE_NS", 0)
     trainer()()
     time.sleep(2.5 * LEAST_S)
     assert not written(run)

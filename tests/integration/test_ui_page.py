@@ -40,8 +40,7 @@ from torchobs.flight.writer.writer import FlightWriter
 from torchobs.node import election
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot
-from torchobs.runtime.notebook import NotebookStatus
-from torchobs.runtime.page_address import PageAddress
+from torchobs.runtime.notebook import NotebookStatus, PageAddress
 
 HOSTILE = "</bdi><script>alert(1)</script>"
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from tests import fork_server, support
 from torchobs.config.settings import SettingsProblem, resolve
-from torchobs.identity.identity import Identity, discover
+from torchobs.identity.identity import Identity, ProcessInfo, discover, parse_start_ticks, this_process
 from torchobs.identity.launchers import tasks_on_node
-from torchobs.identity.process import ProcessInfo, parse_start_ticks, this_process
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -533,9 +532,10 @@ def test_one_nodes_ranks_and_torchruns_do_not_go_by_the_address() -> None:
 RANK = """
 import json, pathlib, sys, time
 from torchobs.config import settings
-from torchobs.identity import identity, process
+from torchobs.identity import identity
+from torchobs.identity import identity
 environ = settings.environment()
-found, problems = identity.discover(environ, settings.resolve({}, environ)[0], process.this_process())
+found, problems = identity.discover(environ, settings.resolve({}, environ)[0], identity.this_process())
 folder = pathlib.Path(sys.argv[1])
 partial = folder / f"{found.restart}-{found.rank}.partial"
 partial.write_text(json.dumps({**found.described(), "problems": [str(problem) for problem in problems]}))

@@ -22,7 +22,7 @@ from torchobs.config.option_types import Address
 from torchobs.config.options import Option, SettingsProblem, values_of
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
-from torchobs.identity.process import exit_status
+from torchobs.identity.identity import exit_status
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchobs.support import error_guard, signal_handlers
+from torchobs.support import error_guard
 from torchobs.support.error_guard import CircuitBreaker, settle
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def test_the_signal_that_a_shared_handler_was_called_for(number: signal.Signals)
         signal.signal(one, fail)
     with pytest.raises(LookupError) as caught:
         signal.raise_signal(number)
-    assert signal_handlers.raising(caught.value) == number
+    assert error_guard.raising(caught.value) == number
     with pytest.raises(LookupError) as plain:
         helper()
-    assert signal_handlers.raising(plain.value) is None
+    assert error_guard.raising(plain.value) is None
 
 
 def test_a_handler_that_runs() -> None:
@@ -57,12 +57,12 @@ def test_a_handler_that_runs() -> None:
 
     class Handler:
         def handle(self, number: int, _: Any) -> None:
-            seen.append((number, signal_handlers.running(sys._getframe())))
+            seen.append((number, error_guard.running(sys._getframe())))
 
     signal.signal(signal.SIGUSR1, Handler().handle)
     signal.raise_signal(signal.SIGUSR1)
     assert seen == [(signal.SIGUSR1, signal.SIGUSR1)]
-    assert signal_handlers.running(sys._getframe()) is None
+    assert error_guard.running(sys._getframe()) is None
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.config import option_types, settings
-from torchobs.identity.process import exit_status
+from torchobs.identity.identity import exit_status
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Summary:
     """Prints the messages at start and end. Must be created before ``init()``, so that its exit handler runs last."""
 
     def __init__(self, *, quiet: bool) -> None:
-        from torchobs.runtime.page_address import PageAddress
+        from torchobs.runtime.notebook import PageAddress
 
         PageAddress.said_elsewhere = True
         self._quiet = quiet
@@ -249,7 +249,7 @@ class Summary:
         _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
 
     def _say_address(self) -> None:
-        from torchobs.runtime.page_address import announced
+        from torchobs.runtime.notebook import announced
 
         until = time.monotonic() + _PATIENCE_S
         while self._watched is not None and time.monotonic() < until:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.support.lazy import attach
+from torchobs.support.import_hooks import attach
 
 if TYPE_CHECKING:
     from torchobs.debug.compilation import compile  # noqa: A004  # torch's own name for it

@@ -19,9 +19,9 @@ from torchobs.probes.nonfinite.probe import skips_by_itself
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number
-from torchobs.support.collectives import greatest, is_shared
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
+from torchobs.support.process_group import greatest, is_shared
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from torchobs.probes.nonfinite.locate import Place, memory_of
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, OriginKind, attributes_of
 from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
 from torchobs.runtime.session import current
-from torchobs.support.collectives import is_shared
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, is_sequence, walk
+from torchobs.support.process_group import is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

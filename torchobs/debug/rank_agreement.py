@@ -9,7 +9,7 @@ from zlib import crc32
 
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import require_module
-from torchobs.support.collectives import let_backend_finish
+from torchobs.support.process_group import let_backend_finish
 from torchobs.support.result import Result
 
 _CHUNK = 1 << 20

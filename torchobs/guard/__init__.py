@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.support.lazy import attach
+from torchobs.support.import_hooks import attach
 
 if TYPE_CHECKING:
     from torchobs.guard.contracts import Contract, ContractError, PendingCheck, Violation, validate_inputs

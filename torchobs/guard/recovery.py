@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torchobs.detect.spikes import LossBaseline
 from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
 from torchobs.support.arguments import are_exceptions, is_number, is_whole
-from torchobs.support.collectives import gradient_sync, greatest, is_shared
 from torchobs.support.kept_state import Buffers
 from torchobs.support.model_calls import rebuilt, walk
+from torchobs.support.process_group import gradient_sync, greatest, is_shared
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

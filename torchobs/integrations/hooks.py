@@ -1,15 +1,38 @@
-"""Shared by the integrations: a circuit breaker for their hooks, the open phase, and filters for recorded values."""
+"""What the frameworks' callbacks share."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torchobs
 from torchobs import catalog
 from torchobs.support.error_guard import CircuitBreaker, call
+
+_MAX_PARTS = 16
+"""Most elements of a batch that are inspected: it may be a list of a million numbers"""
+
+
+def samples_in(batch: Any) -> int:
+    """Return the first dimension of the batch's first tensor; 0 if there is none."""
+    if hasattr(batch, "dim"):
+        return int(batch.shape[0]) if batch.dim() else 0
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        parts = batch
+    return next((number for part in islice(parts, _MAX_PARTS) if (number := samples_in(part))), 0)
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the number of elements of the batch's ``input_ids``, padding included; 0 if it has none."""
+    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return int(ids.numel()) if hasattr(ids, "numel") else 0
+
 
 logger = logging.getLogger("torchobs")
 

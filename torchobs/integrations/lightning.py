@@ -13,8 +13,7 @@ from math import isfinite
 from typing import Any
 
 import torchobs
-from torchobs.integrations.batches import samples_in, tokens_in
-from torchobs.integrations.hooks import Hooks, missing, record_trainer, scalars
+from torchobs.integrations.hooks import Hooks, missing, record_trainer, samples_in, scalars, tokens_in
 
 __all__ = ["TorchobsCallback"]
 

@@ -37,9 +37,8 @@ from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.format.layout import SLOT_SIZE
 from torchobs.flight.format.series import Scope, Series, ValueType
-from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError, Table
+from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError, Table, ValueBlock
 from torchobs.flight.writer.storage import Storage
-from torchobs.flight.writer.value_block import ValueBlock
 from torchobs.otel.attributes import clean_key, delegate_safely, flat, frozen, logger, warn_once
 from torchobs.support.error_guard import CircuitBreaker, call
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from torchobs.config.settings import PROBES
 from torchobs.flight.files.control import LEVELS, ControlReader
 from torchobs.runtime.profiler import Profiles
-from torchobs.runtime.stack_dump import write_stacks
-from torchobs.runtime.stall_watch import StallWatch
-from torchobs.runtime.watchdog import Watchdog
+from torchobs.runtime.stacks import StallWatch, Watchdog, write_stacks
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:

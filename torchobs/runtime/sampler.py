@@ -17,7 +17,7 @@ from torchobs import catalog
 from torchobs.flight.files.create import survive_limits
 from torchobs.flight.files.location import remedy
 from torchobs.probes.gradients.layers import GrownLayers
-from torchobs.runtime.stall_watch import live_phase
+from torchobs.runtime.stacks import live_phase
 from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.descriptors import take_lost
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchobs.flight.metrics.totals import Anomaly
     from torchobs.probes.core.context import ProbeContext
     from torchobs.runtime.probe_manager import Callbacks
-    from torchobs.runtime.run_span import RunSpan
+    from torchobs.runtime.spans import RunSpan
 
 INTERVAL_S = 0.1
 _BLOWN_UP = frozenset({"gradient_explosion", "loss_spike"})

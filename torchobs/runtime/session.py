@@ -22,7 +22,7 @@ from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.location import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
-from torchobs.identity import identity, process
+from torchobs.identity import identity
 from torchobs.probes import factories
 from torchobs.probes.compile.compile import DynamoRules
 from torchobs.probes.core.context import ProbeContext
@@ -35,23 +35,20 @@ from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
 from torchobs.probes.lifecycle.exits import Ending, ExitProbe
 from torchobs.probes.precision.amp import LossScaling
-from torchobs.runtime import empty_run, spawned_ranks
+from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
-from torchobs.runtime.history import GaugeHistory
-from torchobs.runtime.notebook import NotebookStatus, in_notebook
-from torchobs.runtime.page_address import PageAddress
+from torchobs.runtime.details import GaugeHistory, RunDetails
+from torchobs.runtime.notebook import NotebookStatus, PageAddress, in_notebook
 from torchobs.runtime.probe_manager import ProbeManager
-from torchobs.runtime.run_details import RunDetails
-from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
+from torchobs.runtime.spans import RunSpan, trace_attributes
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
 from torchobs.support import error_guard, graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
-from torchobs.support.log_level import set_level
 from torchobs.support.process_group import rank_and_size
-from torchobs.support.rank_log import OWN, name_rank, remove_rank
+from torchobs.support.rank_log import OWN, name_rank, remove_rank, set_level
 from torchobs.support.tensor_reference import let_tensors_be_swapped
 
 if TYPE_CHECKING:
@@ -292,7 +289,7 @@ class Session:
         if self.run is not None:
             self.run.end(failed=reason != Exit.FINISHED)
         context.writer.exit(reason, code)
-        call(CircuitBreaker("exits"), empty_run.hide, context, self._exits.last_error)
+        call(CircuitBreaker("exits"), spawned_ranks.hide_mistake, context, self._exits.last_error)
         context.writer.close()
 
 
@@ -358,7 +355,7 @@ def unpickle_token(given: dict[str, str], launcher: str) -> object:
 def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:
     if not chosen.enabled:
         return
-    environ, this = settings.environment(), process.this_process()
+    environ, this = settings.environment(), identity.this_process()
     found_identity, more = identity.discover(environ, chosen, this)
     group = rank_and_size()
     if group is not None and found_identity.launcher == "python" and chosen.rank is None:
@@ -410,7 +407,7 @@ def _versions() -> dict[str, str | int]:
 
 def _begun() -> dict[str, int]:
     """Return when the process began, for its first recording: of a second one, the time before it was the first's."""
-    begun_ms = None if _pids_recorded == [os.getpid()] else process.begun_ms()
+    begun_ms = None if _pids_recorded == [os.getpid()] else identity.begun_ms()
     _pids_recorded[:] = [os.getpid()]
     return {} if begun_ms is None else {PROCESS_BEGUN: begun_ms}
 

@@ -1,12 +1,17 @@
-"""Ranks that a script starts itself with ``multiprocessing``: ``torch.multiprocessing.spawn``, ``mp.Process``, notebooks.
+"""Ranks that a script starts itself with ``multiprocessing``, and programs that turn out to be no run.
 
-``torchobs run`` does not reach such a child, and its rank is known only when ``init_process_group`` is called: recording starts
-there, as a rank of this process's run. A forked child inherits the patch that detects the call. Children started by spawn or
-a fork server get a token in the configuration that ``multiprocessing`` passes to every child; unpickling it installs the
-patch. Children that join no process group (DataLoader workers, pools) are not ranks.
+``torchobs run`` does not reach a child of ``torch.multiprocessing.spawn``, ``mp.Process`` or a notebook, and its rank is known
+only when ``init_process_group`` is called: recording starts there, as a rank of this process's run. A forked child inherits the
+patch that detects the call. Children started by spawn or a fork server get a token in the configuration that
+``multiprocessing`` passes to every child; unpickling it installs the patch. Children that join no process group (DataLoader
+workers, pools) are not ranks.
 
 The launching process takes no steps: its own file, a second rank 0, is hidden once the ranks' files exist, and shown again
 if that process fails.
+
+A program that a person started by mistake (a name that is mistyped, an import that fails, ``--help``) leaves no run behind: it
+would be shown as the newest run from then on. Under a scheduler, and in Kubernetes, a program that does not come to its first
+step is a failure that somebody has to hear of, and stays.
 """
 
 from __future__ import annotations
@@ -20,12 +25,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.config import settings
+from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import BadFlightFileError
 from torchobs.flight.reader import reader
 from torchobs.identity.launchers import LAUNCHED_BY
 from torchobs.probes.core.patch import Patch
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.process_group import rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +43,52 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
     UnpickleToken = Callable[[dict[str, str], str], object]
+
+
+LONGEST_S = 60.0
+"""Who has loaded data for a minute has begun."""
+_LAUNCHERS = frozenset({"python", "torchrun"})
+_UNATTENDED = frozenset({"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"})
+"""Variables of a pod, and of the jobs of schedulers, of which nobody sees the output"""
+_HELP = frozenset({"-h", "--help", "--helpfull", "--version"})
+_USAGE = 2
+"""Status with which argparse, click and the shell refuse a command line"""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return True for the exception of a program that cannot begin: its module is not there, or it was only asked for help."""
+    if not isinstance(error, SystemExit):
+        return isinstance(error, (ImportError, SyntaxError))
+    if error.code == _USAGE or (not error.code and not _HELP.isdisjoint(sys.argv[1:])):
+        return True
+    return isinstance(error.code, str) and _raised_by_runpy(error)
+
+
+def hide_mistake(context: ProbeContext, error: BaseException | None) -> None:
+    """Remove the flight file of a program that ends by that exception, if it is a mistake and nothing has begun."""
+    if error is None or not is_mistake(error) or context.writer.elapsed_ns() > LONGEST_S * 1e9:
+        return
+    resource, environ = context.writer.header.resource, settings.environment()
+    attended = resource.get("launcher") in _LAUNCHERS and _UNATTENDED.isdisjoint(environ)
+    if not attended or context.writer.path.startswith(KUBERNETES_MOUNT):
+        return
+    alone = resource.get("world_size", 1) == 1
+    if not alone and not isinstance(error, SystemExit):
+        return  # the other ranks may wait for this one
+    begun = context.recorder.last_complete or context.recorder.has_begun() or rank_and_size() is not None
+    if not begun and not context.writer.hidden:
+        context.writer.hide()
+
+
+def _raised_by_runpy(error: SystemExit) -> bool:
+    """Return True if ``python -m`` itself refuses the module: behind its frames are none but ours."""
+    trace, last = error.__traceback__, ""
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__"))
+        last = last if name.startswith("torchobs.") else name
+        trace = trace.tb_next
+    return last == "runpy"
+
 
 GROUPS = "torch.distributed.distributed_c10d"
 _KEY = "torchobs"

@@ -1,4 +1,4 @@
-"""Modules that the program may import, and nothing of ours before it: looked up, and a callback right after the import.
+"""Modules that the program may import, and nothing of ours before it; packages whose functions are imported when asked for.
 
 ``init()`` may come before ``import torch`` (under ``torchobs run`` it does), and ``torch._dynamo`` takes a second to import, so
 nothing of ours may be the first to import it.
@@ -7,12 +7,13 @@ nothing of ours may be the first to import it.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -82,3 +83,23 @@ def cancel(handle: MetaPathFinder | None) -> None:
     """Cancel a callback if it is pending. Idempotent."""
     if handle is not None and handle in sys.meta_path:
         sys.meta_path.remove(handle)
+
+
+def attach(
+    package: str, homes: Mapping[str, str], namespace: dict[str, Any]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562).
+
+    Args:
+        package: the package's ``__name__``.
+        homes: for each public name the module, relative to the package, that defines it.
+        namespace: the package's ``globals()``, where a name is kept once it is imported.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = namespace[name] = getattr(import_module(f"{package}.{homes[name]}"), name)
+        return value
+
+    return get, lambda: sorted(homes)

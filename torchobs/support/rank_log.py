@@ -1,4 +1,4 @@
-"""Prefixes warnings with the rank, and logs a warning common to all ranks of a node only once.
+"""The level of torchobs' log, and its lines: with the rank, once per node where they are common to all ranks.
 
 Eight ranks read the same settings and see the same gradients: local rank 0 warns and the others log at DEBUG; events and
 counters are recorded by every rank. A warning about one rank alone (its file, its memory, its loss) has ``extra=OWN``.
@@ -7,6 +7,17 @@ counters are recorded by every rank. A warning about one rank alone (its file, i
 from __future__ import annotations
 
 import logging
+
+_ours = logging.NOTSET
+
+
+def set_level(logger: logging.Logger, level: str) -> None:
+    """Set the level by name; leave one that the application has set."""
+    global _ours  # noqa: PLW0603  # a process has one logger
+    if logger.level in {logging.NOTSET, _ours}:
+        logger.setLevel(level)
+        _ours = logger.level
+
 
 OWN = {"of_this_rank": True}
 """``extra=`` of a warning that concerns this rank alone"""

@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.collectives import gradient_sync
 from torchobs.support.import_hooks import imported
 from torchobs.support.model_calls import call, rebuilt
+from torchobs.support.process_group import gradient_sync
 from torchobs.support.samplers import length, samplers
 from torchobs.tune import checkpoint_file
 from torchobs.tune.choices import amp_dtype, outermost, repeated_blocks

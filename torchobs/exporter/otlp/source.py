@@ -10,7 +10,7 @@ series. With delta temporality a point counts the increase since the last one. A
 has sent: for a rank older than itself it counts from its first look on, as the Collector's cumulativetodelta processor does;
 likewise for a rank that returns, or whose label changes, because its earlier counts were sent.
 
-**Spans.** One root span is open at any time: the run's, then a segment's (:mod:`torchobs.runtime.root_spans`). An ended one is
+**Spans.** One root span is open at any time: the run's, then a segment's (:mod:`torchobs.runtime.spans`). An ended one is
 sent with torchobs' events until then as span events. If its rank has ended without a word, it ends at the last heartbeat, as an
 error. A restarted exporter sends the frames that are still in the ring again, with the same identifiers, which are the file's.
 

@@ -18,7 +18,7 @@ from torchobs.flight.files import artifacts, entries, lock
 from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
 from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
 from torchobs.flight.reader.reader import is_name
-from torchobs.identity.process import boot_id
+from torchobs.identity.identity import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

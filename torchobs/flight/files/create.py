@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries, lock
 from torchobs.flight.format.layout import Header, encode_header, plan
-from torchobs.identity.process import boot_id
+from torchobs.identity.identity import boot_id
 from torchobs.support.cgroup import Memory, memory_of, of_process
 from torchobs.support.descriptors import Descriptor
 

@@ -1,4 +1,4 @@
-"""Aggregation of step records: :func:`fold` derives every metric that they hold.
+"""From step records to metrics: progress, loss, gradient norms, goodput.
 
 :func:`fold` is one pure function, used by the sampler thread and by every reader for the records after ``FOLDED_UPTO``, so
 that the view is exact after any crash. Its state is the first ``WORDS`` words of value block 0.
@@ -11,15 +11,31 @@ credit. So no state's total ever decreases, whatever the step turns out to be, a
 from __future__ import annotations
 
 from itertools import pairwise
-from math import exp, isfinite
-from typing import TYPE_CHECKING
+from math import exp, isfinite, log
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
-from torchobs.detect.spikes import judge_low
+from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE, Candidate, Excursions
+from torchobs.detect.spikes import (
+    AT_START,
+    BACK,
+    LEAST_FIRST,
+    LEAST_LOSS_EXCESS,
+    LEAST_NORM_EXCESS,
+    START,
+    WARM_UP,
+    Bursts,
+    are_long,
+    follow,
+    judge,
+    judge_low,
+    leaves_start,
+    stays_away,
+)
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.metrics.loss_course import begin_course, fold_course
 from torchobs.flight.metrics.totals import (
+    BURST_WORDS,
+    DIVERGED,
     DURATION_SUM,
     GRADIENT_EXPLOSION,
     GRADIENT_VANISHING,
@@ -39,10 +55,238 @@ from torchobs.flight.metrics.totals import (
     observe,
     signed,
 )
-from torchobs.flight.metrics.usual_values import Rise, UsualValues, begin_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+    from torchobs.flight.format.step_record import StepRecord
+
+
+class _Words(NamedTuple):
+    """Where it is stored, and the kind of its spikes. ``logs``: the baseline is one of logarithms."""
+
+    baseline: int
+    usual: int
+    start: int
+    bursts: int
+    excursion: int
+    kind: int
+    logs: bool
+
+
+_LOSS = _Words(
+    Word.LOSS_BASELINE, Word.LOSS_USUAL, Word.LOSS_START, Word.LOSS_BURSTS, Word.LOSS_EXCURSION, LOSS_SPIKE, logs=False
+)  # fmt: skip
+_NORM = _Words(
+    Word.NORM_BASELINE, Word.NORM_USUAL, Word.NORM_START, Word.NORM_BURSTS, Word.NORM_EXCURSION, GRADIENT_EXPLOSION, logs=True
+)  # fmt: skip
+
+
+class Rise(NamedTuple):
+    """The newest steps in which the loss was above its baseline, for norms that come in records of their own."""
+
+    first: int
+    last: int
+    """0: there were none"""
+    lasts: int
+    """the loss stayed: a new baseline"""
+    newest: int
+    """step of the newest loss"""
+
+    def add(self, step: int, past: UsualValues, *, waited: bool) -> Rise:
+        """Return it with the loss that was added to ``past``. ``waited``: candidates waited before it."""
+        if not past.is_high:
+            return self._replace(newest=step)
+        goes_on = waited or (self.last == self.newest and not self.lasts)
+        return Rise(self.first if goes_on and self.last else step, step, int(past.settled), step)
+
+    def explains(self, step: int, before: int, past: UsualValues) -> bool:
+        """Return True if a norm may be high because the loss is. ``before``: step of the norm before it; ``past``: of norms.
+
+        If the loss of its step has not come yet, the newest one counts. A loss that stayed explains the norms that are high
+        since then, also where not each step's is measured.
+        """
+        if not self.last or step < self.first:
+            return False
+        if step <= self.last or self.last == self.newest < step:
+            return True
+        begun = bool(past.excursions.waiting) and past.excursions.explained > 0.0
+        return self.lasts > 0 and (before <= self.last or begun)
+
+
+class UsualValues:
+    """Baseline and excursions of one series."""
+
+    __slots__ = ("_mean", "_seen", "_start", "_totals", "_variance", "_words", "excursions", "is_high", "settled", "usual")
+
+    def __init__(self, totals: Totals, words: _Words) -> None:
+        floats, ints = totals.floats, totals.ints
+        self._totals, self._words = totals, words
+        self._mean, self._variance = floats[words.baseline], floats[words.baseline + 1]
+        self._seen = ints[words.baseline + 2]
+        self.usual, self._start = floats[words.usual], floats[words.start]
+        """usual: the baseline after the last ordinary value; of norms their logarithm"""
+        self.is_high = self.settled = False
+        """Whether the last value was above the baseline, far or as a candidate; whether it has become a new one with it"""
+        bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
+        at = words.excursion
+        places = range(at + 4, at + 4 + 3 * ints[at + 3], 3)
+        waiting = [Candidate(floats[place], ints[place + 1], ints[place + 2]) for place in places]
+        self.excursions = Excursions(bursts, waiting, (floats[at], floats[at + 1], floats[at + 2]), logs=words.logs)
+
+    @classmethod
+    def losses(cls, totals: Totals) -> UsualValues:
+        """Return those of losses."""
+        return cls(totals, _LOSS)
+
+    @classmethod
+    def norms(cls, totals: Totals) -> UsualValues:
+        """Return those of norms."""
+        return cls(totals, _NORM)
+
+    @property
+    def baseline(self) -> tuple[float, float, int]:
+        """Mean, variance and number of values."""
+        return self._mean, self._variance, self._seen
+
+    def add(self, value: float, step: int, end_ns: int, *, explained: bool) -> tuple[list[Candidate], bool]:
+        """Add a finite value, a norm above 0; return the spikes that are certain by now, and whether it is one."""
+        logs, self.is_high, self.settled = self._words.logs, False, False
+        number = log(value) if logs else value
+        candidate = Candidate(number, step, end_ns)
+        if self._seen < WARM_UP and leaves_start(value, self._start, self._seen):  # not learned by the baseline
+            self._seen += 1
+            if not logs or self._start > 0.0:
+                self.usual = min(self.usual, log(self._start) if logs else self._start)
+            return [candidate], True
+        least = LEAST_NORM_EXCESS if logs else LEAST_LOSS_EXCESS * max(1.0, abs(self._mean))
+        far, mean, variance, seen = judge(number, self._mean, self._variance, self._seen, least, skewed=not logs)
+        spikes, is_spike, level = self.excursions.judge(candidate, self._mean, self._variance, far=far, explained=explained)
+        self.settled, waiting = level is not None, self.excursions.waiting
+        self.is_high = far or self.settled or bool(waiting and waiting[-1] is candidate)
+        if not waiting:
+            self._mean, self._variance, self._seen = level or (mean, variance, seen)
+            self.usual = self.usual if is_spike else self._mean
+            if self._seen <= START:
+                self._start = max(self._start, abs(value)) if self._seen > 1 else abs(value)
+        return spikes, is_spike
+
+    def give_up(self, *, ended: bool = False) -> list[Candidate]:
+        """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
+        return self.excursions.give_up(self._mean, self._variance, ended=ended)
+
+    def report(self, spikes: list[Candidate], found: list[Anomaly]) -> int:
+        """Append these spikes to ``found``; return their number."""
+        unit = exp if self._words.logs else float
+        for candidate in spikes:
+            add_anomaly(found, self._words.kind, candidate, unit(candidate.value), unit(self.usual))
+        return len(spikes)
+
+    def store(self) -> None:
+        """Write all into the fold's state."""
+        floats, ints, words = self._totals.floats, self._totals.ints, self._words
+        floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2] = self.baseline
+        floats[words.usual], floats[words.start] = self.usual, self._start
+        excursions, past, at = self.excursions, self.excursions.bursts, words.excursion
+        for index, value in enumerate((past.recent, past.peak, past.length, past.top, past.calm)):
+            floats[words.bursts + index] = value
+        floats[at], floats[at + 1], floats[at + 2] = excursions.calm, excursions.explained, excursions.first
+        ints[at + 3] = len(excursions.waiting)
+        for index, candidate in enumerate(excursions.waiting):
+            place = at + 4 + 3 * index
+            floats[place], ints[place + 1], ints[place + 2] = candidate
+
+
+def begin_values(totals: Totals, found: list[Anomaly]) -> None:
+    """Forget all: another model is trained. What its last values were is decided before."""
+    ints = totals.ints
+    for words in (_LOSS, _NORM):
+        past = UsualValues(totals, words)
+        ints[Word.ANOMALIES + words.kind] += past.report(past.give_up(ended=True), found)
+        many = (words.baseline, 3), (words.bursts, BURST_WORDS), (words.excursion, 4)
+        for at, length in (*many, (words.usual, 1), (words.start, 1)):
+            ints[at : at + length] = memoryview(bytes(8 * length)).cast("Q")
+    ints[Word.LOSS_RISE + 1] = 0
+
+
+_NEAR_FIRST = 10
+"""Steps after a model's first one in which its first loss is that of an untrained model"""
+_LATE_SHARE = 0.25
+"""The mean of the last squared norms has a memory of this share of all"""
+
+
+def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
+    """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves."""
+    floats, ints, losses = totals.floats, totals.ints, _Losses(totals)
+    rate_sum, rates, top = floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE]
+    number, late_square = ints[Word.NORMS], floats[Word.LATE_SQUARE]
+    for record in records:
+        flags, rate, norm = record.flags, record.learning_rate, record.grad_norm
+        if flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate_sum + rate):
+            rate_sum += rate
+            rates += 1
+            top = max(top, rate)
+        if flags & StepFlag.GRAD_NORM and isfinite(norm * norm):
+            number += 1
+            late_square += (norm * norm - late_square) / max(1.0, _LATE_SHARE * number)
+        if flags & StepFlag.LOSS and record.step >= losses.newest and losses.stays_away_with(record):
+            losses.judge(record, rate_sum / rates if rates else None, late_square if number else None, found)
+    floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE] = rate_sum, rates, top
+    ints[Word.NORMS], floats[Word.LATE_SQUARE] = number, late_square
+    losses.store(totals)
+
+
+def begin_course(totals: Totals) -> None:
+    """Reset: another model is trained."""
+    for word in (Word.LOSSES, Word.LOSS_LEFT, Word.RATES, Word.NORMS):
+        totals.ints[word] = 0
+    for word in (Word.FIRST_LOSS, Word.RATE_SUM, Word.TOP_RATE, Word.LATE_SQUARE):
+        totals.floats[word] = 0.0
+
+
+class _Losses:
+    """A model's losses while records are added: whether they have left their start."""
+
+    __slots__ = ("diverged", "first", "least_known", "left", "newest", "number", "times")
+
+    def __init__(self, totals: Totals) -> None:
+        ints = totals.ints
+        self.newest, self.number, self.left = ints[Word.LOSS_STEP], ints[Word.LOSSES], ints[Word.LOSS_LEFT]
+        self.first, self.diverged = totals.floats[Word.FIRST_LOSS], is_active(totals, DIVERGED)
+        self.least_known = max(ints[Word.MODEL_STEP], 1) + _NEAR_FIRST
+        self.times = 0
+
+    def stays_away_with(self, record: StepRecord) -> bool:
+        """Add the loss of a record that is none of an earlier step's; return True if it stays away and was not yet told."""
+        loss, left = record.loss, self.left
+        self.newest = record.step  # a device may deliver an earlier one later
+        if not isfinite(loss):
+            self.left, self.diverged = BACK if left != AT_START else left, False  # another anomaly
+            return False
+        self.number = number = self.number + 1
+        if number == 1:
+            self.first = loss
+            self.left = left if record.step <= self.least_known else BACK
+        elif abs(self.first) < LEAST_FIRST and number <= WARM_UP:
+            self.first = loss
+        elif left != BACK and (left != AT_START or number <= WARM_UP):
+            self.left = follow(loss, self.first, number, left)
+        stays = stays_away(number, self.left)
+        self.diverged = self.diverged and stays
+        return stays and not self.diverged
+
+    def judge(self, record: StepRecord, rate: float | None, square: float | None, found: list[Anomaly]) -> None:
+        """Add the anomaly if the steps were long enough for it, by the mean learning rate and that of late squared norms."""
+        if are_long(record.loss, rate, square):
+            self.diverged, self.times = True, self.times + 1
+            add_anomaly(found, DIVERGED, record, record.loss, self.first)
+
+    def store(self, totals: Totals) -> None:
+        """Write all into the fold's state."""
+        totals.ints[Word.LOSSES], totals.ints[Word.LOSS_LEFT] = self.number, self.left
+        totals.floats[Word.FIRST_LOSS] = self.first
+        count(totals, DIVERGED, self.times, active=self.diverged)
+
 
 STATES = ("data", "evaluation", "checkpoint", "compile", "idle")
 """States known before a step's end; whether training was productive is known only then."""

@@ -68,7 +68,7 @@ class Word:
     """seconds in each of ``fold.STATES`` already added to the goodput for the unfinished step"""
     STEP_DURATION = 64
     RATE_SUM, RATES = 92, 93
-    """of the present model (``loss_course``): sum of its learning rates, and their number"""
+    """of the present model (``fold``): sum of its learning rates, and their number"""
     NORM_DISTRIBUTION = 96
     TOP_RATE, LATE_SQUARE = 114, 115
     """of the present model: the highest learning rate, and the mean of about the last quarter of its squared norms"""
@@ -80,7 +80,7 @@ class Word:
     """``detect.excursions.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
     and of each its value, its step and its time; the norm's as logarithms"""
     LOSS_RISE = 177
-    """``usual_values.Rise``: its first and last step, and whether the loss stayed"""
+    """``fold.Rise``: its first and last step, and whether the loss stayed"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1

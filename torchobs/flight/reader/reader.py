@@ -39,7 +39,7 @@ from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold
 from torchobs.flight.metrics.totals import Totals, Word
 from torchobs.flight.reader.decode import Columns, DecodedBlock, SeriesValue
-from torchobs.identity.process import boot_id
+from torchobs.identity.identity import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.data.worker_states import LoaderWorker
 from torchobs.probes.gradients.replica_weights import Replicas
-from torchobs.support import signal_handlers
+from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -197,7 +197,7 @@ class LoaderProbe:
         self._context.count(catalog.DATA_WORKERS_DIED, 1)
         attributes: dict[str, object] = {"pid": pid, "code": max(code, 0)}
         if code < 0:
-            attributes["signal"] = signal_handlers.name(-code)
+            attributes["signal"] = error_guard.name(-code)
         self._context.event(catalog.EVENT_WORKER_DIED, attributes)
 
 

@@ -1,7 +1,7 @@
 """What the processes of a data loader's workers do, from ``/proc``: no privileges, no signal, nothing that a worker runs.
 
 A worker can wait for a lock that was held at its fork, for a file system, or compute. Its stack is another process's to read
-(:mod:`torchobs.runtime.worker_stacks`); state, wait channel and system call are files (proc(5)).
+(:mod:`torchobs.runtime.stacks`); state, wait channel and system call are files (proc(5)).
 """
 
 from __future__ import annotations

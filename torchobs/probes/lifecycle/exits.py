@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect import hangs
 from torchobs.flight.format.layout import Exit
-from torchobs.identity.process import exit_status
-from torchobs.identity.redaction import redacted_text
+from torchobs.identity.identity import exit_status
+from torchobs.identity.provenance import redacted_text
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.timeline import BACKWARD, DATA, OPTIMIZER
 from torchobs.probes.core.training_state import LeftPhase
 from torchobs.probes.memory.device_memory import host_shortage
 from torchobs.probes.memory.source_lines import is_installed
-from torchobs.support import signal_handlers
+from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call, settle
 
@@ -318,10 +318,10 @@ def _has_shell() -> bool:
 
 def _cause(error: BaseException) -> int | None:
     """Return the signal whose handler raised the exception, or the first of its chain."""
-    if (found := signal_handlers.raising(error)) is not None:
+    if (found := error_guard.raising(error)) is not None:
         return found
     first = root_cause(error)
-    if first is not error and (found := signal_handlers.raising(first)) is not None:
+    if first is not error and (found := error_guard.raising(first)) is not None:
         return found
     interrupted = isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and isinstance(first, KeyboardInterrupt)
@@ -330,7 +330,7 @@ def _cause(error: BaseException) -> int | None:
 
 
 def _signal(number: int | None) -> dict[str, str]:
-    return {} if number is None else {"signal": signal_handlers.name(number)}
+    return {} if number is None else {"signal": error_guard.name(number)}
 
 
 def _by_signal(number: int | None, code: int, otherwise: int) -> int:
@@ -491,7 +491,7 @@ class ExitProbe:
         known = self._sys_exit is not None and self._sys_exit_step == context.recorder.step and self._sys_exit.code == code
         if known and handled is None:
             return  # a spawned child's own main function, with the status that the program's has asked for
-        cause = signal_handlers.running(sys._getframe()) if caught is None else signal_handlers.raising(caught)
+        cause = error_guard.running(sys._getframe()) if caught is None else error_guard.raising(caught)
         if cause is None and handled is not None:
             cause = _cause(handled)
         if code and handled is not None and not isinstance(handled, SystemExit):

@@ -1,7 +1,11 @@
-"""How the run was started: command line, git commit, versions, devices, settings and seed, kept in the flight file.
+"""How the run was started (command line, git commit, versions, devices, settings, seed), and gauges over time since then.
 
-They are for ``torchobs inspect``, ``report`` and ``compare`` alone; no metric, event or span holds them. Secrets are removed
-(:mod:`torchobs.identity.redaction`), and the setting ``run_details`` turns it off.
+Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span holds
+what a run was started with. Secrets are removed (:mod:`torchobs.identity.provenance`), and the setting ``run_details`` turns it
+off.
+
+The step ring holds the last steps only, and the series have no past. Here are at most 128 rows; when they are full every second
+one goes and the interval doubles, so that a run of any length is covered evenly, in 27 KiB.
 """
 
 from __future__ import annotations
@@ -11,21 +15,26 @@ import platform
 import struct
 import sys
 import threading
+import time
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchobs import catalog
 from torchobs.config import option_types, settings
 from torchobs.config.settings import Settings
-from torchobs.identity.git import checkout
-from torchobs.identity.redaction import redacted, redacted_value
+from torchobs.flight.format.documents import encode_history
+from torchobs.identity.provenance import checkout, redacted, redacted_value
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
+
 
 _GIT_WAIT_S = 0.05
 _LONGEST = 1000
@@ -128,3 +137,69 @@ def _torch(torch: Any) -> dict[str, Any]:
             found["devices"] = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
             found["cudnn"] = torch.backends.cudnn.version()
     return found
+
+
+FIRST_INTERVAL_S = 0.5
+MOST_ROWS = 128
+MOST_CURVES = 48
+METRICS = (
+    catalog.MEMORY_HOST_RSS, catalog.MEMORY_HOST_CHILDREN_RSS, catalog.CGROUP_MEMORY_WORKING_SET,
+    catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_RESERVED, catalog.AMP_SCALE, catalog.GRAD_LAYER_NORM,
+)  # fmt: skip
+MOST_ACTIVATIONS = 24
+"""More curves of layers' outputs, at level extreme"""
+
+
+class GaugeHistory:
+    """Records the gauges. In the sampler thread."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._series = 0
+        self._names: list[str] = []
+        self._activations = 0
+        """How many of them are of layers' outputs"""
+        self._cells: list[Cell] = []
+        self._rows: list[tuple[float, int, tuple[float, ...]]] = []
+        self._interval_s, self._due_s = FIRST_INTERVAL_S, 0.0
+        self._room = context.writer.history.room
+
+    def sample(self) -> None:
+        """Add a row if one is due."""
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + self._interval_s
+            self.record()
+
+    def record(self) -> None:
+        """Add a row, and write all of them."""
+        writer = self._context.writer
+        if len(writer.table) != self._series:
+            self._series = len(writer.table)
+            self._find_cells()
+        values = tuple(cell.read() for cell in self._cells)
+        if all(map(isnan, values)):
+            return
+        self._rows.append((writer.elapsed_ns() / 1e9, self._context.recorder.step, values))
+        payload = encode_history(self._names, self._rows)
+        while len(self._rows) >= MOST_ROWS or (len(payload) > self._room and len(self._rows) > 1):
+            # the newest stays
+            self._rows = self._rows[len(self._rows) % 2 ^ 1 :: 2]
+            self._interval_s *= 2
+            payload = encode_history(self._names, self._rows)
+        writer.history.replace(payload)
+
+    def _find_cells(self) -> None:
+        for metric in METRICS:
+            for attribute, cell in self._context.writer.table.cells_of(metric).items():
+                name = f"{metric.name}{{{attribute[:120]}}}" if attribute else metric.name
+                if name not in self._names and len(self._names) - self._activations < MOST_CURVES:
+                    self._names.append(name)
+                    self._cells.append(cell)
+        metric = catalog.ACTIVATION_LAYER_STD
+        for layer, cell in self._context.writer.table.cells_of(metric).items():
+            name = f"{metric.name}{{{layer[:120]}}}"
+            if name not in self._names and self._activations < MOST_ACTIVATIONS:
+                self._names.append(name)
+                self._cells.append(cell)
+                self._activations += 1

@@ -1,0 +1,531 @@
+"""Stacks of a rank's threads and of its loader's workers: on request, early in a stall, and where the GIL is held.
+
+On request or in a stall: 17 µs in the sampler thread, and some 30 µs for each worker of a data loader; no locals or values. The
+workers' stacks are py-spy's, which reads their memory, needs the kernel's permission for that, and neither stops a worker nor
+runs in it; all of that is for a thread of its own, which may wait.
+
+An exporter has the stacks of a hung rank written, too, but only once it is sure (``ranks.state.hang_timeout_s``), and not every
+run has one. In a stall no alert is raised here: the file lies beside the flight file, and ``inspect`` reads it if the run ends
+there.
+
+Where the GIL is held no Python thread runs, but the kernel still delivers signals. A POSIX timer, which the sampler thread
+resets ten times a second (0.8 µs), sends a real-time signal after three seconds without a reset; its handler, that of
+``faulthandler``, writes the stacks of all threads in C. The signal goes to the sampler thread alone (``SIGEV_THREAD_ID``),
+which only waits for the GIL, so that no system call of the application is interrupted. ``faulthandler.dump_traceback_later``
+would do the same, but there is one per process, and it is the user's; ``register(chain=True)`` would run the signal's default
+action, which kills the process. The signal is one without a handler; if somebody installs one later, the timer is not set
+again. A forked child has neither the timer, which POSIX does not inherit, nor the handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from datetime import datetime, timezone
+from inspect import getclosurevars
+from pathlib import Path
+from time import monotonic
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.detect import hangs as stall
+from torchobs.detect.hangs import Durations
+from torchobs.flight.files import artifacts, endings
+from torchobs.flight.files.artifacts import END, LIMITS, STACKS, STUCK, named
+from torchobs.flight.files.create import shortage
+from torchobs.flight.format.layout import LIVE_PHASES
+from torchobs.flight.metrics.totals import DURATION_SUM, Word
+from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
+from torchobs.probes.data.worker_states import state_of
+from torchobs.support.descriptors import Descriptor
+from torchobs.support.error_guard import CircuitBreaker, call
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torchobs.flight.files.artifacts import ArtifactName
+    from torchobs.flight.files.location import FlightDirectory
+    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.data.worker_states import LoaderWorker
+
+
+PROGRAM = "py-spy"
+PATIENCE_S = 3.0
+"""For all workers together; ``torchobs stacks`` waits for five seconds"""
+_MAX_DUMPED = 4
+_MAX_OUTPUT = 64 << 10
+_COMMAND = re.compile(r"^(Process [0-9]+):[^\n]*", re.MULTILINE)
+"""A line with the command, which may hold secrets"""
+_TORCH = "torch.utils.data._utils.signal_handling"
+
+
+def worker_stacks(workers: Sequence[LoaderWorker]) -> str:
+    """Return the stacks of the first workers, as py-spy writes them; empty without it."""
+    program = _program()
+    if program is None:
+        return ""
+    deadline_s, found = monotonic() + PATIENCE_S, []
+    for worker in workers[:_MAX_DUMPED]:
+        left_s = deadline_s - monotonic()
+        if left_s > 0:
+            found.append(f"# {worker.name}\n{_dump(program, worker.pid, left_s)}\n")
+    return "".join(found)
+
+
+def _program() -> str | None:
+    """Return the program's path; ``None`` if it is missing, or if a handler of the script's would see that it has ended.
+
+    Its file is read before: until it has been executed the interpreter's lock is held, also where a file system hangs.
+    """
+    path = shutil.which(PROGRAM)
+    if path is None or not _is_unheard(signal.getsignal(signal.SIGCHLD)):
+        return None
+    try:
+        Path(path).read_bytes()
+    except OSError:
+        return None
+    return path
+
+
+def _is_unheard(handler: Any) -> bool:
+    """Return whether a child's end runs no code but torch's, which looks after the workers alone."""
+    if getattr(handler, "__module__", "") == _TORCH:
+        handler = getclosurevars(handler).nonlocals.get("previous_handler")
+    return handler in {None, signal.SIG_DFL, signal.SIG_IGN}
+
+
+def _dump(program: str, pid: int, timeout_s: float) -> str:
+    command = (program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid))
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False, start_new_session=True
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as problem:
+        return f"# {PROGRAM}: {type(problem).__name__}\n"
+    if done.returncode:
+        return f"# {PROGRAM}: {done.stderr.decode(errors='replace').strip().partition(chr(10))[0][:200]}\n"
+    return _COMMAND.sub(r"\1:", done.stdout[:_MAX_OUTPUT].decode(errors="replace"))
+
+
+_MAX_WORKERS = 8
+MIN_FREE = 64 << 10
+"""Bytes that must be free; the stacks of a hundred threads, ``faulthandler``'s limit, take less."""
+
+
+def write_stacks(
+    context: ProbeContext, number: int, cause: str = "asked", more: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Write the stacks as the artifact of that number; on failure, an event and the log say why.
+
+    ``cause``, ``more``: attributes of the event. Only who has asked for them is told of a failure in the log. Stacks of a data
+    loader's workers take seconds to get: who asks waits for them, others' are added later.
+    """
+    writer, place = context.writer, context.writer.place
+    if place is None:
+        return
+    workers = [worker for find in context.loader_workers for worker in find()][:_MAX_WORKERS]
+    dump = _Dump(context, place, named(writer.name, STACKS, number), cause, more, workers)
+    if not workers or cause != "asked":
+        dump.write()
+    if workers:
+        thread = threading.Thread(target=dump.write_workers, name="torchobs-stacks", daemon=True)
+        call(CircuitBreaker("stacks"), thread.start)
+
+
+class _Dump:
+    """One artifact."""
+
+    def __init__(
+        self, context: ProbeContext, place: FlightDirectory, evidence: ArtifactName, cause: str,
+        more: Mapping[str, object], workers: Sequence[LoaderWorker],
+    ) -> None:  # fmt: skip
+        self._context, self._place, self._evidence, self._cause = context, place, evidence, cause
+        self._workers = workers
+        self._states = [f"{worker.name}: {state_of(worker.pid)}" for worker in workers]
+        awaited = [worker.name for worker in workers[:1] if worker.awaited]
+        self._more = {**more, **({"workers": self._states} if workers else {}), **({"awaited": awaited[0]} if awaited else {})}
+
+    def write(self, stacks: str = "") -> None:
+        """Write it, with the workers' ``stacks``, and record an event."""
+        context, evidence, cause = self._context, self._evidence, self._cause
+        refused = _write(context, self._place, evidence, self._states, stacks)
+        event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
+        attributes = {"cause": cause, **(self._more if refused is None else refused), "evidence": evidence.id}
+        context.event(event, attributes)
+        if refused is not None and cause == "asked":
+            context.warn_limited("stacks", f"stacks could not be written to {self._place.path}: {refused['detail']}", own=True)
+
+    def write_workers(self) -> None:
+        """Write it, or add to it, with the workers' stacks. In a thread of its own."""
+        call(CircuitBreaker("stacks"), self._write_workers)
+
+    def _write_workers(self) -> None:
+        stacks = worker_stacks(self._workers)
+        if self._cause == "asked":
+            self.write(stacks)
+        elif stacks and shortage(self._place.fd, MIN_FREE) is None:
+            with contextlib.suppress(OSError):  # a disk that is full, or a run that has ended: what is written stays
+                artifacts.extend(self._place, self._evidence, f"\n{stacks}".encode())
+
+
+def _write(
+    context: ProbeContext, place: FlightDirectory, done: ArtifactName, states: Sequence[str], stacks: str
+) -> dict[str, str] | None:
+    """Write the artifact; on failure, return the event's attributes that say why."""
+    if (lack := shortage(place.fd, MIN_FREE)) is not None:
+        return {"reason": "no_room", "detail": lack}
+    try:
+        with artifacts.new(place, done) as file:
+            _write_content(file, _header(context, states).encode(), f"\n{stacks}".encode() if stacks else b"")
+    except OSError as problem:
+        return artifacts.refusal(problem)
+    return None
+
+
+def _write_content(file: Descriptor, header: bytes, workers: bytes) -> None:
+    """Write header, stacks, those of ``workers``, and the end marker. Raises ``OSError``."""
+    artifacts.append(file, header)
+    faulthandler.dump_traceback(file=file.number(), all_threads=True)
+    size = os.fstat(file.number()).st_size
+    os.ftruncate(file.number(), min(size, LIMITS[STACKS] - len(END) - len(workers)))
+    artifacts.append(file, workers)
+    artifacts.append(file, END)
+
+
+def _header(context: ProbeContext, states: Sequence[str]) -> str:
+    """Return what ``faulthandler`` does not write: rank, step, time, names of threads, and the states of a loader's workers."""
+    threads = "".join(f"# Thread 0x{thread.ident or 0:016x} is {thread.name!r}\n" for thread in threading.enumerate())
+    workers = "".join(f"# {state}\n" for state in states)
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    rank = context.writer.header.resource.get("rank", 0)
+    return f"# rank {rank} after step {context.recorder.step}, {now}\n{threads}{workers}\n"
+
+
+PAUSE_NS = 2_000_000_000
+"""Time between two rounds of the sampler from which the process was stopped or starved, and did not stand still by itself"""
+
+IDLE = LIVE_PHASES.index("idle")
+_EVALUATION_PHASES = frozenset({DATA, FORWARD, OTHER})
+"""Phases that the last boundary may indicate while a model is evaluated"""
+_PATIENT = frozenset({EVALUATION, CHECKPOINT, COMPILE, IDLE})
+"""They take what they take."""
+
+
+def live_phase(context: ProbeContext) -> tuple[int, int]:
+    """Return what the training thread does, as an index into ``LIVE_PHASES``, and since when, in ns.
+
+    While an exception ends the training: the phase in which it was raised, for that is where the time went.
+    """
+    phase, since_ns = context.recorder.phase()
+    left = context.training.left
+    if left is not None and since_ns <= left.left_ns:
+        phase, since_ns = left.phase, left.begun_ns
+    if phase in _EVALUATION_PHASES and context.training.evaluating_since_ns:
+        return EVALUATION, context.training.evaluating_since_ns
+    return (IDLE if context.training.idle else phase), since_ns
+
+
+def durations(context: ProbeContext) -> Durations:
+    """Return the histogram of the durations of the steps so far."""
+    totals = context.writer.table.core.totals
+    counts = totals.ints[Word.STEP_DURATION : DURATION_SUM].tolist()
+    return Durations(counts, catalog.SECONDS_BOUNDS, totals.floats[DURATION_SUM + 2])
+
+
+class StallWatch:
+    """One per session, for the sampler thread. Writes once in each stall; costs a comparison while training goes on."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._survived = 0
+        self._written_ns = 0
+        """Begin of the stall whose stacks are written; 0: none is"""
+        self._last_ns = self._resumed_ns = time.monotonic_ns()
+
+    def sample(self) -> None:
+        """Write the stacks if no sign of a step came for longer than usual."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._last_ns > PAUSE_NS:
+            self._resumed_ns = now_ns
+        self._last_ns = now_ns
+        phase, since_ns = live_phase(self._context)
+        if self._written_ns and since_ns > self._written_ns:
+            self._written_ns, self._survived = 0, self._survived + 1
+        quiet_s = (now_ns - max(since_ns, self._resumed_ns)) / 1e9
+        if quiet_s < stall.LEAST_S or self._written_ns or phase in _PATIENT or self._may_never_train(phase):
+            return
+        if quiet_s >= self._limit_s():
+            self._written_ns = now_ns
+            more: dict[str, object] = {"phase": LIVE_PHASES[phase], "quiet_s": round(quiet_s, 3)}
+            for read in self._context.recent_collectives:
+                more |= read() or {}
+            write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
+
+    def _limit_s(self) -> float:
+        return stall.early_limit_s(*durations(self._context), self._survived)
+
+    def _may_never_train(self, phase: int) -> bool:
+        """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""
+        alone = self._context.writer.header.resource.get("world_size", 1) == 1
+        return alone and phase == OTHER and not self._context.recorder.ended
+
+
+SILENCE_S = 3.0
+"""One second more than the exporter's threshold for an unresponsive rank: the stacks follow a second after the state."""
+
+_SIGEV_THREAD_ID = 4
+_CLOCK_MONOTONIC = 1
+_SIGACTION_SIZE = 256
+_HANDLER_SIZE = 8
+_registered: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+"""Those with a handler; a closed one keeps it where its sampler thread has not ended, which may have a signal pending."""
+
+
+class _ITimerSpec(ctypes.Structure):
+    """``struct itimerspec``."""
+
+    _fields_ = (("interval_s", ctypes.c_long), ("interval_ns", ctypes.c_long), ("s", ctypes.c_long), ("ns", ctypes.c_long))
+
+
+class _SigEvent(ctypes.Structure):
+    """``struct sigevent``, 64 bytes on Linux."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("thread", ctypes.c_int),
+        ("rest", ctypes.c_char * 44),
+    )  # fmt: skip
+
+
+class Watchdog:
+    """One per session. Only :meth:`close` may be called outside the sampler thread."""
+
+    def __init__(self, writer: FlightWriter) -> None:
+        self._writer, self._silence_ns = writer, round(SILENCE_S * 1e9)
+        self._unarmed = _ITimerSpec(0, 0, 0, 0)
+        self._armed = _ITimerSpec(0, 0, self._silence_ns // 1_000_000_000, self._silence_ns % 1_000_000_000)
+        self._timer = ctypes.c_void_p()
+        self._thread: threading.Thread | None = None
+        self._signal = -1
+        self._file: Descriptor | None = None
+        self._number = -1
+        """The file's number, as ``faulthandler`` has it"""
+        self._handler = b""
+        self._no_file = True
+        """No file to write to"""
+        self._last_error = ""
+        self._last_ns = 0
+        self._own = named(writer.name, STUCK, 0)
+        self._libc: Any = None
+
+    def sample(self) -> None:
+        """Reset the timer; the first call sets everything up. Raises ``OSError`` without a free descriptor."""
+        if self._thread is None:
+            self._thread = threading.current_thread()
+            self._set_up()
+        if self._signal < 0 or self._thread is not threading.current_thread():
+            return  # unavailable; or the session's last round, in another thread
+        self._restore_file()
+        if self._no_file and not self._create_file():
+            self._disarm()
+            return
+        now_ns = time.monotonic_ns()
+        if now_ns - self._last_ns > self._silence_ns and self._last_ns:
+            self._report_stacks((now_ns - self._last_ns) / 1e9)
+        self._last_ns = now_ns
+        if self._is_ours() and not self._no_file:
+            self._set(self._armed)
+        else:
+            self._disarm()
+
+    def close(self) -> None:
+        """Release the timer, the signal and the file. Idempotent, from any thread."""
+        if self._signal < 0:
+            return
+        self._disarm()
+        thread = self._thread
+        if thread is threading.current_thread() or thread is None or not thread.is_alive():
+            self.unregister()  # else a pending signal would kill the process by default
+        place = self._writer.place
+        if place is not None and _size(self._own, place.fd) == 0:
+            artifacts.remove(place, self._own.name)
+
+    def unregister(self) -> None:
+        """Unregister the handler: at the end, and in a forked child."""
+        number, self._signal = self._signal, -1
+        _registered.discard(self)
+        if number < 0:
+            return
+        if self._action(number) == self._handler:
+            faulthandler.unregister(number)
+            if self._file is not None:
+                self._file.close()
+
+    def _set_up(self) -> None:
+        place, number = self._writer.place, _unused_signal()
+        self._libc = _library()
+        if place is None or number is None or self._libc is None:
+            return
+        # It may still count as registered where somebody replaced an earlier session's handler and took theirs away again;
+        # register() would install nothing then, and the signal's default action kills the process.
+        faulthandler.unregister(number)
+        self._signal = number
+        self._write_to(_nowhere())
+        self._handler = self._action(number)
+        _registered.add(self)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        how = _SigEvent(signal=number, how=_SIGEV_THREAD_ID, thread=threading.get_native_id())
+        if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(how), ctypes.byref(self._timer)):
+            self.unregister()
+
+    def _write_to(self, file: Descriptor) -> None:
+        """Have the stacks written to that file."""
+        before, self._file = self._file, file
+        self._number = file.number()
+        faulthandler.register(self._signal, file=self._number, all_threads=True, chain=False)
+        if before is not None and before is not file:
+            before.close()
+
+    def _restore_file(self) -> None:
+        """Open the file again if the program has closed it: ``faulthandler`` has its number, which may be another file's."""
+        file = self._file
+        try:
+            if file is not None and file.number() != self._number:
+                self._write_to(file)
+        except OSError:  # its name is gone as well
+            self._no_file = True
+            self._disarm()
+            try:
+                self._write_to(_nowhere())
+            except OSError:
+                self.unregister()
+                raise
+
+    def _set(self, when: _ITimerSpec) -> None:
+        self._libc.timer_settime(self._timer, 0, ctypes.byref(when), None)
+
+    def _disarm(self) -> None:
+        self._set(self._unarmed)
+
+    def _is_ours(self) -> bool:
+        return self._action(self._signal) == self._handler
+
+    def _action(self, number: int) -> bytes:
+        """Return the address of the signal's handler (the first word of ``struct sigaction`` on x86-64 and arm64)."""
+        action = ctypes.create_string_buffer(_SIGACTION_SIZE)
+        self._libc.sigaction(number, None, action)
+        return action.raw[:_HANDLER_SIZE]
+
+    def _report_stacks(self, silent_s: float) -> None:
+        """Store the stacks written while the sampler was blocked under their own name, and record an event."""
+        place = self._writer.place
+        if place is None:
+            return
+        size = _size(self._own, place.fd)
+        done = named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
+        refused = self._append_end(size) if size is not None else None
+        if size:
+            refused = self._finish(place, done, silent_s) or refused
+        if refused is not None:
+            self._report_failure(refused, done)
+        if size is None or self._no_file:
+            self._create_file()
+
+    def _finish(self, place: FlightDirectory, done: ArtifactName, silent_s: float) -> dict[str, str] | None:
+        """Rename the file to its artifact name; on failure, return the event's attributes that say why."""
+        try:
+            artifacts.finish(place, self._own.name, done)
+        except OSError as problem:
+            self._truncate(0)
+            return artifacts.refusal(problem)
+        self._no_file = True  # the next stacks go to another file
+        attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
+        self._writer.event(catalog.EVENT_STACKS.name, attributes)
+        return None
+
+    def _report_failure(self, refused: dict[str, str], wanted: ArtifactName) -> None:
+        self._writer.event(catalog.EVENT_STACKS_FAILED.name, {"cause": "stuck", **refused, "evidence": wanted.id})
+
+    def _append_end(self, size: int) -> dict[str, str] | None:
+        """Append the end marker; on failure, return the event's attributes that say why."""
+        try:
+            self._truncate(min(size, artifacts.LIMITS[STUCK] - len(END)))
+            if self._file is not None:
+                artifacts.append(self._file, END)
+        except OSError as problem:
+            return artifacts.refusal(problem)
+        finally:
+            if not size:  # nothing was written although there was space, as after SIGSTOP
+                self._truncate(0)
+        return None
+
+    def _truncate(self, size: int) -> None:
+        if self._file is not None:
+            os.ftruncate(self._file.number(), size)
+
+    def _create_file(self) -> bool:
+        """Create an empty file for the next stacks; return True on success. Without one no timer is set; an event says why."""
+        place, self._no_file = self._writer.place, True
+        if place is None:
+            return False
+        try:
+            self._write_to(artifacts.create(place, self._own.name))
+        except OSError as problem:
+            refused = artifacts.refusal(problem)
+            if refused["detail"] != self._last_error:  # this runs up to ten times a second
+                self._last_error = refused["detail"]
+                self._report_failure(refused, self._own)
+            return False
+        self._no_file, self._last_error = False, ""
+        return True
+
+
+def _nowhere() -> Descriptor:
+    return Descriptor("watchdog", os.devnull, os.O_WRONLY)
+
+
+def _size(own: ArtifactName, directory_fd: int) -> int | None:
+    try:
+        return os.stat(own.name, dir_fd=directory_fd, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _library() -> Any:
+    """Return the C library if it has POSIX timers: in librt before glibc 2.34, and not at all on macOS."""
+    if sys.platform != "linux":
+        return None
+    for name in (None, "librt.so.1"):
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name)
+            library.timer_create  # noqa: B018  # raises AttributeError where there is none
+            return library
+    return None
+
+
+def _unused_signal() -> int | None:
+    """Return the highest real-time signal that has no handler and is not ignored; ``None`` if there is none."""
+    taken = endings.kernel_handlers()
+    if sys.platform != "linux" or taken is None:
+        return None
+    # the highest is used by valgrind and others
+    return next((n for n in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if not taken >> (n - 1) & 1), None)
+
+
+def _after_fork() -> None:
+    for watchdog in list(_registered):
+        watchdog.unregister()
+
+
+os.register_at_fork(after_in_child=_after_fork)
