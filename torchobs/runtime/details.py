@@ -1,8 +1,7 @@
 """How the run was started (command line, git commit, versions, devices, settings, seed), and gauges over time since then.
 
-Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span holds
-what a run was started with. Secrets are removed (:mod:`torchobs.identity.provenance`), and the setting ``run_details`` turns it
-off.
+Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span has what
+a run was started with. Secrets are removed (:mod:`torchobs.identity.provenance`); the setting ``run_details`` turns it off.
 
 The step ring holds the last steps only, and the series have no past. Here are at most 128 rows; when they are full every second
 one goes and the interval doubles, so that a run of any length is covered evenly, in 27 KiB.

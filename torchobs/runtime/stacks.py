@@ -9,12 +9,12 @@ run has one. In a stall no alert is raised here: the file lies beside the flight
 there.
 
 Where the GIL is held no Python thread runs, but the kernel still delivers signals. A POSIX timer, which the sampler thread
-resets ten times a second (0.8 µs), sends a real-time signal after three seconds without a reset; its handler, that of
-``faulthandler``, writes the stacks of all threads in C. The signal goes to the sampler thread alone (``SIGEV_THREAD_ID``),
-which only waits for the GIL, so that no system call of the application is interrupted. ``faulthandler.dump_traceback_later``
-would do the same, but there is one per process, and it is the user's; ``register(chain=True)`` would run the signal's default
-action, which kills the process. The signal is one without a handler; if somebody installs one later, the timer is not set
-again. A forked child has neither the timer, which POSIX does not inherit, nor the handler.
+resets ten times a second (0.8 µs), sends a real-time signal after three seconds without a reset; ``faulthandler``'s handler
+writes the stacks of all threads in C. The signal goes to the sampler thread alone (``SIGEV_THREAD_ID``), which only waits for
+the GIL, so that no system call of the application is interrupted. ``faulthandler.dump_traceback_later`` would do the same, but
+there is one per process, and it is the user's; ``register(chain=True)`` would run the signal's default action, which kills the
+process. The signal is one without a handler; if somebody installs one later, the timer is not set again. A forked child has
+neither the timer, which POSIX does not inherit, nor the handler.
 """
 
 from __future__ import annotations
