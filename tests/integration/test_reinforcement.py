@@ -66,42 +66,6 @@ def play(cart: Cart, policy: torch.nn.Module) -> list[Seen]:
     return seen
 
 
-def reinforce(cart: Cart, rollout: Callable[[], AbstractContextManager[None]]) -> int:
-    """Acting is the forward pass: its graph is what backward goes through."""
-    policy = network(2)
-    optimizer = torch.optim.Adam(policy.parameters())
-    for _ in range(6):
-        with rollout():
-            seen = play(cart, policy)
-        loss = -torch.stack([one.log_prob * one.reward for one in seen]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return 6
-
-
-def ppo(cart: Cart, rollout: Callable[[], AbstractContextManager[None]]) -> int:
-    """A rollout in eval() mode without gradients, then epochs of minibatches over it, by two optimizers."""
-    policy, value = network(2), network(1)
-    actor, critic = torch.optim.Adam(policy.parameters()), torch.optim.Adam(value.parameters())
-    for _ in range(3):
-        policy.eval()
-        with rollout(), torch.no_grad():
-            seen = play(cart, policy)
-        policy.train()
-        for chosen in torch.arange(ROLLOUT).repeat(2).split(10):
-            part = [seen[index] for index in chosen]
-            states, actions = torch.stack([one.state for one in part]), torch.stack([one.action for one in part])
-            advantage = torch.tensor([one.reward for one in part]) - value(states).squeeze(1)
-            now = Categorical(logits=policy(states)).log_prob(actions)
-            ratio = (now - torch.stack([one.log_prob for one in part])).exp()
-            for loss, optimizer in (((-ratio * advantage.detach()).mean(), actor), (advantage.square().mean(), critic)):
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-    return 3 * 2 * ROLLOUT // 10
-
-
 def dqn(cart: Cart, rollout: Callable[[], AbstractContextManager[None]]) -> int:
     """Acting between the updates, batches from a replay buffer, targets without gradients."""
     online, target, chance = network(2), network(2), random.Random(0)
@@ -128,13 +92,13 @@ def spent(run: Recording) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("loop", "name", "phase"),
-    [(reinforce, "rollout", "other"), (ppo, "rollout", "other"), (dqn, "rollout", "other"), (dqn, "data", "data")],
+    ("name", "phase"),
+    [("rollout", "other"), ("data", "data")],
 )
-def test_a_word_of_the_script_splits_it(run: Recording, loop: Callable[..., int], name: str, phase: str) -> None:
+def test_a_word_of_the_script_splits_it(run: Recording, name: str, phase: str) -> None:
     """The rollout is what it was called, all of it; what follows up to a backward is that one's forward pass."""
     cart, begun = Cart(), time.monotonic()
-    assert loop(cart, lambda: torchobs.phase(name)) == len(run.steps())
+    assert dqn(cart, lambda: torchobs.phase(name)) == len(run.steps())
     times, took_s = spent(run), time.monotonic() - begun
     assert times[phase] >= cart.spent_s * (1 - 1e-6)
     assert 0 < times["forward"] < took_s - cart.spent_s

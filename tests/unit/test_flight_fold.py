@@ -484,7 +484,7 @@ def step_goodput(number: int, **spent_s: float) -> StepRecord:
 
 
 def give(totals: Totals, after: int, whole_s: float, **seconds: float) -> None:
-    """Credit so much of the step_goodput after that one."""
+    """Credit so much of the step after that one."""
     credit(totals, after, [seconds.get(state, 0.0) for state in STATES], whole_s)
 
 
@@ -494,81 +494,64 @@ def goodput(totals: Totals) -> dict[str, float]:
     return {state: value for state, value in zip(catalog.GOODPUT_STATES, values, strict=True) if value}
 
 
-def test_an_evaluation_is_shown_while_it_lasts_and_counted_once() -> None:
-    """Ten seconds in, then twelve, then the step_goodput's record with fifteen: fifteen."""
+Credit = tuple[int, float, dict[str, float]]
+"""After which step, the whole time since then, and what it went into"""
+COURSES: dict[str, list[tuple[StepRecord | Credit | None, dict[str, float]]]] = {
+    "an evaluation is shown while it lasts, and counted once": [
+        (step_goodput(1, forward=1.0), {"productive": 1.0}),
+        ((1, 10.0, {"evaluation": 10.0}), {"productive": 1.0, "evaluation": 10.0}),
+        ((1, 12.0, {"evaluation": 12.0}), {"productive": 1.0, "evaluation": 12.0}),
+        ((1, 12.0, {"evaluation": 11.0}), {"productive": 1.0, "evaluation": 12.0}),
+        (step_goodput(2, evaluation=15.0, forward=2.0), {"productive": 3.0, "evaluation": 15.0}),
+        (step_goodput(3, forward=1.0), {"productive": 4.0, "evaluation": 15.0}),
+    ],
+    "no state steps back, and the whole is right, where data turn out to have been an evaluation": [
+        ((0, 8.0, {"data": 8.0}), {"data": 8.0}),
+        (step_goodput(1, evaluation=9.0, forward=3.0), {"data": 8.0, "evaluation": 3.0, "productive": 1.0}),
+    ],
+    "idle stays idle when training goes on": [
+        ((0, 60.0, {"idle": 60.0}), {"idle": 60.0}),
+        (step_goodput(1, forward=61.0, backward=1.0), {"idle": 60.0, "productive": 2.0}),
+    ],
+    "a skipped step has what is left of it": [
+        ((0, 2.0, {"data": 2.0}), {"data": 2.0}),
+        (step_goodput(1, data=2.0, forward=1.0)._replace(flags=StepFlag.SKIPPED), {"data": 2.0, "skipped": 1.0}),
+    ],
+    "more credit than a step had is the next one's, for its end was provisional": [
+        ((0, 20.0, {"evaluation": 19.0}), {"evaluation": 19.0}),
+        (step_goodput(1, forward=1.0), {"evaluation": 19.0}),
+        (step_goodput(2, evaluation=19.0, forward=2.0), {"evaluation": 20.0, "productive": 2.0}),
+    ],
+    "never more than has passed": [
+        ((0, 10.0, {"data": 10.0}), {"data": 10.0}),
+        ((0, 12.0, {"evaluation": 12.0}), {"data": 10.0, "evaluation": 2.0}),
+    ],
+    "credit for a step that has ended is none": [
+        (step_goodput(1, forward=1.0), {"productive": 1.0}),
+        ((0, 10.0, {"evaluation": 10.0}), {"productive": 1.0}),
+    ],
+    "credit without a record to come stays, and takes nothing from the next step": [
+        ((0, 5.0, {"idle": 5.0}), {"idle": 5.0}),
+        (None, {"idle": 5.0}),
+        (step_goodput(1, forward=1.0), {"idle": 5.0, "productive": 1.0}),
+    ],
+}
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_goodput_of_what_is_under_way(course: str) -> None:
+    """A record is folded, a credit given, and with None the credit cleared, as where hooks were off."""
     totals = empty()
-    fold.fold(totals, [step_goodput(1, forward=1.0)])
-    give(totals, 1, 10.0, evaluation=10.0)
-    assert goodput(totals) == {"productive": 1.0, "evaluation": 10.0}
-    give(totals, 1, 12.0, evaluation=12.0)
-    give(totals, 1, 12.0, evaluation=11.0)
-    assert goodput(totals)["evaluation"] == 12.0
-    fold.fold(totals, [step_goodput(2, evaluation=15.0, forward=2.0)])
-    assert goodput(totals) == {"productive": 3.0, "evaluation": 15.0}
-    assert not any(credited(totals))
-    fold.fold(totals, [step_goodput(3, forward=1.0)])
-    assert goodput(totals) == {"productive": 4.0, "evaluation": 15.0}
-
-
-def test_no_state_steps_back_and_the_whole_is_right_when_it_turns_out_otherwise() -> None:
-    """What was shown as waiting for data was an evaluation: the data keeps it, the evaluation gets less."""
-    totals = empty()
-    give(totals, 0, 8.0, data=8.0)
-    fold.fold(totals, [step_goodput(1, evaluation=9.0, forward=3.0)])
-    assert goodput(totals) == pytest.approx({"data": 8.0, "evaluation": 3.0, "productive": 1.0})
-    assert sum(goodput(totals).values()) == pytest.approx(12.0)
-
-
-def test_idle_stays_idle_when_training_goes_on() -> None:
-    """A step_goodput that stood still for a minute was not productive for it."""
-    totals = empty()
-    give(totals, 0, 60.0, idle=60.0)
-    fold.fold(totals, [step_goodput(1, forward=61.0, backward=1.0)])
-    assert goodput(totals) == pytest.approx({"idle": 60.0, "productive": 2.0})
-
-
-def test_a_skipped_step_has_what_is_left_of_it() -> None:
-    """Not what was shown as something else."""
-    totals = empty()
-    give(totals, 0, 2.0, data=2.0)
-    fold.fold(totals, [step_goodput(1, data=2.0, forward=1.0)._replace(flags=StepFlag.SKIPPED)])
-    assert goodput(totals) == {"data": 2.0, "skipped": 1.0}
-
-
-def test_more_credit_than_a_step_had_is_the_next_one_s() -> None:
-    """An end that was provisional: what was credited after it belongs to the step_goodput after."""
-    totals = empty()
-    give(totals, 0, 20.0, evaluation=19.0)
-    fold.fold(totals, [step_goodput(1, forward=1.0)])
-    assert goodput(totals) == {"evaluation": 19.0}
-    fold.fold(totals, [step_goodput(2, evaluation=19.0, forward=2.0)])
-    assert sum(goodput(totals).values()) == pytest.approx(22.0)
-    assert sum(credited(totals)) == pytest.approx(0.0)
-
-
-def test_never_more_than_has_passed() -> None:
-    """Shown first as waiting for data, then as an evaluation: together what has passed."""
-    totals = empty()
-    give(totals, 0, 10.0, data=10.0)
-    give(totals, 0, 12.0, evaluation=12.0)
-    assert goodput(totals) == pytest.approx({"data": 10.0, "evaluation": 2.0})
-
-
-def test_credit_for_a_step_that_has_ended_is_none() -> None:
-    """The sampler looked before its record came."""
-    totals = empty()
-    fold.fold(totals, [step_goodput(1, forward=1.0)])
-    give(totals, 0, 10.0, evaluation=10.0)
-    assert goodput(totals) == {"productive": 1.0}
-
-
-def test_credit_without_a_record_to_come_stays() -> None:
-    """Hooks were off for a while: nothing is taken from the next step_goodput."""
-    totals = empty()
-    give(totals, 0, 5.0, idle=5.0)
-    clear_credit(totals)
-    fold.fold(totals, [step_goodput(1, forward=1.0)])
-    assert goodput(totals) == {"idle": 5.0, "productive": 1.0}
+    for act, expected in COURSES[course]:
+        if act is None:
+            clear_credit(totals)
+        elif isinstance(act, StepRecord):
+            fold.fold(totals, [act])
+        else:
+            after, whole_s, seconds = act
+            give(totals, after, whole_s, **seconds)
+        assert goodput(totals) == pytest.approx(expected)
+    assert sum(credited(totals)) == pytest.approx(0.0) or isinstance(act, tuple)
 
 
 @pytest.mark.parametrize("cut", range(1, 4))
