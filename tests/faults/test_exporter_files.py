@@ -138,7 +138,7 @@ class Vandal:
         number = self._random.randrange(2, 20)
         path = self._directory / f"r{number}-{number.to_bytes(4, 'big').hex() * 4}.flight"
         deeds: tuple[Callable[[Path], object], ...] = (
-            self._copy, self._garbage, self._truncate, self._scribble, self._remove, self._replace, self._odd_kind, self._lock,
+            self._garbage, self._truncate, self._scribble, self._remove, self._replace, self._odd_kind,
         )  # fmt: skip
         try:
             # whoever opens a FIFO to write into it waits for a reader
@@ -146,9 +146,6 @@ class Vandal:
         except OSError:
             return  # it is something else by now
         self.acts += 1
-
-    def _copy(self, path: Path) -> None:
-        path.write_bytes(File(self._directory, rank=int(path.name[1:].split("-")[0]), seed=self._seed_of(path)).buffer)
 
     def _garbage(self, path: Path) -> None:
         path.write_bytes(self._random.randbytes(self._random.choice((0, 1, 4096, 5000, 1 << 20))))
@@ -171,13 +168,6 @@ class Vandal:
 
     def _odd_kind(self, path: Path) -> None:
         self._random.choice((Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")))(path)
-
-    def _lock(self, path: Path) -> None:
-        self._random.choice((Path.touch, Path.unlink, os.mkfifo))(path.with_suffix(".lock"))
-
-    @staticmethod
-    def _seed_of(path: Path) -> int:
-        return int(path.stem.split("-")[1][:8], 16)
 
 
 @pytest.fixture

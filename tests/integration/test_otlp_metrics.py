@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,16 +193,12 @@ STOPPED_S = 8.0
 """When a rank that was there before and comes back does not beat."""
 
 
-def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
-    flight_dir: Path, receiver: Receiver, file: File
-) -> None:
-    """One that was stopped finds another in its place: it gets another label, by which it sends what it counts from then on."""
-    counter = user("my.c")
-    file.set(counter, 100, USER)
+def displace(flight_dir: Path, config: PushConfig, file: File, counted: Mapping[float, int]) -> None:
+    """Push while another rank takes the file's place, which comes back; ``counted``: at each look, added to its counter."""
     newer = File(flight_dir, seed=2, born_s=5.0).hold()
-    with Pushing(flight_dir, only_metrics(receiver, delta=True)) as pushing:
-        for second, added in ((4.0, 0), (8.0, 0), (12.0, 11), (13.0, 13)):
-            file.set(counter, added, USER)
+    with Pushing(flight_dir, config) as pushing:
+        for second, added in counted.items():
+            file.set(user("my.c"), added, USER)
             if second != STOPPED_S:
                 file.beat(second)
             file.save()
@@ -211,6 +207,14 @@ def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
                 newer.save()
             pushing.look(second)
         newer.release()
+
+
+def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
+    flight_dir: Path, receiver: Receiver, file: File
+) -> None:
+    """One that was stopped finds another in its place: it gets another label, by which it sends what it counts from then on."""
+    file.set(user("my.c"), 100, USER)
+    displace(flight_dir, only_metrics(receiver, delta=True), file, {4.0: 0, 8.0: 0, 12.0: 11, 13.0: 13})
     labels = {one.attributes["rank"] for one in points(receiver.taken) if one.resource["service.name"] == "gpt"}
     sent = [(one.attributes["rank"], one.point.as_int) for one in points(receiver.taken) if one.metric.name == "my.c"]
     assert labels == {"0", "0-00000001"}
@@ -232,17 +236,7 @@ def test_a_rank_that_gets_another_label_has_its_end_and_its_values_in_one_reques
     """Both are of one resource; neither takes the other's place, nor does an application's scope that is named as ours."""
     file.set(user("my.c"), 100, USER)
     file.set(user("my.d"), 1, Scope("torchobs", str(file.header.resource.get("torchobs_version", ""))))
-    newer = File(flight_dir, seed=2, born_s=5.0).hold()
-    with Pushing(flight_dir, only_metrics(receiver)) as pushing:
-        for second in (4.0, 8.0, 12.0):
-            if second != STOPPED_S:
-                file.beat(second)
-            file.save()
-            if second > 5.0:
-                newer.beat(second)
-                newer.save()
-            pushing.look(second)
-        newer.release()
+    displace(flight_dir, only_metrics(receiver), file, {4.0: 0, 8.0: 0, 12.0: 0})
     found = [
         (one.attributes["rank"], bool(one.point.flags & NO_VALUE))
         for one in points(receiver.taken)
