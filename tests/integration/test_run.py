@@ -566,22 +566,6 @@ def test_who_wants_it_quiet_has_it_quiet(
     assert ("torchobs:" in said.terminal) == ("off" in options)
 
 
-def test_where_no_terminal_reads_nothing_is_said(tmp_path: Path, flight_dir: Path) -> None:
-    """A log file of a scheduler is not for it."""
-    (tmp_path / "train.py").write_text("print('trained')")
-    environ = clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*PROGRAM, "--no-exporter", "train.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert (done.stdout, done.stderr) == ("trained\n", "")
-
-
 def test_a_script_that_closed_the_terminal_has_its_file_to_itself(tmp_path: Path, flight_dir: Path) -> None:
     """A daemon's next file gets the number of standard error: the end is not said there."""
     said = run(tmp_path, flight_dir, "--no-exporter", wait=CLOSE)

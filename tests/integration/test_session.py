@@ -469,54 +469,27 @@ def hooks() -> int:
     return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
 
 
-@pytest.mark.parametrize("raise_on", [(), ("nonfinite",)])
+@pytest.mark.parametrize("how", ["plain", "raise_on", "scaler"])
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_shutdown_in_a_user_s_step_hook(flight_dir: Path, when: str, raise_on: tuple[str, ...]) -> None:
-    """One registered before ``init()`` is called before ours, while torch iterates over all of them."""
-    ended, backward, before = list[int](), torch.autograd.backward, hooks()
+def test_shutdown_in_a_user_s_step_hook(flight_dir: Path, when: str, how: str) -> None:
+    """One registered before ``init()`` is called before ours, while torch iterates over all of them.
 
-    def end(*_: Any) -> None:
-        if not ended:
-            ended.append(1)
-            torchobs.shutdown()
-
-    register: Any = REGISTER[when]
-    handle = register(end)
-    try:
-        torchobs.init(flight_dir=flight_dir, raise_on=set(raise_on))
-        model: Any = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss_of(model).backward()  # type: ignore[no-untyped-call]
-        weights = model[0].weight.detach().clone()
-        optimizer.step()
-        assert ended
-        assert not torch.equal(weights, model[0].weight)
-        loss_of(model).backward()  # type: ignore[no-untyped-call]
-        assert hooks() == before + 1
-        assert torch.autograd.backward is backward
-        optimizer.step()
-    finally:
-        torchobs.shutdown()
-        handle.remove()
-    assert hooks() == before
-
-
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_shutdown_in_a_hook_of_a_scaler_s_step(flight_dir: Path, when: str) -> None:
-    """Mixed precision has a hook of its own by then, which torch calls after the user's."""
-    steps, before = list[int](), hooks()
+    By the second step of a scaler mixed precision has a hook of its own, which torch calls after the user's.
+    """
+    steps, backward, before = list[int](), torch.autograd.backward, hooks()
 
     def end(*_: Any) -> None:
         steps.append(1)
-        if len(steps) == 2:
+        if len(steps) == (2 if how == "scaler" else 1):
             torchobs.shutdown()
 
     register: Any = REGISTER[when]
     handle = register(end)
     try:
-        torchobs.init(flight_dir=flight_dir)
+        torchobs.init(flight_dir=flight_dir, raise_on={"nonfinite"} if how == "raise_on" else set())
         model: Any = mlp()
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=how == "scaler")
         for _ in range(3):
             scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
             weights = model[0].weight.detach().clone()
@@ -525,9 +498,11 @@ def test_shutdown_in_a_hook_of_a_scaler_s_step(flight_dir: Path, when: str) -> N
             assert not torch.equal(weights, model[0].weight)
         assert len(steps) == 3
         assert hooks() == before + 1
+        assert torch.autograd.backward is backward
     finally:
         torchobs.shutdown()
         handle.remove()
+    assert hooks() == before
 
 
 def test_a_number_whose_series_cannot_be_made_at_once_is_there_a_moment_later(flight_dir: Path) -> None:

@@ -471,73 +471,45 @@ def test_counters_are_there_at_zero_and_gauges_are_not_there(image: flights.Imag
     file.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "integer", "amounts", "expected"),
-    [
-        (Kind.COUNTER, True, [1, 2], 3),
-        (Kind.COUNTER, True, [1.0, 2.9], 3),
-        (Kind.COUNTER, True, [1, nan, inf], 1),
-        (Kind.COUNTER, False, [0.5, 0.25], 0.75),
-        (Kind.COUNTER, False, [1, nan, -inf], 1.0),
-        (Kind.COUNTER, False, [1e308, 1e308], 1.7976931348623157e308),
-        (Kind.COUNTER, True, [2**62, 2**62, 2**62], 2**63 - 1),
-        (Kind.UPDOWN, True, [1, -3], -2),
-        (Kind.UPDOWN, False, [1.0, -3.0], -2.0),
-    ],
-)
-def test_additions_of_any_number(
-    image: flights.Image, kind: Kind, amounts: list[float], expected: float, *, integer: bool
+NUMBERS = [
+    # what is done to a cell of which kind ("either": a user's, which takes whole numbers and others), with what
+    ("add", "integer", Kind.COUNTER, [1, 2], 3),
+    ("add", "integer", Kind.COUNTER, [1.0, 2.9], 3),
+    ("add", "integer", Kind.COUNTER, [1, nan, inf], 1),
+    ("add", "float", Kind.COUNTER, [0.5, 0.25], 0.75),
+    ("add", "float", Kind.COUNTER, [1, nan, -inf], 1.0),
+    ("add", "float", Kind.COUNTER, [1e308, 1e308], 1.7976931348623157e308),
+    ("add", "integer", Kind.COUNTER, [2**62, 2**62, 2**62], 2**63 - 1),
+    ("add", "integer", Kind.UPDOWN, [1, -3], -2),
+    ("add", "float", Kind.UPDOWN, [1.0, -3.0], -2.0),
+    ("add", "either", Kind.COUNTER, [1, 2], 3),
+    ("add", "either", Kind.COUNTER, [1, 0.5], 1.5),
+    ("add", "either", Kind.COUNTER, [0.5], 0.5),
+    ("add", "either", Kind.UPDOWN, [-1, -(2**40)], -1 - 2**40),
+    ("add", "either", Kind.UPDOWN, [1, -0.5], 0.5),
+    ("set", "float", Kind.GAUGE, [1.5], 1.5),
+    ("set", "float", Kind.GAUGE, [1.5, nan], None),
+    ("set", "float", Kind.GAUGE, [nan, 2], 2.0),
+    ("set", "integer", Kind.COUNTER, [5], 5),
+    ("set", "integer", Kind.COUNTER, [5, inf], 5),
+    ("set", "integer", Kind.COUNTER, [5, nan], 5),
+    ("set", "integer", Kind.COUNTER, [2**80], 2**63 - 1),
+]
+
+
+@pytest.mark.parametrize(("change", "numbers", "kind", "given", "expected"), NUMBERS)
+def test_numbers_of_any_size(
+    image: flights.Image, change: str, numbers: str, kind: Kind, given: list[float], expected: float | None
 ) -> None:
-    """Whole or not, finite or not, however large: the total is right, or at its range's end, and never wraps around."""
-    writer, _ = flights.written(image)
-    made = cell(writer, metric(kind, integer=integer))
-    for amount in amounts:
-        made.add(amount)
-    made.publish()
-    assert shown(image) == expected
-    assert type(shown(image)) is type(expected)
+    """Whole or not, finite or not, however large: the total is right, or at its range's end, and never wraps around.
 
-
-@pytest.mark.parametrize(
-    ("kind", "integer", "given", "expected"),
-    [
-        (Kind.GAUGE, False, [1.5], 1.5),
-        (Kind.GAUGE, False, [1.5, nan], None),
-        (Kind.GAUGE, False, [nan, 2], 2.0),
-        (Kind.COUNTER, True, [5], 5),
-        (Kind.COUNTER, True, [5, inf], 5),
-        (Kind.COUNTER, True, [5, nan], 5),
-        (Kind.COUNTER, True, [2**80], 2**63 - 1),
-    ],
-)
-def test_values_that_are_set(image: flights.Image, kind: Kind, given: list[float], expected: object, *, integer: bool) -> None:
-    """A gauge that is not finite is absent; a counter that was observed is what it was before."""
+    A gauge that is not finite is absent; a counter that was observed is what it was before. Whole numbers stay whole until one
+    is not.
+    """
     writer, _ = flights.written(image)
-    made = cell(writer, metric(kind, integer=integer))
+    made = cell(writer, metric(kind, integer=numbers == "integer"), either=numbers == "either")
     for value in given:
-        made.set(value)
-    made.publish()
-    assert shown(image) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "amounts", "expected"),
-    [
-        (Kind.COUNTER, [1, 2], 3),
-        (Kind.COUNTER, [1, 0.5], 1.5),
-        (Kind.COUNTER, [0.5], 0.5),
-        (Kind.UPDOWN, [-1, -(2**40)], -1 - 2**40),
-        (Kind.UPDOWN, [1, -0.5], 0.5),
-    ],
-)
-def test_a_user_s_instrument_takes_ints_and_floats(
-    image: flights.Image, kind: Kind, amounts: list[float], expected: float
-) -> None:
-    """Whole numbers stay whole until one is not."""
-    writer, _ = flights.written(image)
-    made = cell(writer, metric(kind), either=True)
-    for amount in amounts:
-        made.add(amount)
+        getattr(made, change)(value)
     made.publish()
     assert shown(image) == expected
     assert type(shown(image)) is type(expected)

@@ -61,9 +61,11 @@ def begin() -> None:
             _report(reason)
             return
         sys.path.append(os.path.join(_SITE, "packages"))  # noqa: PTH118  # as above. Last: the image's packages win
-        from torchobs.injection.start import start  # not there before
+        import torchobs  # neither was there before
+        from torchobs.support.command_line import starts_others
 
-        start()
+        if not starts_others(sys.orig_argv):
+            torchobs.init()
     except Exception as error:  # noqa: BLE001  # whatever it is, the training goes on
         _report(f"{type(error).__name__}: {error}")
 
