@@ -622,16 +622,6 @@ def test_a_damaged_record_is_nobody_s_command(directory_fd: int, reader: Control
     assert reader.poll()
 
 
-@pytest.mark.parametrize(
-    "wrong", [Command(level=4), Command(level=-1), Command(profile_steps=-1), Command(profile_steps=10**6)]
-)
-def test_a_command_that_there_is_not_is_not_written(directory_fd: int, flight_dir: Path, wrong: Command) -> None:
-    """ValueError, and no file."""
-    with pytest.raises(ValueError, match=r"not|none"):
-        write_command(directory_fd, TARGET, wrong)
-    assert list(flight_dir.iterdir()) == []
-
-
 def test_the_directory_may_come_later_and_may_be_made_anew(flight_dir: Path) -> None:
     """The exporter makes it when it starts; what was told before the directory was deleted is not told again."""
     later = flight_dir / "control"

@@ -122,13 +122,6 @@ def test_a_header_that_lies_is_refused_by_name(offset: int, form: str, value: in
         decode_header(changed(HEADER, offset, form, value), HEADER.file_size)
 
 
-@pytest.mark.parametrize("resource", [{"run_id": None}, {"run_id": ["a"]}])
-def test_a_resource_has_texts_and_numbers_alone(resource: dict[str, Any]) -> None:
-    """Promise: names of series and attributes of a push are made of it."""
-    with pytest.raises(BadFlightFileError, match="neither text nor numbers"):
-        decode_header(encode_header(replace(HEADER, resource=resource)), HEADER.file_size)
-
-
 def test_a_later_minor_version_may_add_regions() -> None:
     """What this reader does not know, it does not read; the rest stands where it stood."""
     raw = bytearray(encode_header(HEADER))
@@ -142,15 +135,6 @@ def test_texts_can_be_put_on_a_page_whatever_they_were() -> None:
     """JSON can spell lone surrogates, UTF-8 cannot."""
     assert layout.encodable("a\ud800b") == "a?b"
     assert layout.encodable("grüße 😀") == "grüße 😀"
-
-
-def test_a_file_of_version_1_0_has_neither_details_nor_history() -> None:
-    """It is read as ever."""
-    regions: dict[Region, Extent] = {
-        kind: span for kind, span in HEADER.regions.items() if kind not in {Region.DETAILS, Region.HISTORY}
-    }
-    older = replace(HEADER, minor=0, regions=regions)
-    assert decode_header(encode_header(older), older.file_size) == older
 
 
 SEED = flights.header().seed
@@ -223,11 +207,6 @@ def test_the_newest_version_is_read_and_a_torn_one_is_not() -> None:
     assert newest(bytes(raw), 8) == b""
     raw[raw.index(b"two")] ^= 1
     assert newest(bytes(raw), 7) == b"one"
-
-
-def test_a_file_without_the_regions() -> None:
-    """As version 1.0 has none: nothing is stored, nothing is read."""
-    assert not Document(Storage(memoryview(bytearray(1024))), None, 7).replace(b"")
 
 
 def test_history_there_and_back() -> None:

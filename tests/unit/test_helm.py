@@ -269,14 +269,6 @@ def test_prometheus_takes_the_scrape_configuration(tmp_path: Path, program: Call
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_of_the_stack_sees_its_objects() -> None:
-    """Kube-prometheus-stack takes only what has its release's label; every object has the labels given for all."""
-    made = objects(rendered("--set", "additionalLabels.team=a"))
-    for one in (*of_kind(made, "PodMonitor"), *of_kind(made, "PrometheusRule")):
-        assert one["metadata"]["labels"]["release"] == "kube-prometheus-stack"
-    assert all(one["metadata"]["labels"]["team"] == "a" for one in made)
-
-
 def test_there_is_time_for_the_last_scrape() -> None:
     """The grace period that pods get is at least interval, timeout and five seconds of the PodMonitor."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -415,16 +407,6 @@ def test_the_scrape_configuration_selects_what_the_podmonitor_does() -> None:
     wrong = 'podMonitor.selector.matchExpressions=[{"key":"a","operator":"in","values":["b"]}]'
     refused = refusal("--set", "scrapeConfig.enabled=true", "--set-json", wrong)
     assert 'operator is "in", and must be one of DoesNotExist, Exists, In, NotIn' in refused
-
-
-def test_a_pod_on_the_nodes_network_is_asked_for_its_own_page() -> None:
-    """Its UID is in the scrape, and the exporter of another pod, which has the port already, refuses."""
-    monitor, job = scraped()
-    named, shared = monitor["podMetricsEndpoints"]
-    assert "relabelings" not in named
-    assert {"sourceLabels": ["__meta_kubernetes_pod_uid"], "targetLabel": "__param_pod"} in shared["relabelings"]
-    (asked,) = [one for one in job["relabel_configs"] if one.get("target_label") == "__param_pod"]
-    assert asked["source_labels"][-1] == "__meta_kubernetes_pod_uid"
 
 
 def test_the_name_of_the_port_is_one_value() -> None:

@@ -91,21 +91,6 @@ def test_an_attribute_that_is_not_set_is_no_fault(name: str) -> None:
     assert found[0] == found[1]
 
 
-def test_a_hook_is_made_of_what_it_knows() -> None:
-    """Others' objects, too few, and attributes that are no slots are refused."""
-    hooks = ready(native=True)
-    listed: list[int] = []
-    for owners, held in (
-        ((), ()),
-        ((1, 2, 3, 4), (listed, listed, None, None, None)),
-        ((object(),) * 4, (listed, listed, None, None, None)),
-        ((SimpleNamespace(metered=False),) * 4, (listed, listed, None, None, None)),
-        ((hooks.recorder, hooks.training, hooks.data_probe, hooks.breaker), (None,) * 5),
-    ):
-        with pytest.raises((TypeError, ValueError, AttributeError)):
-            NATIVE.PlainFetch(owners, held)
-
-
 def _interrupted(error: BaseException) -> Loss:
     """Return a loss that can be read the second time only: the first is interrupted, as by a signal handler that raises."""
 
@@ -157,33 +142,6 @@ def test_values_that_are_replaced_meanwhile_are_not_written_to_once_freed(where:
             hooks.recorder.values.loss_sum = odd
         hooks.take_loss(Loss(odd if where == "loss" else 0.5), None, True)  # noqa: FBT003  # a listener
         found.append(hooks.state()[:2])
-    assert found[0] == found[1]
-
-
-def test_a_key_that_empties_the_groups_meanwhile_is_survived() -> None:
-    """The dictionary is looked up in while it is held."""
-
-    class Key:
-        armed = False
-
-        def __hash__(self) -> int:
-            return hash("lr")
-
-        def __eq__(self, other: object) -> bool:
-            if Key.armed:
-                groups.clear()
-                raise LookupError
-            return False
-
-    groups: list[dict[Any, Any]] = [{Key(): 1, "lr": 0.1}]
-    optimizer = SimpleNamespace(param_groups=groups)
-    found = []
-    for native in (False, True):
-        Key.armed = False
-        groups[:] = [{Key(): 1, "lr": 0.1}]
-        hooks = ready(native=native, optimizer=optimizer)
-        Key.armed = True
-        found.append((perform(hooks, optimizer, "plain", 0.5), hooks.recorder.step))
     assert found[0] == found[1]
 
 

@@ -91,9 +91,6 @@ def names(directory_fd: int) -> list[ArtifactName]:
     return list(islice(filter(None, found), _MAX_FOUND))
 
 
-# -- the exporter's side ---------------------------------------------------------------------------------------------------
-
-
 def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.stat_result:
     """Return the file's status. ``owner``: the only uid to accept. Raises ``OSError`` when it may not be served."""
     status = os.stat(evidence.name, dir_fd=directory_fd, follow_symlinks=False)
@@ -118,9 +115,6 @@ def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) ->
         raise NoEvidenceError("not a regular file of the right owner")
     if not 0 < status.st_size <= LIMITS[evidence.kind]:
         raise NoEvidenceError("empty, or larger than any evidence")
-
-
-# -- the trainer's side ----------------------------------------------------------------------------------------------------
 
 
 def create(place: FlightDirectory, name: str) -> Descriptor:

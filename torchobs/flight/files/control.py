@@ -85,17 +85,8 @@ def file_name(incarnation: bytes) -> str:
 def write_command(directory_fd: int, incarnation: bytes, command: Command) -> int:
     """Merge a command into the rank's control file; return its number. Only one process may write to a directory.
 
-    Raises ``OSError``, or ``ValueError`` for an unknown level or a number of steps out of range.
+    Its values are the API's, which has checked them. Raises ``OSError``.
     """
-    if command.level is not None and not 0 <= command.level < len(LEVELS):
-        msg = f"level {command.level} is none of 0 to {len(LEVELS) - 1}"
-        raise ValueError(msg)
-    if not 0 <= command.profile_steps <= MAX_PROFILE_STEPS:
-        msg = f"a profile takes 1 to {MAX_PROFILE_STEPS} steps, not {command.profile_steps}"
-        raise ValueError(msg)
-    if command.probes_off is not None and not 0 <= command.probes_off < _NO_PROBES:
-        msg = f"probes {command.probes_off:#x} is no set of at most 63"
-        raise ValueError(msg)
     with _mutex:
         before = _read(directory_fd, incarnation) or _NOTHING
         seq = max(before.seq + 1, time.time_ns() // 1_000_000)

@@ -33,8 +33,7 @@ class Document:
 
     __slots__ = ("__weakref__", "_generation", "_lock", "_memory", "_seed", "_span")
 
-    def __init__(self, memory: Storage, span: Extent | None, seed: int) -> None:
-        """``span``: the region, which files made before version 1.1 lack."""
+    def __init__(self, memory: Storage, span: Extent, seed: int) -> None:
         self._memory, self._span, self._seed, self._generation = memory, span, seed, 0
         self._lock = Lock()
         renew_in_child(self, _lock=Lock)
@@ -42,11 +41,11 @@ class Document:
     @property
     def room(self) -> int:
         """Most bytes that a version may have."""
-        return self._span.length // 2 - SLOT_HEADER.size if self._span else 0
+        return self._span.length // 2 - SLOT_HEADER.size
 
     def replace(self, payload: bytes) -> bool:
         """Store the next version; False if it is too long, or while another thread stores one."""
-        if self._span is None or len(payload) > self.room or not self._lock.acquire(blocking=False):
+        if len(payload) > self.room or not self._lock.acquire(blocking=False):
             return False
         try:
             self._generation += 1

@@ -244,8 +244,7 @@ class FlightFile:
         return documents.decode_history(self._document(Region.HISTORY))
 
     def _document(self, region: Region) -> bytes:
-        span = self.header.regions.get(region)
-        return documents.newest(self._read_at(span.offset, span.length), self.header.seed) if span else b""
+        return documents.newest(self._region(region), self.header.seed)
 
     def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
         """Return the new payloads (:meth:`Tail.take`); ``head``: the event head in the live words."""

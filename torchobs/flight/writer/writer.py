@@ -85,8 +85,8 @@ class FlightWriter:
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
-        self.details = Document(memory, regions.get(Region.DETAILS), header.seed)
-        self.history = Document(memory, regions.get(Region.HISTORY), header.seed)
+        self.details = Document(memory, regions[Region.DETAILS], header.seed)
+        self.history = Document(memory, regions[Region.HISTORY], header.seed)
         self.table.core.totals.clear(header.wall_ns - header.monotonic_ns)
         for metric, attributes, word in core_series():
             self.table.claim(metric, attributes, word)
