@@ -14,7 +14,7 @@ from torchobs.flight.format.step_record import PLAIN_CODES, RecordKind, StepFlag
 from torchobs.flight.metrics import fold
 from torchobs.flight.metrics.totals import WORDS, Totals, Word, core_series
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchobs.flight.files.location import open_place
-from torchobs.flight.reader.decode import Distribution
-from torchobs.flight.reader.reader import open_path
+from torchobs.flight.reader.reader import Distribution, open_path
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.otel.attributes import flat
 

@@ -22,8 +22,7 @@ from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import SLOT_SIZE, BadFlightFileError, Header, Region
 from torchobs.flight.format.step_record import StepRecord, unpack
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.decode import Distribution
-from torchobs.flight.reader.reader import FlightFile, names, open_path
+from torchobs.flight.reader.reader import Distribution, FlightFile, names, open_path
 from torchobs.flight.writer.series_table import USER
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter

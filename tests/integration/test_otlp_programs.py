@@ -26,8 +26,7 @@ from torchobs.catalog import BY_NAME
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, address_of
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.decode import Distribution
-from torchobs.flight.reader.reader import FlightFile, open_path
+from torchobs.flight.reader.reader import Distribution, FlightFile, open_path
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.otel import FlightMeterProvider, FlightTracerProvider
 from torchobs.ranks import state

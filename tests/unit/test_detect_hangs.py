@@ -40,7 +40,7 @@ from torchobs.detect.hangs import (
 from torchobs.diagnosis import endings, health
 from torchobs.diagnosis import hangs as collectives
 from torchobs.diagnosis.endings import compare, ending
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.probes.lifecycle.exits import describe
 from torchobs.ranks.state import hang_timeout_s
 

@@ -12,7 +12,8 @@ from tests.diagnosis_files import fact, facts, step, steps, told
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose, diagnose_run, worst
 from torchobs.diagnosis.numerics import learning_rate
-from torchobs.flight.reader.decode import Distribution
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+from torchobs.flight.reader.reader import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport, last_phase
 from torchobs.diagnosis.stall import stall, with_patience
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.report.run import Options, document
 
 FLIGHT = f"r0-{0:032x}.flight"

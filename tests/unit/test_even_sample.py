@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchobs import debug
-from torchobs.support.even_sample import evenly_sampled
+from torchobs.support.tensor_parts import evenly_sampled
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torchobs.flight.files import lock
 from torchobs.flight.files.create import create, lock_name
 from torchobs.flight.format.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.flight.writer import writer
 from torchobs.flight.writer.series_table import LAYERS, USER, Cell
 from torchobs.flight.writer.writer import FlightWriter, open_writer

@@ -24,7 +24,7 @@ from torchobs.exporter.exposition import QuietSeries
 from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
 from torchobs.exporter.text_format import PLAIN_FROM, BlockRenderer, Style, family_of, label, negotiate, number, numbers
 from torchobs.flight.format.series import Series, ValueType
-from torchobs.flight.reader.decode import DecodedBlock, Distribution, Value
+from torchobs.flight.reader.reader import DecodedBlock, Distribution, Value
 from torchobs.ranks.labels import NO_EXEMPLARS
 from torchobs.ranks.snapshot import EMPTY
 

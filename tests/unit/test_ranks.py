@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.exporter import api_schema
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.rank_file import OVERLAP_NS, RankCandidate, resolve

@@ -12,7 +12,7 @@ from torchobs import catalog, diagnosis
 from torchobs.catalog import Severity
 from torchobs.diagnosis.health import ANOMALIES, MISTAKES
 from torchobs.diagnosis.load import Chosen
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.report import sections
 from torchobs.report.compare import Compared, compare, comparison_document, parsed, sentence
 from torchobs.report.content import Items, StripChart, Table

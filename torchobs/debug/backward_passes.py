@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.probes.core.patch import Patch
-from torchobs.support.derivatives import leaves_of, nodes_of
+from torchobs.support.model_state import leaves_of, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

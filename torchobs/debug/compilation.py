@@ -12,8 +12,8 @@ from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.compile import REMEDIES, read_break, read_failure, read_guard
 from torchobs.runtime.session import current
-from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call
+from torchobs.support.model_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

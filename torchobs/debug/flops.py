@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.memory import loss_of
 from torchobs.debug.tensors import require_module
-from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call
+from torchobs.support.model_state import state_kept
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, Origi
 from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
-from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, is_sequence, walk
+from torchobs.support.model_state import state_kept
 from torchobs.support.process_group import is_shared
 
 if TYPE_CHECKING:

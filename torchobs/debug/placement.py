@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import bytes_of, require_module, require_optimizer
-from torchobs.support.derivatives import wants_gradients
-from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import walk
+from torchobs.support.model_state import state_kept, wants_gradients
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torchobs.debug.findings import found, history, told
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, require_positive, start_gradients
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.model_calls import call, walk
-from torchobs.support.module_modes import evaluating
+from torchobs.support.model_state import evaluating
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
 from torchobs.debug.tensors import wide
 from torchobs.support.arguments import is_number, is_text, is_whole
-from torchobs.support.module_modes import evaluating
+from torchobs.support.model_state import evaluating
 from torchobs.support.result import Result, fill
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from torchobs.probes.core.torch_profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
-from torchobs.support.living_objects import living
 from torchobs.support.model_calls import walk
+from torchobs.support.references import living
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

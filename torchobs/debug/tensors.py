@@ -16,9 +16,8 @@ from math import inf, isnan, nan, prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from torchobs.debug.findings import found, told
-from torchobs.support.even_sample import evenly_sampled
 from torchobs.support.result import Result
-from torchobs.support.storages import stored
+from torchobs.support.tensor_parts import evenly_sampled, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -34,8 +34,7 @@ from torchobs.flight.format.layout import HEADER_SIZE, Header, Region, decode_he
 from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.decode import Value
-from torchobs.flight.reader.reader import FlightFile, View
+from torchobs.flight.reader.reader import FlightFile, Value, View
 from torchobs.identity.launchers import LAUNCHED_BY
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve

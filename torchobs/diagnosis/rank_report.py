@@ -19,8 +19,7 @@ from torchobs.flight.format.documents import History
 from torchobs.flight.format.layout import PHASE_NAMES, Header
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput
-from torchobs.flight.reader.decode import Distribution, Value
-from torchobs.flight.reader.reader import View
+from torchobs.flight.reader.reader import Distribution, Value, View
 from torchobs.ranks import labels, state
 from torchobs.ranks.state import MemoryUse, trains
 

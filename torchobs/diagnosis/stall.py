@@ -14,7 +14,7 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels, state
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")

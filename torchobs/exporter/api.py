@@ -32,7 +32,7 @@ from torchobs.flight.format.event_ring import plain
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.metrics.throughput import RECORDS, pace, speed
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.snapshot import Readings, readings_of
 

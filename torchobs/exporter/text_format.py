@@ -32,7 +32,7 @@ from prometheus_client.utils import floatToGoString
 from torchobs.catalog import BY_NAME, Kind, cumulative, prometheus_name
 from torchobs.exporter.content_negotiation import accept_items
 from torchobs.flight.format.series import ValueType
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels as rank_labels
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.exporter_metrics import Sample
     from torchobs.exporter.exposition import QuietSeries
     from torchobs.flight.format.series import Series
-    from torchobs.flight.reader.decode import DecodedBlock, Value
+    from torchobs.flight.reader.reader import DecodedBlock, Value
     from torchobs.ranks.labels import Shown
 
 

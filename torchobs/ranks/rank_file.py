@@ -26,8 +26,7 @@ from torchobs.flight.format.event_ring import Tail
 from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.metrics import throughput
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.decode import DecodedBlock, Distribution
-from torchobs.flight.reader.reader import FlightFile, View
+from torchobs.flight.reader.reader import DecodedBlock, Distribution, FlightFile, View
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import labels, state
 

@@ -11,8 +11,7 @@ from torchobs.catalog import BY_NAME, Metric, cumulative
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.speed import Slowness
 from torchobs.flight.files.create import cgroup_limit
-from torchobs.flight.reader.decode import DecodedBlock, Distribution
-from torchobs.flight.reader.reader import View
+from torchobs.flight.reader.reader import DecodedBlock, Distribution, View
 from torchobs.ranks.labels import Shown
 from torchobs.ranks.state import ending, last_memory, trains
 

@@ -17,7 +17,7 @@ from torchobs.detect.hangs import PATIENT_PHASES, Standstill
 from torchobs.flight.format.event_ring import fields_of
 from torchobs.flight.format.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.rank_log import OWN, name_rank, remove_rank, set_level
-from torchobs.support.tensor_reference import let_tensors_be_swapped
+from torchobs.support.references import let_tensors_be_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.support.derivatives import wants_gradients
-from torchobs.support.kept_state import state_kept
 from torchobs.support.model_calls import call, walk
-from torchobs.support.module_modes import evaluating
+from torchobs.support.model_state import evaluating, state_kept, wants_gradients
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:

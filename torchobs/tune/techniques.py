@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torchobs.support.import_hooks import imported
 from torchobs.support.model_calls import call
-from torchobs.support.module_modes import training
-from torchobs.support.storages import storages, stored
+from torchobs.support.model_state import training
+from torchobs.support.tensor_parts import storages, stored
 from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:

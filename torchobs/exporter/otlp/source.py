@@ -55,7 +55,7 @@ from torchobs.flight.format.event_ring import SpanId, SpanIds, Tail
 from torchobs.flight.format.layout import PROCESS_BEGUN, Region, encodable
 from torchobs.flight.format.series import Scope, Series, ValueType
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import Distribution
 from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import labels
 from torchobs.ranks.labels import NO_EXEMPLARS, exemplars_of
@@ -69,8 +69,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
     from torchobs.flight.format.layout import Header
-    from torchobs.flight.reader.decode import Value
-    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.flight.reader.reader import FlightFile, Value
     from torchobs.ranks.labels import Exemplar, Shown
     from torchobs.ranks.snapshot import Rank
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.support.even_sample import evenly_sampled
+from torchobs.support.tensor_parts import evenly_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

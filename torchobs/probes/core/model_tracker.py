@@ -15,7 +15,7 @@ from weakref import ref
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
 from torchobs.support.rate_limit import RateLimiter
-from torchobs.support.tensor_reference import TensorReference
+from torchobs.support.references import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torchobs.probes.core.patch import Patch
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call
-from torchobs.support.living_objects import living
+from torchobs.support.references import living
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,7 @@ from torchobs.probes.core.boundaries import BACKWARD_ENDS
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.gradients.parameter_names import clean
 from torchobs.probes.nonfinite.graph import accumulator_of
-from torchobs.support.living_objects import living_optimizers
-from torchobs.support.tensor_reference import TensorReference
+from torchobs.support.references import TensorReference, living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchobs.support.graph_safe import no_hook_in_graphs
-from torchobs.support.living_objects import living
-from torchobs.support.tensor_reference import TensorReference
+from torchobs.support.references import TensorReference, living
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

@@ -30,7 +30,7 @@ from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 from torchobs.probes.gradients.parameter_names import layer_of
-from torchobs.support.tensor_reference import TensorReference
+from torchobs.support.references import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
-from torchobs.support.living_objects import subclasses
+from torchobs.support.references import subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.patch import Patch
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
-from torchobs.support.living_objects import subclasses
+from torchobs.support.references import subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import ARGUED, BACKWARD_ENDS
 from torchobs.support.error_guard import CircuitBreaker
-from torchobs.support.tensor_reference import TensorReference
+from torchobs.support.references import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

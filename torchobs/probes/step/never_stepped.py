@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.support.living_objects import living_optimizers
+from torchobs.support.references import living_optimizers
 
 if TYPE_CHECKING:
     import torch

@@ -1,17 +1,23 @@
-"""List the living objects of a class among all that the garbage collector tracks, without harm to other threads.
+"""Living objects of a class, and weak references to the user's tensors.
 
 Among all objects are tuples that other threads are still building. In CPython ``tuple(...)`` raises ``SystemError`` there, in
 code of the user's, if anything else refers to the tuple when it is done. So the list of all objects must not live while another
 thread runs: it is made, used and let go of in one call of C functions, which keeps the GIL. No variable may hold it, and all
 iterators have to come to their end, since the list contains them. Nor may a garbage collection begin in that call, which an
 iterator can set off: finalizers and callbacks of the user's are Python code, and let other threads run.
+
+``torch.utils.swap_tensors`` refuses a tensor with a weak reference, for its content is another afterwards. Modules convert and
+load parameters of some subclasses so (quantized ones), and all after ``set_swap_module_params_on_conversion(True)`` of
+``torch.__future__``. Our references mean the object, whatever its content, so they are hidden from it.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import contextmanager
 from itertools import chain, compress
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,3 +73,29 @@ def subclasses(base: type) -> Iterator[type]:
             seen.add(id(kind))
             yield kind
             waiting += type.__subclasses__(kind)[::-1]
+
+
+class TensorReference(weakref.ref[Any]):
+    """A weak reference to a tensor; as fast to call as :class:`weakref.ref`."""
+
+    __slots__ = ()
+
+
+class _ShownReferences(ModuleType):
+    """The module ``weakref`` as ``torch.utils`` uses it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(weakref, name)
+
+    @staticmethod
+    def getweakrefs(tensor: object) -> list[Any]:
+        """Return the weak references to it but ours."""
+        return [each for each in weakref.getweakrefs(tensor) if type(each) is not TensorReference]
+
+
+def let_tensors_be_swapped() -> None:
+    """Hide our references from ``torch.utils.swap_tensors``. Idempotent, and for good: references outlive a session's end."""
+    import torch.utils  # torch is optional until training begins
+
+    if getattr(torch.utils, "weakref", None) is weakref:
+        torch.utils.weakref = _ShownReferences("weakref", weakref.__doc__)  # type: ignore[attr-defined]  # not in its stubs

@@ -1,0 +1,224 @@
+"""A model that runs beside its training: modes, buffers and random states as they were, and the generators of loaders."""
+
+from __future__ import annotations
+
+import random
+import re
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from torchobs.support.import_hooks import imported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+    from torch import nn
+
+
+def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """Return the state of Python, torch on CPU and CUDA, NumPy where it is imported, and of a loader's own generators.
+
+    It is data that ``torch.load`` reads safely.
+    """
+    import torch  # torch is optional until training begins
+
+    numpy = imported("numpy")
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "numpy": None if numpy is None else _plain(numpy.random.get_state()),
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def restore_random_state(state: dict[str, Any], generators: Iterable[torch.Generator] = ()) -> None:
+    """Continue from a state that :func:`random_state` returned."""
+    import torch
+
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["numpy"] is not None:
+        import numpy as np
+
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002  # the global one, which others draw from
+    for generator, own in zip(generators, state["generators"], strict=False):  # of another loader there may be fewer
+        generator.set_state(own)
+
+
+def _plain(state: tuple[Any, ...]) -> list[Any]:
+    name, keys, *rest = state
+    return [name, keys.tolist(), *rest]
+
+
+@contextmanager
+def random_states_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Put the global random states, and those of these generators, back when the block ends."""
+    state = random_state(generators)
+    try:
+        yield
+    finally:
+        restore_random_state(state, generators)
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Put random states and the model's buffers back when the block ends, those that a forward pass has replaced, too."""
+    buffers = Buffers(model)
+    with random_states_kept():
+        try:
+            yield
+        finally:
+            buffers.put_back()
+
+
+class Buffers:
+    """A model's buffers as they are now. ``put_back`` undoes what a forward pass did to them, in place or by another tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module._buffers, name, buffer, None if buffer is None else _unrepeated(buffer.detach()).clone())  # noqa: SLF001  # no setter
+            for module in model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
+        ]
+
+    def put_back(self) -> None:
+        """Make them what they were. May be called again."""
+        import torch
+
+        for owned, name, buffer, before in self._kept:
+            if owned[name] is not buffer:
+                owned[name] = buffer
+            if buffer is not None and before is not None:
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    _unrepeated(buffer.data).copy_(before)  # which raises no version that a graph of the user's relies on
+
+
+def _unrepeated(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a view of each number in memory once: torch copies nothing into a tensor that ``expand`` has made."""
+    import torch
+
+    if buffer.layout is torch.strided and not buffer.is_nested:
+        for dimension, stride in enumerate(buffer.stride()):
+            if stride == 0 and buffer.shape[dimension] > 1:
+                buffer = buffer.narrow(dimension, 0, 1)
+    return buffer
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode within the block, and each back into its own after it, also after an exception.
+
+    A module with a ``train`` of its own has it called, on the way there and back: a layer may merge weights in it, as loralib's
+    do, keep a flag, or leave children in a mode that it chooses. Of all others the attribute ``training`` is set. A graph of
+    ``torch.export``, whose ``train`` and ``eval`` are not implemented, has no modes, and is left as it is.
+    """
+    with _modes_kept(model):
+        if _overrides(model, "eval"):
+            with suppress(NotImplementedError):
+                model.eval()
+        else:
+            _set(model, mode=False)
+        yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Put all modules into training mode within the block, as :func:`evaluating` does for evaluation mode."""
+    with _modes_kept(model):
+        _set(model, mode=True)
+        yield
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:  # parents before children, whose modes a parent's own train() changes
+            if _overrides(module, "train") and (mode or module.training):
+                _call_train(module, mode=mode)
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
+
+
+def _set(module: nn.Module, *, mode: bool) -> None:
+    """Do what ``module.train(mode)`` does, but not call torch's own: probes take that for the training's own evaluation."""
+    if _overrides(module, "train"):
+        _call_train(module, mode=mode)
+        return
+    module.training = mode
+    for child in module.children():
+        _set(child, mode=mode)
+
+
+def _call_train(module: nn.Module, *, mode: bool) -> None:
+    """Call a ``train`` of the module's own as torch does, by position."""
+    with suppress(NotImplementedError):
+        module.train(mode)
+
+
+def _overrides(module: nn.Module, name: str) -> bool:
+    import torch  # torch is optional until training begins
+
+    method: Any = getattr(module, name)
+    return getattr(method, "__func__", None) is not getattr(torch.nn.Module, name)
+
+
+def samplers(loader: Any) -> list[Any]:
+    """Return the loader's samplers, and those within: a batch sampler's, a wrapper's."""
+    found: dict[int, Any] = {}
+    owners = [loader]
+    for owner in owners:
+        for one in (getattr(owner, "sampler", None), getattr(owner, "batch_sampler", None)):
+            if one is not None and id(one) not in found:
+                found[id(one)] = one
+                owners.append(one)
+    return list(found.values())
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of the loader's own and of its samplers."""
+    import torch  # torch is optional until training begins
+
+    owned = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
+    return list({id(one): one for one in owned if isinstance(one, torch.Generator)}.values())
+
+
+def length(loader: Any) -> int | None:
+    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+_AUTOGRAD_REFUSES = re.compile(r"requires?[ _]grad")
+"""In what autograd says of a tensor that has no graph: "element 0 of tensors does not require grad", "requires_grad=False" """
+
+
+def wants_gradients(message: str) -> bool:
+    """Return True if an error's message is autograd's of a tensor without gradients: the pass works where they are on."""
+    return _AUTOGRAD_REFUSES.search(message) is not None
+
+
+def nodes_of(loss: Any) -> list[Any]:
+    """Return the nodes of the graph of a loss; none of one that has no graph."""
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= following
+        nodes += following
+    return nodes
+
+
+def leaves_of(loss: Any) -> list[Any]:
+    """Return the tensors to which a backward pass from a loss with a graph adds gradients."""
+    return [node.variable for node in nodes_of(loss) if node.name() == "torch::autograd::AccumulateGrad"]
