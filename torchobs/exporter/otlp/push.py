@@ -15,7 +15,6 @@ import logging
 import re
 import time
 from collections import deque
-from dataclasses import replace
 from random import random
 from threading import Condition, Thread
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.exporter.exporter_metrics import PushCounts
 from torchobs.exporter.otlp import send, source
-from torchobs.exporter.otlp.source import Metrics, Rings, key_of
+from torchobs.exporter.otlp.source import Metrics, Rings
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -269,28 +268,28 @@ class Push:
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            scrape, final = work
-            snapshot = scrape.snapshot
+            scrape, left, final = work
+            ranks = scrape.snapshot.ranks
             # their streams end one snapshot later
-            replaced = [rank for rank in snapshot.left if rank.incarnation not in self._ended]
-            self._push_rings((*snapshot.ranks, *replaced), final=final)
+            replaced = [rank for rank in left if rank.incarnation not in self._ended]
+            self._push_rings((*ranks, *replaced), final=final)
             self._push_metrics(scrape, replaced, final=final)
-            self._ended = {rank.incarnation for rank in (*snapshot.ranks, *snapshot.left) if not rank.up}
+            self._ended = {rank.incarnation for rank in (*ranks, *left) if not rank.up}
             with self._changed:
                 self._final = self._final and self._scrape is not None  # one handed over meanwhile is the final one
         self._rings.close()
 
-    def _next(self) -> tuple[ScrapeInput, bool] | None:
+    def _next(self) -> tuple[ScrapeInput, list[Rank], bool] | None:
+        """Wait for a snapshot; return it, the ranks replaced since the last one, and whether it is the final one."""
         with self._changed:
             while self._scrape is None and not self._closed:
                 self._changed.wait()
             if self._closed or self._scrape is None:
                 return None
             scrape, self._scrape = self._scrape, None
-            left, self._replaced_since = self._replaced_since, {}
+            replaced, self._replaced_since = self._replaced_since, {}
             served = {rank.incarnation for rank in scrape.snapshot.ranks}
-            left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
-            return scrape._replace(snapshot=replace(scrape.snapshot, left=(*left.values(),))), self._final
+            return scrape, [rank for incarnation, rank in replaced.items() if incarnation not in served], self._final
 
     def _push_rings(self, ranks: Sequence[Rank], *, final: bool) -> None:
         """Push new events at once: whoever is to hear of an anomaly should not wait for it. Spans wait for their time."""
@@ -313,8 +312,7 @@ class Push:
         if everything:
             self._next_metrics_s = now_s + self._config.interval_s
         else:
-            new = {key_of(rank) for rank in self._metrics.unknown(ranks)}
-            ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
+            ranks = tuple(rank for rank in ranks if self._metrics.is_new(rank) or self._has_just_ended(rank))
         ranks = (*ranks, *(rank for rank in replaced if final or not rank.up))
         if ranks or gone or everything:
             counted = scrape._replace(pushed=self.counts) if everything else None

@@ -99,6 +99,7 @@ _NAMESPACED = (
     "run_id", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "restart", "launcher", "script",
     "torch_version", "replica_group",
 )  # fmt: skip
+_SDK = {"telemetry.sdk.name": SCOPE, "telemetry.sdk.language": "python"}
 _LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY, PROCESS_BEGUN})
 _DATA = {Kind.COUNTER: "sum", Kind.UPDOWN: "sum", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 _DELTA, _CUMULATIVE = 1, 2
@@ -281,13 +282,7 @@ def place_of(header: Header) -> Place:
     rest = {name: value for name, value in header.resource.items() if name not in _LEFT_OUT}
     namespaced = {f"{SCOPE}.{name}": rest.pop(name) for name in _NAMESPACED if name in rest}
     conventional = {convention: rest.pop(name) for name, convention in _CONVENTIONS.items() if name in rest}
-    fixed = {
-        "service.name": job_name,
-        "service.instance.id": header.incarnation.hex(),
-        "process.pid": header.pid,
-        "telemetry.sdk.name": SCOPE,
-        "telemetry.sdk.language": "python",
-    }
+    fixed = {"service.name": job_name, "service.instance.id": header.incarnation.hex(), "process.pid": header.pid, **_SDK}
     resource = Resource(attributes=pairs({**accepted_names(rest.items()), **namespaced, **conventional, **fixed}))
     version = labels.text(header.resource.get("torchobs_version", ""))
     return Place(resource, _scope(SCOPE, version), owner=f"job {job_name}, run {run_id}, rank {rank}")
@@ -295,23 +290,16 @@ def place_of(header: Header) -> Place:
 
 def _exporter_place(service: str, instance: str, more: Mapping[str, object]) -> Place:
     """Return the place of what the exporter measures itself."""
-    attributes = {
-        "service.name": service,
-        "service.instance.id": instance,
-        "host.name": socket.gethostname(),
-        "telemetry.sdk.name": SCOPE,
-        "telemetry.sdk.language": "python",
-        "telemetry.sdk.version": __version__,
-    }
-    return Place(Resource(attributes=pairs({**attributes, **more})), _scope(SCOPE, __version__), owner=service)
+    attributes = {"service.name": service, "service.instance.id": instance, "host.name": socket.gethostname()}
+    sdk = {**_SDK, "telemetry.sdk.version": __version__}
+    return Place(Resource(attributes=pairs({**attributes, **sdk, **more})), _scope(SCOPE, __version__), owner=service)
 
 
 def _scope(name: str, version: str, attributes: Mapping[str, object] | None = None) -> InstrumentationScope:
     return InstrumentationScope(name=encodable(name), version=encodable(version), attributes=pairs(attributes or {}))
 
 
-def key_of(rank: Rank) -> Key:
-    """Return the key of a rank's streams."""
+def _key(rank: Rank) -> Key:
     return rank.incarnation, rank.rank
 
 
@@ -513,13 +501,13 @@ class Metrics:
         self._exporter = self._source(place, {}, born_ns, is_older=False)
         self._host: _Source | None = None
 
-    def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
-        """Return the ranks that have not been collected yet."""
-        return [rank for rank in ranks if key_of(rank) not in self._sources]
+    def is_new(self, rank: Rank) -> bool:
+        """Return whether a rank has not been collected yet."""
+        return _key(rank) not in self._sources
 
     def gone(self, ranks: Iterable[Rank]) -> list[Key]:
         """Return the keys that were collected before and are not among ``ranks``."""
-        return [*self._sources.keys() - {key_of(rank) for rank in ranks}]
+        return [*self._sources.keys() - {_key(rank) for rank in ranks}]
 
     def collect(
         self, ranks: Iterable[Rank], gone: Iterable[Key], at_ns: int, scrape: ScrapeInput | None = None
@@ -544,12 +532,12 @@ class Metrics:
         return self._host.collect((), host.said, at_ns)
 
     def _of_rank(self, rank: Rank, at_ns: int) -> Iterator[Item]:
-        source = self._sources.get(key_of(rank))
+        source = self._sources.get(_key(rank))
         if source is None:
             header = rank.view.header
             identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
             is_older = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
-            source = self._sources[key_of(rank)] = self._source(place_of(header), identity, header.wall_ns, is_older=is_older)
+            source = self._sources[_key(rank)] = self._source(place_of(header), identity, header.wall_ns, is_older=is_older)
         self._collected.add(rank.incarnation)
         samples = exporter_metrics.of_rank(rank)
         return source.collect(rank.view.points, samples, at_ns, recent=rank.exemplars, up=rank.up)
