@@ -317,15 +317,9 @@ def test_one_signal_may_be_pushed_alone(signal: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (BASE, "collector:4318"),
-        (BASE, "ftp://c"),
-        (BASE, "http://"),
-        (BASE, "http://c:99999"),
-        (BASE, "http://c/a b"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
-        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "10s"),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "0"),
+        *((BASE, url) for url in ("collector:4318", "ftp://c", "http://", "http://c:99999", "http://c/a b")),
+        *(("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd")),
+        *(("OTEL_EXPORTER_OTLP_TIMEOUT", text) for text in ("10s", "0")),
         ("OTEL_METRIC_EXPORT_INTERVAL", "-1"),
         ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "sometimes"),
     ],
