@@ -436,7 +436,7 @@ class Api:
         return {"evidence": await self.evidence()}
 
     async def _download(self, request: Request) -> Response:
-        identifier = api_schema.evidence_id(request)
+        identifier = request.path_params["id"]
         try:
             stored = await self._run(self._artifacts.find, identifier)
         except Problem:

@@ -6,7 +6,6 @@ Units are in the names; a number that is not finite is a text (``"NaN"``).
 from __future__ import annotations
 
 import json
-import re
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -36,7 +35,6 @@ LONGEST_NAME = 256
 """Longest event name returned, in characters; an application's events may have any name."""
 RANK = r"[0-9]{1,9}(-g[0-9]{1,10})?(-[0-9a-f]{8})?|[0-9a-f]{32}"
 """Pattern of a rank's label, or of an incarnation."""
-_EVIDENCE = "[0-9a-f]{16}"
 _LEVELS = (*LEVELS, "unknown")
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
@@ -72,7 +70,7 @@ _enum: Any = Literal
 _NUMBER: Any = float | Literal["NaN", "Infinity", "-Infinity"]
 _MAYBE, _MAYBE_TEXT = _NUMBER | None, _as(str) | None
 _COUNT, _TIME = _as(int, ge=0), _as(str, extra_json_schema={"format": "date-time"})
-_INCARNATION, _EVIDENCE_ID = _as(str, pattern="^[0-9a-f]{32}$"), _as(str, pattern=f"^{_EVIDENCE}$")
+_INCARNATION, _EVIDENCE_ID = _as(str, pattern="^[0-9a-f]{32}$"), _as(str, pattern="^[0-9a-f]{16}$")
 _COMMAND = _as(int, "the command's number: a Unix time in milliseconds", ge=0)
 _RATE = _as(
     _as(float, ge=0) | None,
@@ -317,14 +315,6 @@ def query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise bad(f"The query parameter {name}: {error}.") from None
     return given
-
-
-def evidence_id(request: Request) -> str:
-    """Return the artifact's id from the path."""
-    text = str(request.path_params["id"])
-    if not re.fullmatch(_EVIDENCE, text):
-        raise Problem(404, "no-such-evidence", "The id of evidence is 16 hexadecimal digits: GET /api/v1/evidence lists them.")
-    return text
 
 
 def level(request: Request) -> int:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from torchobs.exporter.access import Problem
     from torchobs.exporter.snapshot_cache import SnapshotCache
     from torchobs.exporter.ui.data import Details
     from torchobs.exporter.ui.view_model import Choice, Model
@@ -213,18 +212,15 @@ class LivePage:
         return StreamingResponse(messages, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
 
-def _refusal_of(request: Request) -> Problem | None:
-    """Return the reason to refuse a request: the API's rules for reading apply, because the page shows the same data."""
-    channel = "socket" if client_scope.is_unix(request.scope) else access.access_channel(request.scope)
-    authenticated = bool(request.scope.get(client_scope.LET_IN))
-    # tokens are for the API: a client that sends one with every request sees the same as without
-    headers = {name: value for name, value in request.headers.items() if name not in access.TOKEN_HEADERS}
-    return access.refusal("GET", headers, channel, access.Token(None), authenticated=authenticated)
-
-
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler behind the API's rules for reading, because the page shows the same data."""
+
     async def guarded(request: Request) -> Response:
-        problem = _refusal_of(request)
+        channel = "socket" if client_scope.is_unix(request.scope) else access.access_channel(request.scope)
+        let_in = bool(request.scope.get(client_scope.LET_IN))
+        # tokens are for the API: a client that sends one with every request sees the same as without
+        headers = {name: value for name, value in request.headers.items() if name not in access.TOKEN_HEADERS}
+        problem = access.refusal("GET", headers, channel, access.Token(None), authenticated=let_in)
         return await handler(request) if problem is None else PlainTextResponse(f"{problem.detail}\n", problem.status)
 
     return guarded
