@@ -13,8 +13,7 @@ from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import Slowness
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon
-from torchobs.exporter.ui import data as page_data
-from torchobs.exporter.ui import page
+from torchobs.exporter.ui import page, view_model
 from torchobs.exporter.ui.view_model import Row, Run, run_of
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks.snapshot import Readings
@@ -143,4 +142,4 @@ def shorten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "TICK_S", 0.1)
     monkeypatch.setattr(page, "TICK_S", 0.1)
     monkeypatch.setattr(page, "DEADLINE_S", 20.0)
-    monkeypatch.setattr(page_data, "EVENTS_S", 20.0)
+    monkeypatch.setattr(view_model, "EVENTS_S", 20.0)

@@ -20,8 +20,7 @@ from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui.data import PageData
-from torchobs.exporter.ui.view_model import Modeller
+from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import Screen, frame, views
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui.data import PageData
-from torchobs.exporter.ui.view_model import Modeller
+from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.probes.data.replica_batches import number_of
 from torchobs.ranks.scanner import Scanner
 

@@ -27,10 +27,9 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.ui import page
 from torchobs.exporter.ui import view_model as models
-from torchobs.exporter.ui.data import KEPT
 from torchobs.exporter.ui.page import Feed
 from torchobs.exporter.ui.sections import PARTS, heading, rendered
-from torchobs.exporter.ui.view_model import Choice, Model, Modeller, choice_of, focused, model
+from torchobs.exporter.ui.view_model import KEPT, Choice, Model, Modeller, choice_of, focused, model
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import Exit

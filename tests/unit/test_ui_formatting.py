@@ -10,9 +10,22 @@ from tests.ui import row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
-from torchobs.exporter.ui.data import KEPT, KEPT_EVENTS, EventRow, RankEvents, RecentValues, log_of, merged_ranks, of_ring
 from torchobs.exporter.ui.sections import rendered
-from torchobs.exporter.ui.view_model import Choice, _memory, choice_of, model, query_of
+from torchobs.exporter.ui.view_model import (
+    KEPT,
+    KEPT_EVENTS,
+    Choice,
+    EventRow,
+    RankEvents,
+    RecentValues,
+    _memory,
+    choice_of,
+    log_of,
+    merged_ranks,
+    model,
+    of_ring,
+    query_of,
+)
 from torchobs.flight.format.layout import Header
 from torchobs.ranks.snapshot import Readings
 from torchobs.report.charts import BUCKETS, alternative, curve, heights, sparkline, stacked

@@ -29,7 +29,7 @@ from torchobs.diagnosis.status import (
     recent_anomalies,
     summary_of,
 )
-from torchobs.exporter.ui import data
+from torchobs.exporter.ui import view_model
 from torchobs.exporter.ui.view_model import METRICS, NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -488,6 +488,6 @@ def test_when_a_worker_died_is_known_from_its_event() -> None:
     """From the file as from the page's list."""
     died = fact(catalog.EVENT_WORKER_DIED, 9.0, 90, pid=77)
     assert recent_anomalies(anomalies_of([died]), died.time_s + 60.0) == LATELY
-    (shown,) = data.of_ring(header(), "0", [(0, {"k": "event", "name": died.name, "t": 0, "attrs": {"pid": 77}})])
-    assert recent_anomalies(data.recent_kinds([shown]), shown.at_s + 60.0) == LATELY
-    assert not recent_anomalies(data.recent_kinds([shown]), shown.at_s + 700.0)
+    (shown,) = view_model.of_ring(header(), "0", [(0, {"k": "event", "name": died.name, "t": 0, "attrs": {"pid": 77}})])
+    assert recent_anomalies(view_model.recent_kinds([shown]), shown.at_s + 60.0) == LATELY
+    assert not recent_anomalies(view_model.recent_kinds([shown]), shown.at_s + 700.0)

@@ -18,9 +18,8 @@ from torchobs.exporter import access
 from torchobs.exporter import access as client_scope
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
 from torchobs.exporter.ui import sections
-from torchobs.exporter.ui.data import PageData
 from torchobs.exporter.ui.sections import HEADERS, SCRIPT_PATH, STYLE_PATH, page
-from torchobs.exporter.ui.view_model import STREAM_PATH, Modeller, choice_of, focused, model, stream_of
+from torchobs.exporter.ui.view_model import STREAM_PATH, Modeller, PageData, choice_of, focused, model, stream_of
 from torchobs.report.style import style_sheet
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from torchobs.exporter.snapshot_cache import SnapshotCache
-    from torchobs.exporter.ui.data import Details
-    from torchobs.exporter.ui.view_model import Choice, Model
+    from torchobs.exporter.ui.view_model import Choice, Details, Model
     from torchobs.ranks.snapshot import Snapshot
 
 

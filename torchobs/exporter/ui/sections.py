@@ -17,8 +17,7 @@ from torchobs.catalog import GRAD_NORM, GRAD_NORM_RANKS, LOSS, PHASES, SCALAR_VA
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES, last_step
-from torchobs.exporter.ui.data import EventGroup
-from torchobs.exporter.ui.view_model import LAYERS, PER_PAGE, WHOLES, Choice, link, stream_of
+from torchobs.exporter.ui.view_model import LAYERS, PER_PAGE, WHOLES, Choice, EventGroup, link, stream_of
 from torchobs.report import charts
 from torchobs.report.html import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
 
