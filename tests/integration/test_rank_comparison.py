@@ -188,8 +188,3 @@ def test_the_whole_s_norm(parts: list[tuple[float | None, float | None]], world_
     """Replicas, shards, replicas of shards; nothing where a part is elsewhere or not measured."""
     found = whole_norm(parts, world_size)
     assert found == (norm if norm is None else pytest.approx(norm))
-
-
-def test_every_phase_that_is_a_rank_s_own_is_one() -> None:
-    """All but backward."""
-    assert set(catalog.OWN_PHASES) == set(PHASES) - {"backward"}

@@ -12,12 +12,10 @@ from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.exporter.ui.sections import rendered
 from torchobs.exporter.ui.view_model import (
-    KEPT,
     KEPT_EVENTS,
     Choice,
     EventRow,
     RankEvents,
-    RecentValues,
     _memory,
     choice_of,
     log_of,
@@ -99,15 +97,6 @@ def test_the_largest_numbers_there_are_make_a_curve() -> None:
         found = curve(list(enumerate(values)))
         assert found is not None
         assert all(point and all(0 <= value <= 1 for value in point) for point in heights(found))
-
-
-def test_values_are_kept_for_as_long_as_the_ring_keeps_them() -> None:
-    """And no longer, however many come."""
-    values = RecentValues()
-    for step in range(3 * KEPT):
-        values.append(step, float(step))
-    kept = list(values)
-    assert (len(kept), kept[0], kept[-1]) == (KEPT, (2 * KEPT, 2.0 * KEPT), (3 * KEPT - 1, 3.0 * KEPT - 1))
 
 
 @pytest.mark.parametrize(
