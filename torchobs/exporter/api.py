@@ -196,7 +196,10 @@ _STEP_ANOMALIES = ("gradient_explosions", "gradient_vanishing", "loss_anomalies"
 
 
 class Summaries:
-    """The summaries of one exporter."""
+    """What the ranks' debugging has counted, as ``torchobs.debug`` names it, since the last ``/debug/clear``.
+
+    Counters never fall: clearing remembers them as the new zero, in this exporter alone.
+    """
 
     def __init__(self) -> None:
         self._zero: dict[str, Values] = {}
