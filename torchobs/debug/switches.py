@@ -612,7 +612,7 @@ class _Watch:
 
     def _stop_for_threads(self) -> None:
         if len(self._threads) > 1:
-            StepProfile.stop_for_threads()
+            _guarded("a profile stays", StepProfile.stop_for_threads)
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         import torch
