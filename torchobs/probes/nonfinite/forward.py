@@ -416,12 +416,8 @@ def given_size(node: GraphNode, place: int = 0) -> list[int]:
     return list(producer.parameter.shape) if producer.parameter is not None else size_of(producer.function, index)
 
 
-def is_over_nothing(node: GraphNode) -> bool:
-    """Return whether no operand that has a gradient has an element."""
-    places = [place for place, (producer, _) in enumerate(node.inputs) if producer is not None]
-    return bool(places) and all(prod(given_size(node, place)) == 0 for place in places)
-
-
 def is_mean_of_nothing(node: GraphNode) -> bool:
-    """Return whether a mean, or a loss with one, has elements though its operands have none: each is NaN."""
-    return is_over_nothing(node) and prod(size_of(node.function)) != 0
+    """Return whether a mean, or a loss with one, has elements though its operands with a gradient have none: each is NaN."""
+    places = [place for place, (producer, _) in enumerate(node.inputs) if producer is not None]
+    over_nothing = bool(places) and all(prod(given_size(node, place)) == 0 for place in places)
+    return over_nothing and prod(size_of(node.function)) != 0

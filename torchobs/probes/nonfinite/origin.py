@@ -410,7 +410,7 @@ def cause_of(node: GraphNode) -> Cause | None:
         return _ignored_targets(node)
     if node.builtin in _SOFTMAX:
         return _masked_row(node)
-    return _of_nothing(node)
+    return _over_nothing(node) if is_mean_of_nothing(node) else None
 
 
 def _ignored_targets(node: GraphNode) -> Cause | None:
@@ -420,7 +420,7 @@ def _ignored_targets(node: GraphNode) -> Cause | None:
         return None
     count, ignored = target.numel(), settings.get("ignore_index")
     if not count:
-        return Cause(f"it is over nothing, since {_why_empty(node)}, and the mean over none is NaN")
+        return _over_nothing(node)
     counted = target[target != ignored]
     if not counted.numel():
         words = f"all {count:,} targets of the batch{NAME} are ignored (ignore_index={ignored}), and the mean over none is NaN"
@@ -431,15 +431,8 @@ def _ignored_targets(node: GraphNode) -> Cause | None:
     return None
 
 
-def _of_nothing(node: GraphNode) -> Cause | None:
-    """Return the cause of a mean, or of a loss with one, that had no element."""
-    if not is_mean_of_nothing(node):
-        return None
-    return Cause(f"it is over nothing, since {_why_empty(node)}, and the mean over none is NaN")
-
-
-def _why_empty(node: GraphNode) -> str:
-    """Return why an operand has no element: by a selection, or from the start."""
+def _over_nothing(node: GraphNode) -> Cause:
+    """Return the cause of a mean, or of a loss with one, that had no element: by a selection, or from the start."""
     while True:
         empty = (place for place in range(len(node.inputs)) if prod(given_size(node, place)) == 0)
         place = next(empty, None)
@@ -447,7 +440,9 @@ def _why_empty(node: GraphNode) -> str:
         if producer is None:
             break
         node = producer
-    return f"the selection ({node.operator}) before it left no element" if node.builtin in _SELECTING else "the batch is empty"
+    selection = f"the selection ({node.operator}) before it left no element"
+    why = selection if node.builtin in _SELECTING else "the batch is empty"
+    return Cause(f"it is over nothing, since {why}, and the mean over none is NaN")
 
 
 def _masked_row(node: GraphNode) -> Cause | None:
