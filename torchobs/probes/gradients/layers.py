@@ -160,7 +160,11 @@ class Layers:
         for layer, norm in norms.items():
             layer.judge(norm, step)
         self._choose()
-        self._show_norms(norms)
+        for layer in self.chosen:
+            if layer in norms:
+                self._show_norm(layer.name, norms.pop(layer))
+        if norms:
+            self._show_norm(OTHER, hypot(*norms.values()))
         if self._zero is not None and count:
             self._zero.set(zeros / count)
         return True
@@ -236,13 +240,6 @@ class Layers:
         self._made |= {layer.name for layer in wanted}
         if self._folded is not None:
             self._folded.set(float(len(self._layers) - len(wanted)))
-
-    def _show_norms(self, norms: dict[TrackedLayer, float]) -> None:
-        for layer in self.chosen:
-            if layer in norms:
-                self._show_norm(layer.name, norms.pop(layer))
-        if norms:
-            self._show_norm(OTHER, hypot(*norms.values()))
 
     def _show_norm(self, name: str, norm: float) -> None:
         if isfinite(norm):  # non-finite ones are counted, and the last finite one stays, as with the total

@@ -214,8 +214,9 @@ class StuckLayersWatch:
             missing = [layer for each in self._missing.of(measurement, optimizer) if (layer := self._layers.known(each))]
             if missing and not self._missing.certain(optimizer):
                 unsure.update(missing)
-            plan, scales = self._plan(measurement, groups), _update_scales(optimizer, groups)
-            seen.update(_layer_samples(plan, measurement.weighted(), scales, missing))
+            plain = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
+            scales = [_update_scale(group, plain=plain) for group in groups]
+            seen.update(_layer_samples(self._plan(measurement, groups), measurement.weighted(), scales, missing))
         stuck = self._judge.judge(step, seen, self._whole)
         # without those that are cut off on purpose: frozen after ``zero_grad(set_to_none=False)``
         cut = tuple(name for name in stuck.cut if name not in unsure and self._layers.trains(name))
@@ -310,13 +311,8 @@ def _layer_samples(
     }
 
 
-def _update_scales(optimizer: Any, param_groups: Sequence[dict[str, Any]]) -> list[_UpdateScale | None]:
-    """Return each group's learning rate and ``eps``; ``None`` if unknown, or if the gradient's size does not matter."""
-    plain = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
-    return [_update_scale(group, plain=plain) for group in param_groups]
-
-
 def _update_scale(group: dict[str, Any], *, plain: bool) -> _UpdateScale | None:
+    """Return a group's learning rate and ``eps``; ``None`` if unknown, or if the gradient's size does not matter."""
     rate: Any = group.get("lr")
     eps: Any = group.get("eps")
     eps = eps[-1] if isinstance(eps, tuple) else eps  # Adafactor has one for the update and one for the weights' size
@@ -413,17 +409,13 @@ class NoGradients:
         if state is None:
             return
         if sample is not None:
-            self._note_gradient(state, step)
+            if state.done and not state.resumed:
+                state.resumed = step + 1
+            state.looks, state.had, self._others_train = 0, True, True
             if 0 <= state.due <= step:
                 self._look_at_parts(state, optimizer, step)
         elif not state.done:
             self._look(state, optimizer, step)
-
-    def _note_gradient(self, state: _Optimizer, step: int) -> None:
-        if state.done and not state.resumed:
-            state.resumed = step + 1
-        state.looks = 0
-        state.had = self._others_train = True
 
     def _look_at_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         without = [one for one in parameters_of(optimizer) if one.grad is None and one.requires_grad]
