@@ -224,8 +224,7 @@ def _where(report: RankReport) -> str:
 
 
 def _living(report: RankReport) -> Finding:
-    since = report.steps[-1].end_s if report.steps else report.start_s
-    quiet = f"{text_format.duration(max(0.0, report.last_s - since))} without a step{_phase(report)}"
+    quiet = f"{text_format.duration(max(0.0, report.last_s - report.progress_s))} without a step{_phase(report)}"
     if report.state == "hung":
         return Finding(ERROR, "hung", f"Rank {report.rank} hangs {_where(report)}: {quiet}.")
     if report.state == "unresponsive":

@@ -68,8 +68,7 @@ def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> 
 
 def recent_calls(report: RankReport) -> dict[str, dict[int, str]]:
     """Return a rank's last collectives by group and number, as it wrote them down when it stood still, or was timed out."""
-    since_s = report.steps[-1].end_s if report.steps else report.start_s
-    facts = [fact for fact in report.events if fact.time_s >= since_s and "collectives" in fact.attributes]
+    facts = [fact for fact in report.events if fact.time_s >= report.progress_s and "collectives" in fact.attributes]
     found: dict[str, dict[int, str]] = {}
     for text in facts[-1].texts("collectives") if facts else ():
         if (parsed := _RECENT.fullmatch(text)) is not None:

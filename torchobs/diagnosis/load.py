@@ -291,7 +291,7 @@ def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
 
 def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> str:
     """Return the latest stacks written after the rank's last step; empty if there are none."""
-    since_ms = 1e3 * (report.steps[-1].end_s if report.steps else report.start_s)
+    since_ms = 1e3 * report.progress_s
     dumps = [one for one in left if one.kind != PROFILE and (not one.number or one.number >= since_ms)]
     with suppress(OSError):  # artifacts are optional
         if dumps:

@@ -228,6 +228,11 @@ class RankReport:
         return self.header.wall_ns / 1e9
 
     @property
+    def progress_s(self) -> float:
+        """When its last step ended, else when recording began."""
+        return self.steps[-1].end_s if self.steps else self.start_s
+
+    @property
     def begun_s(self) -> float:
         """The moment since which all times of a report are: when the process began, else when recording did."""
         return self.header.begun_s

@@ -12,7 +12,7 @@ from torchobs import catalog
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
-from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels, state
@@ -119,15 +119,14 @@ def stall(report: RankReport) -> Stall | None:
         return None
     timed = [step.duration_s for step in report.steps[-_RECENT:] if step.duration_s is not None]
     usual_s = report.standstill.usual_step if report.standstill else median(timed) if timed else None
-    since_s = report.steps[-1].end_s if report.steps else report.start_s
-    quiet_s, timeout_s = max(0.0, report.last_s - since_s), _timeout_s(report)
+    quiet_s, timeout_s = max(0.0, report.last_s - report.progress_s), _timeout_s(report)
     least_s = timeout_s if usual_s is None else max(LEAST_S, USUAL_FACTOR * usual_s)
     unheard = report.reason in {"", "lost", "out_of_memory"}
     held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
     patient = report.phase in PATIENT_PHASES
     long = quiet_s >= least_s and (patient or not report.up or usual_s is None)
     long = long or held or report.state == "hung" or report.standstill is not None
-    if report.reason == "finished" or not (long or _written_early(report, since_s)):
+    if report.reason == "finished" or not (long or _written_early(report)):
         return None
     begun_s = report.phase_begun_s
     return Stall(
@@ -137,7 +136,7 @@ def stall(report: RankReport) -> Stall | None:
         phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, report.last_s - begun_s)),
         hung=report.state == "hung" or (not report.up and quiet_s > timeout_s and not patient),
         lock_held=held,
-        stacks=_stacks(report, since_s),
+        stacks=_stacks(report),
         frames=report.frames,
         long=long,
     )
@@ -152,7 +151,7 @@ def with_patience(reports: Sequence[RankReport]) -> list[RankReport]:
     for report in reports:
         if report.state == "alive":
             phases.setdefault(_team(report), set()).add(report.phase)
-    ages = [max(0.0, report.last_s - (report.steps[-1].end_s if report.steps else report.start_s)) for report in reports]
+    ages = [max(0.0, report.last_s - report.progress_s) for report in reports]
     return [
         replace(report, state="alive") if state.waits(report.state, age_s, phases.get(_team(report), ())) else report
         for report, age_s in zip(reports, ages, strict=True)
@@ -216,8 +215,7 @@ def _where(found: Stall, report: RankReport) -> str:
 
 def _awaited(report: RankReport) -> str:
     """Return a sentence on the worker of a data loader that the next batch is expected of; empty if it is unknown."""
-    since_s = report.steps[-1].end_s if report.steps else report.start_s
-    dumps = [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s and fact.text("awaited")]
+    dumps = [fact for fact in _dumps(report) if fact.text("awaited")]
     if not dumps:
         return ""
     name = dumps[-1].text("awaited")
@@ -227,18 +225,25 @@ def _awaited(report: RankReport) -> str:
     return f" The next batch was to come from the loader's {name}{state.replace(': ', ', then ', 1)}{at}."
 
 
-def _stacks(report: RankReport, since_s: float) -> tuple[str, ...]:
+def _stacks(report: RankReport) -> tuple[str, ...]:
     files = [left for left in report.left if left.kind != PROFILE]
-    late = [left.name for left in files if not left.number or left.number / 1e3 >= since_s - 1]  # 1 s for clock adjustments
-    told = [fact.text("evidence") for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s]
-    known = {left.id for left in files}
-    return tuple(sorted(late) or [f"evidence {name}" for name in told if name and name not in known])
+    late = [
+        left.name for left in files if not left.number or left.number / 1e3 >= report.progress_s - 1
+    ]  # 1 s for clock adjustments
+    known = {"", *(left.id for left in files)}
+    return tuple(
+        sorted(late) or [f"evidence {name}" for fact in _dumps(report) if (name := fact.text("evidence")) not in known]
+    )
 
 
-def _written_early(report: RankReport, since_s: float) -> bool:
-    """Return True if the rank wrote its stacks by itself since, and ended before the next step."""
-    told = (fact.time_s >= since_s and fact.text("cause") == "stalled" for fact in report.events_named(catalog.EVENT_STACKS))
-    return not report.up and any(told)
+def _written_early(report: RankReport) -> bool:
+    """Return True if the rank wrote its stacks by itself after its last step, and ended before the next."""
+    return not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))
+
+
+def _dumps(report: RankReport) -> list[Fact]:
+    """Return the events of stacks that were written after the last step."""
+    return [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= report.progress_s]
 
 
 def _timeout_s(report: RankReport) -> float:

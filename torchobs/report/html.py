@@ -1,8 +1,10 @@
-"""Build HTML safe from injection: every string that this module did not create is escaped."""
+"""HTML safe from injection: every string that this module did not create is escaped; and style sheets."""
 
 from __future__ import annotations
 
+from functools import cache
 from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,3 +81,12 @@ def table(name: str, caption: str, head: Sequence[Html], body: Sequence[Html], f
     parts = [tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body)]
     parts += [tag("tfoot", *foot)] if foot else []
     return tag("div", tag("table", *parts), class_="wide", role="region", aria_label=name, tabindex="0")
+
+
+@cache
+def style_sheet(package: str, *path: str) -> str:
+    """Return what the live page and reports have in common, and a file in a package: one text, for it is one request."""
+    own = files(package)
+    for name in path:
+        own = own.joinpath(name)
+    return "\n".join(sheet.read_text(encoding="utf-8") for sheet in (files(__package__).joinpath("shared.css"), own))

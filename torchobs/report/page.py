@@ -14,8 +14,7 @@ from typing import NamedTuple
 from torchobs.diagnosis import text_format
 from torchobs.report import content
 from torchobs.report.charts import Curve, Points, band_path, curve_of, described, line_path, spreads, stacked
-from torchobs.report.html import EMPTY, Html, heading_cell, joined, named, number_cell, table, tag
-from torchobs.report.style import style_sheet
+from torchobs.report.html import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
 
 WIDTH, HEIGHT = 600.0, 180.0
 BUCKETS = 240
