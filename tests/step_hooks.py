@@ -18,7 +18,6 @@ from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.data import fetches
 from torchobs.probes.optimizer.optimizer import RateSource
 from torchobs.probes.step import backward, loss, steps
-from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class StepHooks:
             self._make(context)
         self.owners: dict[str, Any] = {
             "recorder": self.recorder, "training": self.training, "breaker": self.breaker, "rates": self.rates,
-            "before_step": self.hooks.before_step, "manual": self.manual, "loss": self.loss_probe, "data": self.data_probe,
+            "before_step": self.hooks.before_step, "loss": self.loss_probe, "data": self.data_probe,
             "step": self.step_probe, "self": self,
         }  # fmt: skip
 
@@ -77,11 +76,7 @@ class StepHooks:
         return lambda *_, **__: self.calls.append(what)
 
     def _make(self, context: Any) -> None:
-        self.manual: Any = ManualSteps.__new__(ManualSteps)
-        self.manual.active = False
-        for name in ("begins", "ends", "second_backward"):
-            setattr(self.manual, name, self._note(name))
-        watch = backward.BackwardWatch(context, self.breaker, self.manual)
+        watch = backward.BackwardWatch(context, self.breaker)
         loss_probe: Any = loss.LossProbe()
         self.loss_probe = loss_probe
         loss_probe._context, loss_probe._tensor, loss_probe._training = context, Loss, self.training
@@ -92,12 +87,12 @@ class StepHooks:
         self.data_probe._context, self.data_probe._grad_enabled = context, lambda: self.gradients
         self.fetch: Any = self.data_probe._watched_next(_act)
         self.backward: Any = watch._watched(_act_given)
-        probe = self.step_probe = steps.StepProbe(SimpleNamespace(), self.rates)  # type: ignore[arg-type]
+        probe = self.step_probe = steps.StepProbe(self.rates)
         probe._context, probe._recorder, probe._training, probe._before_step = (
             context, self.recorder, self.training, self.hooks.before_step,
         )  # fmt: skip
         probe._modes, probe._graph_being_made = (lambda: self.traced), (lambda: self.traced > 1)
-        probe._others, probe._manual_steps = SimpleNamespace(running={}), self.manual  # type: ignore[assignment]
+        probe._others = SimpleNamespace(running={})  # type: ignore[assignment]
         probe._before, probe._after = self._note("before"), self._note("after")  # type: ignore[method-assign]
         self.hooks.before_step.register(self.breaker, self._note("due"))
         self.before, self.after = probe._compiled(
@@ -118,7 +113,7 @@ class StepHooks:
         seen = [
             repr([getattr(owner, name, None) for name in names.split()])
             for owner, names in (
-                (recorder, "sole step metered arguments log_wins _clean _timed _expected _tokens _samples"),
+                (recorder, "sole in_pass step metered arguments log_wins _clean _timed _expected _tokens _samples"),
                 (self.breaker, "is_open errors"),
                 (self.data_probe, "_depth"),
                 (self.training, "backwards in_closure"),
@@ -166,7 +161,7 @@ OPTIMIZERS = [
     Optimizer([{}]), Optimizer(({"lr": 0.2},)), SimpleNamespace(),
 ]  # fmt: skip
 _SLOTS = {
-    "recorder": "sole metered log_wins step _clean _timed _tokens _samples _expected _begun_ns",
+    "recorder": "sole in_pass metered log_wins step _clean _timed _tokens _samples _expected _begun_ns",
     "training": "backwards in_closure thread",
     "values": "flags losses tokens samples step loss_sum norm_squared learning_rate norm_scale",
     "loss": "_scaled _autograd_grad_only",
@@ -174,7 +169,6 @@ _SLOTS = {
     "breaker": "is_open",
     "rates": "key",
     "before_step": "due_at",
-    "manual": "active",
     "data": "_depth",
     "self": "traced gradients",
 }
@@ -185,7 +179,8 @@ STATE = [f"{owner}.{name}" for owner, names in _SLOTS.items() for name in names.
 def ready(*, native: bool, optimizer: Any = OPTIMIZERS[0], **slots: Any) -> StepHooks:
     """Hooks of a training that has made two steps, so that the next is a plain one."""
     hooks = StepHooks(native=native)
-    hooks.recorder.sole = hooks.rates.key = id(optimizer)
+    hooks.recorder.sole = hooks.recorder._pacemaker = hooks.rates.key = id(optimizer)
+    hooks.recorder._alive[id(optimizer)] = lambda: optimizer  # type: ignore[assignment]
     for name, value in slots.items():
         setattr(hooks.recorder, name, value)
     for _ in range(2):

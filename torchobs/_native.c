@@ -15,7 +15,7 @@
 #include <time.h>
 
 /* Raised with every change of what Python calls: torchobs/flight/writer/native.py takes no other. */
-enum { INTERFACE = 4 };
+enum { INTERFACE = 5 };
 enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, WITHOUT_FETCH = 3 };
 
 /* torchobs.flight.format.step_record.PLAIN_CODES */

@@ -5,7 +5,7 @@
 
 #include "_native.h"
 
-enum { MOST_OWNERS = 7, MOST_SLOTS = 20, MOST_HELD = 10 };
+enum { MOST_OWNERS = 6, MOST_SLOTS = 20, MOST_HELD = 10 };
 
 /* Attributes of StepValues, in every hook that has one. */
 enum { FLAGS, LOSSES, TOKENS, SAMPLES, NUMBER, LOSS_SUM, NORM_SQUARED, LEARNING_RATE, NORM_BASE, NORM_SCALE, FIELDS };

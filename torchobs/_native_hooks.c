@@ -11,7 +11,7 @@
 
 /* torchobs.probes.core.boundaries */
 enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7, LONG_TRACE = 4096 };
-/* torchobs.probes.core.open_step */
+/* torchobs.probes.core.step_recorder */
 enum { METER_EVERY = 32 };
 
 /* As `finally`: an error in it takes the place of what there was before. Takes the references. */
@@ -111,11 +111,11 @@ static PyObject *loss_take(PyObject *object, PyObject *const *args, Py_ssize_t c
 
 /* -- PlainBackward: torchobs.probes.step.backward --------------------------------------------------------------------- */
 
-enum { BACK_BACKWARDS, BACK_IN_CLOSURE, BACK_THREAD, BACK_IS_OPEN, BACK_MANUAL };
-enum { BACK_TRACE, BACK_LISTENERS, BACK_MODES, BACK_ORIGINAL, BACK_ELSEWHERE };
+enum { BACK_BACKWARDS, BACK_IN_CLOSURE, BACK_THREAD, BACK_IS_OPEN, BACK_IN_PASS };
+enum { BACK_TRACE, BACK_LISTENERS, BACK_MODES, BACK_ORIGINAL, BACK_ELSEWHERE, BACK_END_PASS };
 static const Plan backward_plan = {
-    3, "ll...", -1,
-    {{0, "backwards"}, {0, "in_closure"}, {0, "thread"}, {1, "is_open"}, {2, "active"}},
+    3, "ll....", -1,
+    {{0, "backwards"}, {0, "in_closure"}, {0, "thread"}, {1, "is_open"}, {2, "in_pass"}},
 };
 
 static PyObject *backward_new(PyTypeObject *type, PyObject *args, PyObject *named)
@@ -127,10 +127,8 @@ static PyObject *backward_new(PyTypeObject *type, PyObject *args, PyObject *name
 static int backward_begins(Hook *self, PyObject *args)
 {
     PyObject *trace = self->held[BACK_TRACE], *listeners = self->held[BACK_LISTENERS];
-    Py_ssize_t length = PyList_Size(trace);
     if (PyTuple_Size(args) < 2 || !is_small(self, BACK_BACKWARDS, 0) || !is_false(self, BACK_IN_CLOSURE)
-        || !is_false(self, BACK_IS_OPEN) || !is_false(self, BACK_MANUAL) || !is_this_thread(self, BACK_THREAD) || length > 2
-        || (length && code_at(trace, 0) != FETCH))
+        || !is_false(self, BACK_IS_OPEN) || !is_this_thread(self, BACK_THREAD))
         return 0;
     int traced = says_yes(self->held[BACK_MODES]);
     if (traced)
@@ -150,6 +148,20 @@ static int backward_begins(Hook *self, PyObject *args)
     return set_small(self->slots[BACK_BACKWARDS], 1) < 0 ? -1 : 1;
 }
 
+/* After a backward pass in which optimizers may have stepped. */
+static int end_pass(Hook *self)
+{
+    PyObject *in_pass = *self->slots[BACK_IN_PASS];
+    if (in_pass == NULL)
+        PyErr_SetString(PyExc_AttributeError, "in_pass");
+    int has_stepped = in_pass == NULL ? -1 : PyObject_IsTrue(in_pass);
+    if (has_stepped <= 0)
+        return has_stepped;
+    PyObject *done = PyObject_CallNoArgs(self->held[BACK_END_PASS]);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* run(args, kwargs). It calls the original itself: between two instructions of Python's a signal handler may raise. */
 static PyObject *backward_run(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -162,6 +174,8 @@ static PyObject *backward_run(PyObject *object, PyObject *const *args, Py_ssize_
     PyObject *result = PyObject_Call(self->held[BACK_ORIGINAL], args[0], args[1]), *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     int failed = set_small(self->slots[BACK_BACKWARDS], 0) < 0 || stamp(self->held[BACK_TRACE], BACKWARD_ENDS) < 0;
+    if (!failed && !is_false(self, BACK_IN_PASS))
+        failed = end_pass(self) < 0;
     return outcome(failed, result, type, error, traceback);
 }
 
@@ -218,19 +232,19 @@ static PyObject *fetch_run(PyObject *object, PyObject *iterator)
 
 enum {
     STEP_VALUES, STEP_SOLE, STEP_METERED, STEP_STEP, STEP_CLEAN, STEP_TIMED, STEP_BEGUN_NS, STEP_EXPECTED, STEP_TOKENS,
-    STEP_SAMPLES, STEP_BACKWARDS, STEP_DEPTH, STEP_OUTER, STEP_GIVEN, STEP_UNTRACED, STEP_IS_OPEN, STEP_MANUAL, STEP_DUE_AT,
-    STEP_RATE_KEY,
+    STEP_SAMPLES, STEP_BACKWARDS, STEP_DEPTH, STEP_OUTER, STEP_GIVEN, STEP_UNTRACED, STEP_IS_OPEN, STEP_DUE_AT, STEP_RATE_KEY,
+    STEP_IN_PASS,
 };
 enum {
     STEP_TRACE, STEP_ARGUMENTS, STEP_RUNNING, STEP_RECORDS, STEP_BEFORE, STEP_AFTER, STEP_END, STEP_NOTIFY, STEP_READ_RATE,
     STEP_MODES,
 };
 static const Plan step_plan = {
-    7, "llds......", STEP_VALUES,
+    6, "llds......", STEP_VALUES,
     {
         {0, "values"}, {0, "sole"}, {0, "metered"}, {0, "step"}, {0, "_clean"}, {0, "_timed"}, {0, "_begun_ns"},
         {0, "_expected"}, {0, "_tokens"}, {0, "_samples"}, {1, "backwards"}, {2, "_depth"}, {2, "_outer"}, {2, "_given"},
-        {2, "_untraced"}, {3, "is_open"}, {4, "active"}, {5, "due_at"}, {6, "key"},
+        {2, "_untraced"}, {3, "is_open"}, {4, "due_at"}, {5, "key"}, {0, "in_pass"},
     },
 };
 
@@ -288,7 +302,8 @@ static PyObject *step_before(PyObject *object, PyObject *const *args, Py_ssize_t
 {
     Hook *self = (Hook *)object;
     PyObject *trace = self->held[STEP_TRACE];
-    if (count != 3 || !is_id(self, STEP_SOLE, args[0]) || !is_small(self, STEP_DEPTH, 0) || !is_false(self, STEP_METERED)
+    if (count != 3 || !is_id(self, STEP_SOLE, args[0]) || !is_false(self, STEP_IN_PASS) || !is_small(self, STEP_DEPTH, 0)
+        || !is_false(self, STEP_METERED)
         || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > 1 || !PyDict_Check(args[2]) || PyDict_Size(args[2])
         || !is_false(self, STEP_IS_OPEN) || !PyLong_Check(get(self, STEP_STEP)) || !PyLong_Check(get(self, STEP_DUE_AT))
         || !PyLong_Check(get(self, STEP_RATE_KEY)) || code_at(trace, PyList_Size(trace) - 1) != BACKWARD_ENDS)
@@ -393,7 +408,7 @@ static PyObject *step_after(PyObject *object, PyObject *const *args, Py_ssize_t 
     Hook *self = (Hook *)object;
     if (count != 3 || !is_id(self, STEP_SOLE, args[0]) || !is_small(self, STEP_DEPTH, 1) || !is_false(self, STEP_GIVEN)
         || !is_false(self, STEP_METERED) || !is_small(self, STEP_BACKWARDS, 0) || PyDict_Size(self->held[STEP_RUNNING])
-        || !is_false(self, STEP_MANUAL) || !is_false(self, STEP_IS_OPEN) || get(self, STEP_UNTRACED) != Py_True)
+        || !is_false(self, STEP_IS_OPEN) || !is_false(self, STEP_IN_PASS) || get(self, STEP_UNTRACED) != Py_True)
         return call_with(self->held[STEP_AFTER], args, count);
     set(self->slots[STEP_UNTRACED], PyBool_FromLong(0));
     uint64_t now_ns = monotonic_ns();

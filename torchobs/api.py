@@ -34,7 +34,7 @@ _PHASES = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout":
 
 
 def step() -> None:
-    """Mark the end of a training step where no ``torch.optim`` optimizer steps (functional optimizers, ``torch.func``).
+    """Mark the end of a training step where no ``torch.optim`` optimizer steps (fastai, Keras, ``torch.func``, by hand).
 
     From the first call on, only these calls delimit steps.
     """

@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import LossScales, Overflows
 
@@ -182,6 +183,7 @@ def test_what_fused_optimizers_found_on_a_device_marks_its_step_once(run: Record
     overflows = Overflows(context)
     for index in range(3):
         for optimizer in (plain, *fused):
+            context.recorder.mark(BACKWARD_BEGINS, time.monotonic_ns())
             context.recorder.optimizer_begins(optimizer)
             if optimizer is not plain:
                 overflows.fused(optimizer, found_inf)

@@ -1,4 +1,15 @@
-"""What is recorded of each step of many loops, as golden columns; `pytest -n 0 --update-golden` writes them again."""
+"""What is recorded of each step of many loops, as golden columns; `pytest -n 0 --update-golden` writes them again.
+
+They were first recorded by a recorder that watched parameters from one backward pass to the next and learned cycles of
+optimizers. What the rules of `step_recorder` record otherwise:
+
+- *generator twice* a critic: its second update is a step (rule 1). It was a part of the critic's next step.
+- *gradients given anew*: without a backward pass an optimizer goes on with its last step (rule 3), up to 256 times. Another
+  gradient in `p.grad` counted as if there had been one.
+- *sharpness-aware*: both passes' losses are the step's, as of an accumulation. The first one's alone was, since the parameters
+  had changed in between.
+- *updates by hand*: they are no steps; `torchobs.step()` says where these end. They were guessed from gradients that were gone.
+"""
 
 from __future__ import annotations
 

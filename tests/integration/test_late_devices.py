@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from tests.slow_device import SlowDevice
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
@@ -58,13 +60,11 @@ class Late:
         for probe in self.probes:
             probe.sample()
 
-    def step_within_backward(self, optimizers: list[torch.optim.Optimizer], count: int = TENSORS) -> None:
-        """Have the first of some optimizers step within a backward pass, in which all are expected to."""
-        recorder = self.context.recorder
-        recorder.pending.update(map(id, optimizers))
-        for optimizer in optimizers[:count]:
-            recorder.pending.discard(id(optimizer))
-            self.context.hooks.before_step.notify(optimizer, False)  # noqa: FBT003  # a listener
+    def backward(self, *, has_loss: bool = True) -> None:
+        """What is seen of a backward pass."""
+        self.context.recorder.mark(BACKWARD_BEGINS, time.monotonic_ns())
+        if has_loss:
+            self.loss._take_later(torch.empty((), device="cuda"), within=False)
 
     def late(self, flag: int) -> list[Any]:
         """The late records with this flag."""
@@ -180,9 +180,13 @@ def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
 
 def test_optimizers_within_a_backward_pass_send_one_copy_for_a_step(late: Late, parameters: list[torch.nn.Parameter]) -> None:
     """There are hundreds: two events are recorded, around the largest once that is known, and used again."""
-    recorder, optimizers = late.context.recorder, [OPTIMIZERS["foreach"]([one]) for one in parameters]
+    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
+    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
     for step in range(1, 5):
-        late.step_within_backward(optimizers)
+        recorder.in_pass = True
+        for optimizer in optimizers:
+            notify(optimizer, False)  # noqa: FBT003  # a listener
+        late.context.hooks.pass_ends.notify()
         assert [len(values) for values, _ in late.device.sent] == [TENSORS]
         late.device.land_as([2.0, 3.0, 6.0 * step])
         recorder.step = step
@@ -194,11 +198,15 @@ def test_optimizers_within_a_backward_pass_send_one_copy_for_a_step(late: Late, 
 def test_a_step_in_which_not_all_optimizers_stepped_is_sent_before_the_next(
     late: Late, parameters: list[torch.nn.Parameter]
 ) -> None:
-    """A layer that was not used: its optimizer is expected in vain."""
+    """A layer that was not used: what the others have is sent at the end of the pass."""
+    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
     optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
     for step, count in ((1, 2), (2, 3)):
-        late.step_within_backward(optimizers, count)
-        late.context.recorder.step = step
+        recorder.in_pass = True
+        for optimizer in optimizers[:count]:
+            notify(optimizer, False)  # noqa: FBT003  # a listener
+        late.context.hooks.pass_ends.notify()
+        recorder.step = step
     assert [len(values) for values, _ in late.device.sent] == [2, 3]
     late.device.land_as([3.0, 4.0])
     late.device.land_as([2.0, 3.0, 6.0])
@@ -218,10 +226,9 @@ def test_what_is_left_of_a_step_is_sent_from_its_own_stream_and_after_a_capture(
         send(*args)
 
     vars(device)["send"] = noted
-    recorder.pending.update(map(id, optimizers))
+    recorder.in_pass = True
     for stream, optimizer in enumerate(optimizers[:2]):
         device.current = stream
-        recorder.pending.discard(id(optimizer))
         notify(optimizer, False)  # noqa: FBT003  # a listener
     recorder.step = 1
     device.is_capturing, device.current = True, 7
@@ -229,7 +236,7 @@ def test_what_is_left_of_a_step_is_sent_from_its_own_stream_and_after_a_capture(
     assert streams == [0]
     device.is_capturing = False
     recorder.step = 2
-    recorder.pending.clear()
+    recorder.in_pass = False
     notify(optimizers[2], False)  # noqa: FBT003  # as above
     assert streams == [0, 1, 7]
     recorder.step = 3
@@ -273,7 +280,7 @@ def test_losses_of_several_optimizers_before_their_cycle_is_known(late: Late, pa
     optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
     for _ in range(3):
         for optimizer in optimizers:
-            late.loss._take_later(torch.empty((), device="cuda"), within=False)
+            late.backward()
             optimizer.step()
     losses = [copy for copy in late.device.sent if copy[0].dtype is torch.float64 and len(copy[0]) == 1]
     for number, copy in enumerate(losses[::2]):  # each is followed by a norm of one tensor
@@ -288,11 +295,12 @@ def test_losses_of_several_optimizers_before_their_cycle_is_known(late: Late, pa
 def test_a_step_that_is_forgotten_forgets_its_loss(late: Late, parameters: list[torch.nn.Parameter]) -> None:
     """Where the hooks were off for a while: what comes after is not held up."""
     optimizer = OPTIMIZERS["foreach"](parameters)
+    late.backward(has_loss=False)
     optimizer.step()
-    late.loss._take_later(torch.empty((), device="cuda"), within=False)
+    late.backward()
     late.context.recorder.restart()
     for _ in range(2):
-        late.loss._take_later(torch.empty((), device="cuda"), within=False)
+        late.backward()
         optimizer.step()
     for copy in [copy for copy in late.device.sent if len(copy[0]) == 1][1:]:
         copy[1].put([7.0])

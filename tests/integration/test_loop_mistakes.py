@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchobs
 from tests.diagnosis.observing import Look, Observed, observe
 from tests.training import Recording, recording
 from torchobs import catalog
@@ -17,6 +18,7 @@ from torchobs.detect.learning import LASTING_STEPS
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
 from torchobs.probes.gradients import lints
+from torchobs.probes.step.never_stepped import NeverStepped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -289,6 +291,35 @@ def test_other_backward_passes_are_left_in_peace(run: Recording, script: Callabl
     """Not everything with a gradient is a training without a step."""
     script()
     assert told(run) == []
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that name what a loop without an optimizer of torch's calls."""
+    return [record.message for record in caplog.records if "call torchobs.step() after each" in record.message]
+
+
+@pytest.mark.parametrize(("count", "later_s"), [(49, 0.0), (50, 0.0), (1, 121.0)])
+def test_a_run_without_an_optimizer_hears_of_torchobs_step_once(
+    run: Recording, caplog: pytest.LogCaptureFixture, count: int, later_s: float
+) -> None:
+    """After 50 backward passes, or two minutes after the first."""
+    context, now_s = run.session.context, [1.0]
+    assert context is not None
+    run.look()
+    looks = NeverStepped(context, clock=lambda: now_s[0])
+    passes(nn.Linear(8, 1), count)
+    for _ in range(3):
+        looks.sample()
+        now_s[0] += later_s
+    assert len(said(caplog)) == (count == 50 or later_s > 0)
+
+
+def test_a_run_that_calls_torchobs_step_hears_nothing(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """It has done what would be said."""
+    passes(nn.Linear(8, 1), 150, torchobs.step)
+    run.look()
+    assert said(caplog) == []
+    assert len(run.steps()) == 150
 
 
 def test_of_a_long_accumulation_nothing_is_said_in_the_end(run: Recording, flight_dir: Path) -> None:

@@ -102,9 +102,9 @@ def test_every_probe_of_the_settings_is_made_under_its_name() -> None:
 
 
 def test_probes_that_depend_on_each_other_share_an_object_of_one_session_only() -> None:
-    """Steps and clipping read what the AMP probe writes, also after one of them was made anew."""
+    """Clipping reads what the AMP probe writes, also after one of them was made anew."""
     one, other = factories(LossScaling()), factories(LossScaling())
-    scalings = {id(vars(made[name]())["_scaling"]) for made in (one, other) for name in ("step", "amp", "gradients", "amp")}
+    scalings = {id(vars(made[name]())["_scaling"]) for made in (one, other) for name in ("amp", "gradients", "amp")}
     assert len(scalings) == 2
     assert vars(one["step"]())["_rates"] is vars(one["optimizer"]())["_rates"]
     assert vars(one["epochs"]())["_epochs"] is vars(one["schedulers"]())["_epochs"]

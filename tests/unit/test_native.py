@@ -23,7 +23,7 @@ from torchobs.flight.writer.native import compiled
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.probes.core.boundaries import LONG_TRACE
-from torchobs.probes.core.open_step import METER_EVERY
+from torchobs.probes.core.step_recorder import METER_EVERY
 
 NATIVE: Any = compiled()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=NEEDS_COMPILER)

@@ -241,10 +241,7 @@ def _finished(report: RankReport) -> Finding:
     if not report.last_step and report.partial:
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}; {_NO_STEPS}.")
     if not report.last_step:
-        hint = (
-            "no optimizer of torch's stepped, and no gradient was cleared after a change of the parameters by hand "
-            "(torchobs.step() says where steps end)"
-        )
+        hint = "no optimizer of torch's stepped; where steps are made otherwise, torchobs.step() after each records them"
         if report.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")

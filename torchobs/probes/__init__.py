@@ -50,7 +50,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
     """
     rates, epochs, suspicion, replicas = RateSource(), EpochCount(), Suspicion(), Replicas()
     return {
-        StepProbe.name: partial(StepProbe, scaling, rates),
+        StepProbe.name: partial(StepProbe, rates),
         PhaseProbe.name: PhaseProbe,
         DeviceTimeProbe.name: DeviceTimeProbe,
         DataProbe.name: DataProbe,

@@ -75,7 +75,7 @@ def hide_mistake(context: ProbeContext, error: BaseException | None) -> None:
     alone = resource.get("world_size", 1) == 1
     if not alone and not isinstance(error, SystemExit):
         return  # the other ranks may wait for this one
-    begun = context.recorder.last_complete or context.recorder.has_begun() or rank_and_size() is not None
+    begun = context.recorder.ended or context.recorder.has_begun() or rank_and_size() is not None
     if not begun and not context.writer.hidden:
         context.writer.hide()
 

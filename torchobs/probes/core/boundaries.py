@@ -68,16 +68,3 @@ def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> 
         elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
             found.add(fetching)
     return found
-
-
-def cut_after_backward(trace: list[int], arguments: list[int]) -> tuple[list[int], list[int]]:
-    """Remove and return what was recorded after the last backward's end."""
-    end = next((at for at in range(len(trace), 0, -1) if trace[at - 1] & 15 == BACKWARD_ENDS), len(trace))
-    return cut(trace, arguments, end, sum(stamp & 15 in ARGUED for stamp in trace[:end]))
-
-
-def cut(trace: list[int], arguments: list[int], end: int, named: int) -> tuple[list[int], list[int]]:
-    """Remove and return what was recorded after the first ``end`` boundaries, which have ``named`` arguments."""
-    behind = trace[end:], arguments[named:]
-    del trace[end:], arguments[named:]
-    return behind

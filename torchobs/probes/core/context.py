@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchobs.probes.core.open_step import METER_EVERY
+from torchobs.probes.core.step_recorder import METER_EVERY
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:

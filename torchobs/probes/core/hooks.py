@@ -116,10 +116,10 @@ class Hooks:
         "iterated",
         "level",
         "loss_scaled",
-        "manual_step_ended",
         "nonfinite_arrived",
         "nonfinite_gradient",
         "nonfinite_loss",
+        "pass_ends",
         "steps_within",
         "takes_loss",
         "unscales",
@@ -149,8 +149,8 @@ class Hooks:
         """Session: it is about to end, with whatever is there still"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
         """Step probe: within the step of the optimizer with this id, this other one begins to step"""
-        self.manual_step_ended: HookList[[Any, int]] = HookList(spent_ns)
-        """Step probe: a manual step has ended, with its ``OptimizerStandIn`` and the number of its gradients"""
+        self.pass_ends: HookList[[]] = HookList(spent_ns)
+        """Step probe: a backward pass in which optimizers have stepped has come to its end"""
         self.loss_scaled: HookList[[object, object, Any]] = HookList(spent_ns)
         """AMP probe: a loss scaler has scaled, with the outputs, the scaled outputs and the scale, a tensor"""
         self.unscales: HookList[[Any, Any]] = HookList(spent_ns)

@@ -1,103 +1,230 @@
 """Decide where training steps end, and write one record for each with everything that the probes saw since the last end.
 
-A step ends when every optimizer of the cycle has stepped (``optimizer_cycle``). So a GAN's two optimizers are one step, and so
-are the hundreds of an optimizer-in-backward; with a Wasserstein GAN's several critic updates, the critic's updates are counted.
-An end is provisional until the first repeat, and after steps of an occasional optimizer (the generator): those belong to the
-next step, or to none if the run ends.
+The state: ``parts``, updates of optimizers since the last record; the open values and the trace, the boundaries since the last
+part; the ``pacemaker``, an optimizer or none.
+
+1. *An optimizer begins to step* that is among the parts, and a backward pass began since (or its closure does one): the parts
+   were a whole step. They are written, and the last part's optimizer is the pacemaker from now on.
+2. *An optimizer has stepped*, or the loss scaler skipped it: that is a part, or if no backward pass began since the last part,
+   this one has grown, and belongs to its last optimizer. If that is the pacemaker, the parts are written as one step.
+3. *Without a backward pass since the last record* it is no part: what was noted goes to the next step. In a process that has
+   seen no backward pass at all (evolution strategies) each is a step; so is each after ``MOST_WITHOUT`` of them.
+4. *A backward pass in which optimizers step*, one for each parameter, is one optimizer, ``PASS``, which steps at its end.
+5. *torchobs.step()* writes all that is open, and from then on it alone ends steps. *At the rank's end* parts are written only
+   while no pacemaker is known: an occasional optimizer's last update is no step.
+
+So a single optimizer is its own pacemaker from its second step on; a GAN's is the player that steps last; with several updates
+of a critic it is the critic. A pacemaker that is called several times after one pass (ZeRO, for each group) ends the step with
+the last call. An optimizer that is made anew over the parameters of a dead one is that one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.boundaries import LONG_TRACE, PIN, STEP_ENDS, cut, cut_after_backward
+from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.probes.core.boundaries import (
+    BACKWARD_BEGINS,
+    CLOSURE_BEGINS,
+    FETCH,
+    LONG_TRACE,
+    PHASE_OF,
+    PIN,
+    STEP_BEGINS,
+    STEP_ENDS,
+    UNPIN,
+    exhausted,
+    replay,
+)
+from torchobs.probes.core.inferred_sizes import GivenSizes, uncounted, with_sizes
 from torchobs.probes.core.model_tracker import Models
-from torchobs.probes.core.open_step import METER_EVERY, U32, OpenStep
-from torchobs.probes.core.optimizer_cycle import MOST_WITHOUT, OptimizerCycle, first_gradient
-from torchobs.probes.core.step_values import GONE, OpenPart, StepEnd, StepValues
-from torchobs.probes.core.timeline import COMPILE, PhaseTimeline
+from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline
+from torchobs.support.references import TensorReference
 
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Collection, Sequence
+
     from torchobs.flight.writer.writer import FlightWriter
 
-_U64 = (1 << 64) - 1
+METER_EVERY = 32
+"""One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
+MOST_WITHOUT = 256
+"""Optimizer steps without a backward pass that go on with a step; of one that makes more, gradients come from elsewhere"""
+MOST_PARTS = 64
+PASS = -1
+"""The optimizers that step within a backward pass, as a key in place of an id"""
+GONE = -1
+_U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _GRAD_NORM = StepFlag.GRAD_NORM
-MOST_PERTURBATIONS = 2
-"""Manual parameter changes after a backward within one step: sharpness-aware minimisation makes one, its variants two"""
+_UNTIMED = (0.0,) * 8
+_UNSEEN = 1 << 16
+"""In place of boundaries that nobody has seen: the hooks were off, or it was another thread"""
+_BACKWARD = _UNSEEN | 1 << BACKWARD_BEGINS | 1 << CLOSURE_BEGINS
+_GOING_ON = _BACKWARD | 1 << FETCH
+_TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_BEGINS
+"""Boundaries, as bits by their codes"""
 
 
-class StepRecorder(OpenStep):
+class StepValues:
+    """Values of a step, or of a part of one, other than its times."""
+
+    __slots__ = (
+        "evaluated", "flags", "learning_rate", "loss_sum", "losses", "norm_base", "norm_scale", "norm_squared", "part_of",
+        "samples", "step", "tokens",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.flags = self.losses = self.tokens = self.samples = 0
+        self.step = 0
+        """Number of the step that they were written as; 0 until then, ``GONE`` if they never are"""
+        self.part_of: StepValues | None = None
+        """The values that these were merged into"""
+        self.evaluated = False
+        """Whether a closure has evaluated its loss"""
+        self.loss_sum = self.norm_squared = self.norm_base = self.learning_rate = 0.0
+        self.norm_scale = 1.0
+
+    def merge(self, earlier: StepValues) -> None:
+        """Add the values of an earlier part of the same step."""
+        earlier.part_of = self
+        self.flags |= earlier.flags
+        self.losses += earlier.losses
+        self.tokens += earlier.tokens
+        self.samples += earlier.samples
+        self.loss_sum += earlier.loss_sum
+        self.norm_squared += earlier.norm_squared
+        if earlier.flags & StepFlag.LEARNING_RATE:
+            self.learning_rate = earlier.learning_rate
+
+
+def resolve_step(pending_step: StepValues | int) -> int:
+    """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
+    while isinstance(pending_step, StepValues) and pending_step.part_of is not None:
+        pending_step = pending_step.part_of
+    return pending_step.step if isinstance(pending_step, StepValues) else pending_step
+
+
+class OpenPart(NamedTuple):
+    """A step in progress that is set aside: the lengths of its trace and arguments, its values."""
+
+    traced: int
+    arguments: int
+    values: StepValues
+
+
+class _Part(NamedTuple):
+    """Updates after one backward pass, or after several that accumulate gradients."""
+
+    calls: dict[int, int]
+    """Steps of each optimizer, by id, the last one last"""
+    values: StepValues
+    spent_ns: Sequence[int]
+    ended_ns: int
+
+    @property
+    def last(self) -> int:
+        return next(reversed(self.calls), 0)
+
+
+class StepRecorder:
     """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread).
 
     Other probes read ``step``, ``ended``, ``metered`` and ``models`` and call methods. The hooks that divide the training into
-    steps also use ``trace``, ``arguments``, ``values``, ``pending``, ``sole``, ``direct`` and ``likely_end`` directly, where a
-    call would cost more than what it does.
+    steps also use ``trace``, ``arguments``, ``values``, ``in_pass``, ``sole`` and ``direct`` directly, where a call would cost
+    more than what it does; the compiled ones find them among the slots.
     """
 
     __slots__ = (
-        "_alive", "_append_plain", "_cycle", "_deferred", "_extra", "_gradient", "_manual", "_perturbed", "_provisional",
-        "_without", "direct", "likely_end", "models", "restarts", "sole",
+        "_alive", "_append", "_append_plain", "_begun_ns", "_calls", "_clean", "_compiling_ns", "_dead", "_early", "_expected",
+        "_gone", "_pacemaker", "_parts", "_samples", "_seen_backward", "_timed", "_timeline", "_tokens", "_without",
+        "_work_done", "arguments", "direct", "given", "in_pass", "log_wins", "metered", "models", "restarts", "sizes", "sole",
+        "step", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
-        super().__init__(writer)
+        self.step = 0
+        """Number of the last step that ended."""
+        self.trace: list[int] = []
+        """Boundaries since the last part or record; hooks append to it"""
+        self.arguments: list[int] = []
+        """Those of the boundaries that have one (``boundaries.ARGUED``)"""
+        self.values = StepValues()
+        """Of the part in progress; replaced at each end that is not a plain step's"""
         self.direct = False
         """Whether the user marks the boundaries by ``torchobs.step()``."""
-        self.likely_end: tuple[int, int] | None = None
-        """Where a manual step has probably ended, set by ``ManualSteps``: lengths of its part of trace and arguments"""
+        self.in_pass = False
+        """Whether an optimizer has stepped in the backward pass that is running"""
+        self.sole = 0
+        """id of the pacemaker if the last step was its alone, in one call, and nothing has been closed since; else 0"""
+        self.log_wins = False
+        """Whether the script logs the loss, so that no other counts"""
+        self.metered = False
+        """Whether this step's hooks measure their own time"""
+        self.sizes: dict[int, tuple[int, int]] = {}
+        """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
+        self.given = GivenSizes()
+        """Which of them the script gives to ``torchobs.log``"""
         self.restarts = 0
         """How often the hooks were off for a while"""
-        self.models, self.sole = Models(), 0
-        """id of the only optimizer, each step of which is a training step; 0 while unknown or if there are several"""
-        self._append_plain = writer.append_plain
-        self._cycle = OptimizerCycle()
-        self._deferred: list[StepEnd] = []
-        """Ends of optimizers that may belong to the next step of the others"""
-        self._perturbed: list[StepEnd] = []
-        """Manual ends, which may be parts of an optimizer's step"""
-        self._manual = self._extra = False
-        self._gradient: tuple[int, int, int] | None = None
-        self._without = 0
-        """How many optimizer steps have continued a step since the last backward"""
+        self.models = Models()
+        self._parts: list[_Part] = []
+        self._pacemaker, self._calls = 0, 1
+        """id of the optimizer that ends steps, 0 while unknown; how often it is called after one backward pass"""
+        self._without, self._seen_backward = 0, False
+        """How many optimizer steps have gone on with a step since the last backward pass; whether there was any"""
         self._alive: dict[int, weakref.ref[object]] = {}
-        self._provisional: StepEnd | None = None
+        self._gone: list[tuple[int, TensorReference | None]] = []
+        """Optimizers that were deleted lately, with their first parameter"""
+        self._dead: dict[int, TensorReference] = {}
+        """First parameters of deleted optimizers that the parts or the pacemaker still name, by their names there"""
+        self._early = 0
+        """The codes of boundaries that were replayed before the part's end, as bits"""
+        self._expected: list[int] | None = None
+        """The arguments of the last plain step: most often its loader's alone, of which a batch has these sizes"""
+        self._tokens = self._samples = 0
+        self._work_done, self._append, self._append_plain = writer.work_done, writer.append, writer.append_plain
+        self._timeline, self._timed, self._clean = PhaseTimeline(), False, False
+        self._begun_ns = self._compiling_ns = 0
 
     @property
     def ended(self) -> int:
-        """Number of the last step that has ended, a provisional end included."""
-        return self.step + (self._provisional is not None)
+        """Number of the last step that has ended, the very first one included, which is written later."""
+        return self.step + (not self._pacemaker and bool(self._parts))
 
     @property
     def in_progress(self) -> int:
-        """Number of the step in progress: the same for all optimizers of a cycle, once it is learned."""
-        return self.step + 1 if self._cycle.is_within() else self.ended + 1
+        """Number of the step in progress."""
+        return self.ended + 1
 
-    @property
-    def last_complete(self) -> int:
-        """The same with a manual step that has probably ended: what the rank's end would write."""
-        return self.ended + (self.likely_end is not None and not self.direct)
+    def optimizers(self) -> list[Any]:
+        """Return the living optimizers that have stepped. From any thread."""
+        return [optimizer for known in list(self._alive.values()) if (optimizer := known()) is not None]
 
-    @property
-    def pending(self) -> set[int]:
-        """Optimizers, by id, yet to step in this cycle, if they step within the backward pass: always the same set."""
-        return self._cycle.pending
+    def alive(self, key: int) -> Any:
+        """Return the optimizer of that id; ``None`` if it has not stepped or was deleted."""
+        known = self._alive.get(key)
+        return None if known is None else known()
+
+    # -- values ------------------------------------------------------------------------------------------------------------
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
         """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
         self.log_wins = self.log_wins or loss is not None
-        tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, U32))
+        tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
         values = None
         if self.logged_step() != self.step:
-            values = self.values if self._provisional is None or self._touched() else self._provisional.values
+            values = self._parts[-1].values if self._parts and not self._has(_TRAINING) else self.values
         if (tokens and not self.given.tokens) or (samples and not self.given.samples):
             tokens, samples = self._give_sizes(tokens, samples, values)
         if values is None:
             self.late(self.step, StepFlag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
             return
-        values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, U32)
+        values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, _U32)
         if loss is not None:
             values.loss_sum, values.losses = loss, 1
             values.flags |= StepFlag.LOSS
@@ -109,15 +236,102 @@ class StepRecorder(OpenStep):
 
     def logged_step(self) -> int:
         """Return the number of the step that :meth:`log` would apply to."""
-        ended = self.step and self._provisional is None and not self.direct and not self._touched()
+        ended = self.step and not self._parts and not self.direct and not self._has(_TRAINING)
         return self.step if ended else self.step + 1
 
     def pending_step(self) -> StepValues | int:
-        """Return the number of the step in progress or, while a provisional end leaves that open, its values.
+        """Return the number of the step in progress or, while that is open, its values.
 
-        ``step_values.resolve_step`` turns the values into the number later. For values that a device delivers asynchronously.
+        ``resolve_step`` turns the values into the number later. For values that a device delivers asynchronously.
         """
-        return self.values if self._provisional is not None or self._deferred or self._perturbed else self.step + 1
+        return self.values if self._parts else self.step + 1
+
+    def flag(self, flag: int) -> None:
+        """Set a flag (``StepFlag``) of the step in progress."""
+        self.values.flags |= flag
+
+    def has_flag(self, flag: int) -> bool:
+        """Return True if a flag of the step in progress is set, be it of an earlier part."""
+        return any(values.flags & flag for values in (self.values, *(part.values for part in self._parts)))
+
+    def set_rate(self, rate: float | None) -> None:
+        """Set the learning rate of the step in progress; ``None`` for none."""
+        values = self.values
+        if rate is None:
+            values.flags &= ~StepFlag.LEARNING_RATE
+        else:
+            values.learning_rate = rate
+            values.flags |= StepFlag.LEARNING_RATE
+
+    def add_loss(self, value: float, *, within_step: bool) -> None:
+        """Add the scalar that a backward pass began from. ``within_step``: in a closure; its first evaluation counts."""
+        if self.log_wins:
+            return
+        values = self.values
+        values.losses += 1
+        if not (within_step and values.evaluated):
+            values.loss_sum += value
+            values.evaluated = within_step
+        values.flags |= StepFlag.LOSS
+
+    def add_norm(self, norm: float, scale: float, *, within_step: bool) -> None:
+        """Add the L2 norm of one optimizer's gradients, already divided by ``scale``."""
+        values = self.values
+        values.norm_squared = (values.norm_base if within_step else values.norm_squared) + norm * norm
+        values.norm_scale = scale
+        values.flags |= StepFlag.GRAD_NORM
+
+    def take_norm_back(self) -> None:
+        """Undo :meth:`add_norm` with ``within_step``."""
+        self.values.norm_squared = self.values.norm_base
+
+    def begin_closure(self) -> None:
+        """Note that an optimizer was given a closure.
+
+        Of its evaluations, the first loss counts (``step()`` returns it) and the last gradient, added to those before it.
+        """
+        values = self.values
+        values.norm_base, values.evaluated = values.norm_squared, False
+        values.flags |= StepFlag.CLOSURE
+
+    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
+        """Write values of a step that has ended."""
+        self._append(step, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, loss, norm, 0.0, _UNTIMED, tokens, samples)
+
+    def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
+        """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
+        self.sizes, self._expected = with_sizes(self.sizes, loader, self.given.left(tokens, samples)), None
+
+    def forget_sizes(self) -> None:
+        """Infer no more sizes."""
+        self.sizes, self._expected = {}, None
+
+    def _expect(self) -> None:
+        """Look the sizes up that a plain step's batch has."""
+        self._expected = self.arguments[:2]
+        self._tokens, self._samples = self.sizes.get(self._expected[0], (0, 0)) if self._expected else (0, 0)
+
+    def _give_sizes(self, tokens: int, samples: int, values: StepValues | None) -> tuple[int, int]:
+        """Infer no more what the script gives; return what of it is not counted yet. ``values``: of the step in progress."""
+        tokens_done, samples_done = self._work_done()
+        if tokens and not self.given.tokens:
+            tokens, self.given.tokens = uncounted(tokens, tokens_done, self.step, ended=values is None), True
+            if values is not None:
+                values.tokens = 0
+        if samples and not self.given.samples:
+            samples, self.given.samples = uncounted(samples, samples_done, self.step, ended=values is None), True
+            if values is not None:
+                values.samples = 0
+        known, self.sizes, self._expected = self.sizes, {}, None
+        for loader, sizes in known.items():
+            self.learn_sizes(loader, *sizes)
+        return tokens, samples
+
+    # -- boundaries --------------------------------------------------------------------------------------------------------
+
+    def record_phases(self, *, enabled: bool) -> None:
+        """Record phases from now on, or no longer."""
+        self._timed = enabled
 
     def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
         """Record a boundary; hooks in the hot path append to the trace directly."""
@@ -129,126 +343,182 @@ class StepRecorder(OpenStep):
     def relieve(self) -> None:
         """Replay the trace early if it has become long (a long evaluation)."""
         if len(self.trace) > LONG_TRACE:
-            self.end_where_likely()
-            self._relieved, self._merged_backward = self._relieved or self._goes_on(), self._has_backward()
+            for stamp in self.trace:
+                self._early |= 1 << (stamp & 15)
             self._replay()
+
+    def _has(self, codes: int) -> bool:
+        """Return True if there was one of these boundaries since the last part."""
+        return bool(self._early & codes) or any(codes >> (stamp & 15) & 1 for stamp in self.trace)
 
     def compile_begins(self, now_ns: int) -> None:
         """Begin a compilation in the training thread or the autograd thread that it waits for."""
         self.mark(PIN, now_ns, COMPILE)
         self._compiling_ns = now_ns
 
-    def unwritten(self) -> list[StepEnd]:
-        """See :meth:`OpenStep.so_far`."""
-        return [*self._deferred, *self._perturbed, *filter(None, [self._provisional])]
+    def compile_ends(self, now_ns: int) -> None:
+        """End the compilation; the phase before it continues. Cannot raise."""
+        self._compiling_ns = 0
+        self.trace.append(now_ns << 4 | UNPIN)
+
+    def has_begun(self, besides: Collection[int] = ()) -> bool:
+        """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
+        return self._timeline.started or any(stamp & 15 not in besides for stamp in self.trace[:8])
+
+    def in_fetch(self) -> bool:
+        """Return True if the training thread is fetching a batch."""
+        return bool(self.trace) and self.trace[-1] & 15 == FETCH
+
+    def exhausted(self, since_ns: int) -> set[int]:
+        """Return the arguments of this step's fetches since then that found their loader exhausted."""
+        return exhausted(self.trace, self.arguments, since_ns)
+
+    @property
+    def evaluations(self) -> deque[tuple[int, int]]:
+        """Begin and end of finished evaluations, in ns; for the sampler thread, which removes them."""
+        return self._timeline.evaluations
+
+    def phase(self) -> tuple[int, int]:
+        """Return the current phase and when it began, in ns. For the sampler thread: the trace may change meanwhile."""
+        compiling_ns, last = self._compiling_ns, self.trace[-1:]
+        if compiling_ns:
+            return COMPILE, compiling_ns
+        if not last:
+            return OTHER, self._begun_ns
+        code, named = last[0] & 15, self.arguments[-1:]
+        pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
+        return named[0] if pinned else PHASE_OF[code], last[0] >> 4
+
+    def phase_begun(self, phase: int) -> int:
+        """Return when the last such phase of the step in progress began, in ns; 0 if none is in the trace."""
+        return next((stamp >> 4 for stamp in reversed(self.trace) if PHASE_OF[stamp & 15] == phase), 0)
+
+    def so_far(self) -> tuple[int, PhaseTimeline] | None:
+        """Return the number of the last step written, and a snapshot of the timeline since its end. For the sampler thread.
+
+        ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
+        """
+        step, parts, trace, arguments = self.step, self._parts.copy(), self.trace.copy(), self.arguments.copy()
+        timeline = self._timeline.snapshot()
+        if self._clean:
+            timeline.restart(self._begun_ns)
+        for part in parts:
+            timeline.add(part.spent_ns)
+        with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
+            replay(timeline, trace, arguments)
+            if self.step == step and len(self.trace) >= len(trace):
+                return step, timeline
+        return None
+
+    def open_since(self) -> int:
+        """Return when the last step or part ended, in ns; 0 before the first."""
+        return self._begun_ns
+
+    def _replay(self) -> None:
+        if self._clean:
+            self._timeline.restart(self._begun_ns)
+            self._clean = False
+        if not self.step and not self._timeline.started and self.trace and self._begins_late():
+            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
+        replay(self._timeline, self.trace, self.arguments)
+        self.trace.clear()
+        self.arguments.clear()
+
+    def _begins_late(self) -> bool:
+        """Return True if the first boundary cannot be the beginning of a step."""
+        code = self.trace[0] & 15
+        return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
+
+    def begin_capture(self) -> OpenPart:
+        """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""
+        self.sole = 0  # so that the hooks do not take the fast path
+        aside, self.values = OpenPart(len(self.trace), len(self.arguments), self.values), StepValues()
+        return aside
+
+    def end_capture(self, aside: OpenPart) -> None:
+        """Continue that step, without what was recorded since."""
+        del self.trace[aside.traced :], self.arguments[aside.arguments :]
+        self.values = aside.values
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
-    def optimizer_begins(self, optimizer: object, *, evaluates: bool = False) -> bool:
-        """Note that an optimizer is about to step; if it has already stepped in this cycle, the cycle is over.
+    def optimizer_begins(self, optimizer: Any, *, evaluates: bool = False, within_backward: bool = False) -> bool:
+        """Note that an optimizer is about to step; return True if it has never stepped. Rule 1.
 
-        ``evaluates``: its closure does the backward. Return True if it has never stepped.
+        ``evaluates``: its closure does the backward pass. ``within_backward``: it steps in one (rule 4).
         """
-        key, cycle, fresh = id(optimizer), self._cycle, not self.models.knows(optimizer)
-        if self.likely_end is not None or self._perturbed:
-            for values in (self.values, *(part.values for part in self._perturbed)):
-                values.leave_norm_out()  # measured for a manual step; it is measured again for this one
-        self.likely_end, self._manual = None, False
-        goes_on = fresh and (evaluates or self._goes_on())
-        cycle.catch_up()
-        if (key in cycle.seen and self.alive(key) is optimizer) or cycle.replaces(optimizer):
-            self._settle_repeat(gets_gradients=evaluates or self._has_new_gradient(optimizer))
-        elif self._provisional is not None:
-            if cycle.begins_another(key):
-                self._end_stage()
-            else:
-                self._reopen(self._provisional)
-        elif not evaluates and self._is_more_of_the_last(key) and not self._has_new_gradient(optimizer):
-            cycle.expect_more(key)
-            self._extra, self.sole, self._without = True, 0, self._without + 1
-        if key in cycle.expected:
-            self._merge_all(self._deferred)
-        self._merge_all(self._perturbed)
+        fresh = not self.models.knows(optimizer)
+        goes_on = fresh and (evaluates or self._has(_GOING_ON))
+        if self._gone:
+            self._rename_deleted()
+        if self._dead:
+            self._revive(optimizer)
+        if evaluates or self._has(_BACKWARD):
+            self._end_cycle(PASS if within_backward else id(optimizer))
         if fresh and self.models.begins(optimizer, self.step, goes_on=goes_on):
             self.values.flags |= StepFlag.NEW_MODEL
+        if within_backward:
+            self.in_pass = True
+            self._keep_alive(optimizer)
         return fresh
 
-    def _settle_repeat(self, *, gets_gradients: bool) -> None:
-        """Decide what the provisional end was, now that one of its optimizers steps again."""
-        ended, cycle = self._provisional, self._cycle
-        goes_on = gets_gradients or self._goes_on() or self._without >= MOST_WITHOUT
-        if ended is not None and ended.backward and not goes_on:
-            self._without += 1
-            self._reopen(ended)
-        elif ended is not None and cycle.may_be_occasional(self.step, len(self._deferred)):
-            self._deferred.append(ended)
-            self._provisional = None
-            cycle.defer()
-        else:
-            self._end_stage()
+    def _end_cycle(self, key: int) -> None:
+        """Write the parts as a whole step if that optimizer is among them. Rule 1."""
+        if any(key in part.calls for part in self._parts):
+            last = self._parts[-1]
+            self._pacemaker, self._calls = last.last, last.calls[last.last]
+            self._write_parts()
 
-    def _end_stage(self) -> None:
-        """End the cycle: learn the optimizers that have stepped, and write what is provisional."""
-        self._write_all(self._deferred)
-        self._cycle.learn(self.step)
-        self._commit()
-        self._cycle.pending.clear()
+    def note_unseen(self) -> None:
+        """Note that the training goes on in another thread, where a backward pass may have been missed."""
+        self._early |= _UNSEEN
 
-    def _is_more_of_the_last(self, key: int) -> bool:
-        """Return True if the step written last continues: it had a backward, and there was none since."""
-        known = key in self._cycle.expected and not self.direct and self._without < MOST_WITHOUT
-        return known and self.step not in {0, self._last_bare} and not (self._perturbed or self._goes_on())
-
-    def _has_new_gradient(self, optimizer: object) -> bool:
-        """Return True if the optimizer's first parameter has got another gradient since it last continued a step."""
-        known, now = self._gradient, first_gradient(optimizer) if self._without else None
-        return known is not None and now is not None and known[0] == now[0] and known != now
-
-    def note_nested(self) -> None:
-        """Note that an optimizer's step has called another's."""
-        self._cycle.is_nested = True
-
-    def optimizer_ends(self, optimizer: object, now_ns: int, *, within_backward: bool = False) -> None:
-        """Note that an optimizer has stepped, perhaps ``within_backward``, or that the loss scaler skipped its step."""
-        key, cycle = id(optimizer), self._cycle
-        if key == self.sole:
+    def optimizer_ends(self, optimizer: Any, now_ns: int) -> None:
+        """Note that an optimizer has stepped, or that the loss scaler skipped its step."""
+        if id(optimizer) == self.sole:
             self.end_plainly(now_ns)
             return
-        cycle.within_backward = within_backward
-        if self._without:
-            self._gradient = first_gradient(optimizer)
-        if self.direct or self._extra:
-            self._extra = False
-            self.mark(STEP_ENDS, now_ns)
-            return
-        cycle.note(key)
-        in_one_pass = within_backward and not self._merged_backward
-        if self.alive(key) is not optimizer:
-            self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
-            cycle.note_first(key, optimizer)
-        self._close(now_ns)
-        if cycle.are_complete():
-            cycle.note_occasional(self.step)
-            cycle.in_one_pass = in_one_pass
-            self._commit()
+        self._keep_alive(optimizer)
+        self._stepped(id(optimizer), now_ns)
 
     def end_pass(self) -> None:
-        """End the step with the last backward if only some optimizers have stepped in it, and another one begins.
+        """End the backward pass in which optimizers have stepped. Rule 4."""
+        self.in_pass = False
+        self._stepped(PASS, self.trace[-1] >> 4 if self.trace else time.monotonic_ns())
 
-        Where a cycle is one pass, the others were left out (frozen, unused layers); else they may step in the next one.
-        """
-        if not self._cycle.is_begun() or not self.trace or self.direct:
+    def _stepped(self, key: int, now_ns: int) -> None:
+        """Close a part, and write the step if it is whole. Rules 2 and 3."""
+        if self.direct:
+            self.mark(STEP_ENDS, now_ns)
             return
-        self._cycle.catch_up()
-        trace, arguments = cut_after_backward(self.trace, self.arguments)
-        self._close(self.trace[-1] >> 4)
-        if self._cycle.in_one_pass:
-            self._commit()
-        self.trace += trace
-        self.arguments += arguments
+        has_backward = self._has(_BACKWARD)
+        if has_backward:
+            self._end_cycle(key)  # a closure without a backward pass so far may have done one
+        parts, calls, is_whole = self._parts, {key: 1}, len(self._parts) >= MOST_PARTS
+        if has_backward:
+            self._without, self._seen_backward = 0, True
+        elif parts:
+            grown = parts.pop()
+            self._timeline.add(grown.spent_ns)
+            self.values.merge(grown.values)
+            calls = grown.calls
+            self._without += key in calls
+            calls[key] = calls.pop(key, 0) + 1
+            is_whole = self._without >= MOST_WITHOUT
+        elif self._seen_backward and self._without < MOST_WITHOUT:
+            self._without += 1
+            if key == self._pacemaker:
+                self._calls, self.sole = self._calls + 1, 0
+            self.mark(STEP_ENDS, now_ns)
+            return
+        else:
+            is_whole = True
+        self._close(calls, now_ns)
+        if is_whole or (key == self._pacemaker and calls[key] >= self._calls):
+            self._write_parts()
 
     def end_plainly(self, now_ns: int) -> None:
-        """End the step of the only optimizer: the fast path, taken by nearly all steps.
+        """End the step of the pacemaker alone: the fast path, taken by nearly all steps.
 
         A plain step is one fetch (or none), one backward and one optimizer step, in this order.
         """
@@ -261,7 +531,7 @@ class StepRecorder(OpenStep):
             sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens + self._tokens,
             values.samples + self._samples, values.norm_scale,
         ):  # fmt: skip
-            self._end_fully(now_ns)
+            self._stepped(self.sole, now_ns)
             return
         del self.trace[:], self.arguments[:]
         self._begun_ns, self.step, self.metered = now_ns, step, not step % METER_EVERY
@@ -270,72 +540,26 @@ class StepRecorder(OpenStep):
         values.flags = values.losses = values.tokens = values.samples = 0
         values.loss_sum = values.norm_squared = 0.0
 
-    def _end_fully(self, now_ns: int) -> None:
-        """End a step of the only optimizer that is not plain."""
-        values, self.values, backward = self.values, StepValues(), self._has_backward()
-        self._relieved = self._merged_backward = False
-        self._write(StepEnd(now_ns, self._times(now_ns, values), values, backward))
-
-    def _close(self, now_ns: int) -> None:
-        backward, occasional = self._has_backward(), self._cycle.are_occasional()
-        self._provisional = StepEnd(now_ns, self._times(now_ns, self.values), self.values, backward, occasional)
-        self.values, self._merged_backward, self._relieved = StepValues(), False, False
-        self.sole = 0
-
-    def optimizers(self) -> list[Any]:
-        """Return the living optimizers that have stepped. From any thread."""
-        return [optimizer for known in list(self._alive.values()) if (optimizer := known()) is not None]
-
-    def _forget(self, key: int) -> None:
-        self._alive.pop(key, None)
-        self._cycle.forget(key)
-        self.sole = 0 if self.sole == key else self.sole
-
-    def alive(self, key: int) -> Any:
-        """Return the optimizer of that id; ``None`` if it is unknown or was deleted."""
-        known = self._alive.get(key)
-        return None if known is None else known()
-
-    def _reopen(self, ended: StepEnd) -> None:
-        """Undo a provisional end: another optimizer of the same cycle steps."""
-        self._provisional = None
-        self._merge(ended)
-
-    def _merge(self, ended: StepEnd) -> None:
-        self._replay()
-        self._timeline.add(ended.spent_ns)
-        self.values.merge(ended.values)
-        self._merged_backward = self._merged_backward or ended.backward
-
-    def _merge_all(self, parts: list[StepEnd]) -> None:
-        """Merge provisional ends into the step in progress.
-
-        Where parameters were changed before the last backward, the first loss is the step's: it was computed with the
-        parameters that the step began with (sharpness-aware minimisation).
-        """
-        if any(part.perturbed for part in parts):
-            for later in (self.values, *(part.values for part in parts[1:])):
-                later.leave_loss_out()
-        for part in parts:
-            self._merge(part)
-        parts.clear()
-
     def end(self, now_ns: int) -> None:
-        """End the step at the user's request (``torchobs.step``)."""
-        known, touched = self.direct, self._touched()
+        """End the step at the user's request (``torchobs.step``). Rule 5."""
+        known, touched = self.direct, self._has(_TRAINING)
         self.direct, self.sole = True, 0
-        self._write_all(self._deferred)
-        if self._perturbed:
-            self._commit()
-            self._write_all(self._perturbed)
-        if not known and not touched and self._provisional is None and self.step:
-            return  # the hooks have written this step; from the next one on the user's boundaries count
-        if touched:
-            self._commit()
-        if self._provisional is None:
+        if not self._parts or touched:
+            if not known and not touched and self.step:
+                return  # the hooks have written this step; from the next one on the user's boundaries count
             self.values.flags |= StepFlag.DIRECT
-            self._close(now_ns)
-        self._commit()
+            self._close({}, now_ns)
+        self._write_parts()
+
+    def flush(self) -> None:
+        """Write complete steps when the rank ends. Rule 5."""
+        if self._pacemaker:
+            for part in self._parts:
+                part.values.step = GONE
+                self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
+            self._parts.clear()
+        elif self._parts:
+            self._write_parts()
 
     def restart(self) -> None:
         """Drop the step in progress, since the hooks are off for a while. The next step's start is unknown."""
@@ -346,55 +570,82 @@ class StepRecorder(OpenStep):
         self.values.step = GONE
         self.values = StepValues()
         self.values.flags = StepFlag.UNTIMED
-        self._relieved = True
+        self._early, self.in_pass = _UNSEEN if self._seen_backward else 0, False
 
-    def begin_capture(self) -> OpenPart:
-        """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""
-        self.sole = 0  # so that the hooks do not take the fast path
-        self.pending.clear()
-        aside, self.values = OpenPart(len(self.trace), len(self.arguments), self.values), StepValues()
-        return aside
+    def _close(self, calls: dict[int, int], now_ns: int) -> None:
+        """Close a part: end the timeline, and add the sizes of its batches to its values."""
+        self._replay()
+        values, self.values, self.sole, self._early = self.values, StepValues(), 0, 0
+        spent = self._timeline.close(now_ns)
+        batches, self._timeline.batches = self._timeline.batches, {}
+        for loader, number in batches.items() if self.sizes else ():
+            tokens, samples = self.sizes.get(loader, (0, 0))
+            values.tokens += number * tokens
+            values.samples = min(values.samples + number * samples, _U32)
+        self._clean, self._begun_ns = self._timeline.clean, now_ns
+        self._parts.append(_Part(calls, values, spent, now_ns))
 
-    def flush(self) -> None:
-        """Write complete steps when the rank ends."""
-        self.end_where_likely()
-        self.end_pass()
-        ended = self._provisional
-        if ended is not None and ended.occasional:  # part of a step that does not follow
-            for part in (*self._deferred, ended):
-                part.values.step = GONE
-                self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
-            self._deferred.clear()
-            self._provisional = None
-        self._write_all(self._deferred)
-        self._commit()
-        self._write_all(self._perturbed)
+    def _write_parts(self) -> None:
+        """Write the parts as one step."""
+        parts, self._parts = self._parts, []
+        last, values, step = parts[-1], parts[-1].values, self.step + 1
+        for part in reversed(parts[:-1]):
+            values.merge(part.values)
+        spent = [sum(lengths) for lengths in zip(*[part.spent_ns for part in parts], strict=True)]
+        values.step = self.step = step
+        self.metered = not step % METER_EVERY
+        norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
+        phases = tuple([length / 1e9 for length in spent]) if self._timed else _UNTIMED
+        is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1}
+        self.sole = self._pacemaker if is_plain and self._pacemaker in self._alive else 0
+        self._append(
+            step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, sum(spent[:5]) / 1e9, values.loss_sum,
+            norm, values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
+        )  # fmt: skip
 
-    def end_where_likely(self, *, perturbed: bool = True) -> None:
-        """End the step at ``likely_end``, if set; what was recorded since then belongs to the next step.
+    # -- deleted optimizers ------------------------------------------------------------------------------------------------
 
-        The first few such ends are provisional, since they may be parts of an optimizer's step. ``perturbed``: the parameters
-        are known to have changed meanwhile.
-        """
-        likely, self.likely_end = self.likely_end, None
-        if likely is None or likely[0] > len(self.trace) or self.direct:
+    def _keep_alive(self, optimizer: Any) -> None:
+        """Remember an optimizer, weakly."""
+        key = id(optimizer)
+        if self.alive(key) is optimizer:
             return
-        trace, arguments = cut(self.trace, self.arguments, *likely)
-        values, self.values = self.values, StepValues()
-        now_ns, self.sole = self.trace[-1] >> 4, 0
-        self._perturbed.append(StepEnd(now_ns, self._times(now_ns, values), values, backward=True, perturbed=perturbed))
-        self.trace += trace
-        self.arguments += arguments
-        if self._manual or len(self._perturbed) > MOST_PERTURBATIONS:
-            self._manual = True
-            self._write_all(self._deferred)
-            self._commit()
-            self.sole = 0
-            self._write_all(self._perturbed)
+        first = first_parameter(optimizer)
+        known = None if first is None else TensorReference(first)
+        self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key, known))
 
-    def _commit(self) -> None:
-        ended, self._provisional = self._provisional, None
-        self.sole = 0 if self.direct else self._cycle.begin()  # the next may be plain
-        if ended is not None:
-            self._without = 0 if ended.backward else self._without
-            self._write(ended)
+    def _forget(self, key: int, first: TensorReference | None) -> None:
+        """Note that an optimizer was deleted. In any thread, at any moment."""
+        self._alive.pop(key, None)
+        self.sole = 0 if self.sole == key else self.sole
+        self._gone.append((key, first))
+
+    def _rename_deleted(self) -> None:
+        """Give deleted optimizers names that no living one has."""
+        while self._gone:
+            key, first = self._gone.pop()
+            self._rename(key, -key)
+            if first is not None:
+                self._dead[-key] = first
+        named = {self._pacemaker}.union(*(part.calls for part in self._parts))
+        self._dead = {name: first for name, first in self._dead.items() if name in named}
+
+    def _revive(self, optimizer: Any) -> None:
+        """Let an optimizer over the parameters of a deleted one be that one: it is made anew for each step."""
+        first = first_parameter(optimizer)
+        name = next((name for name, known in self._dead.items() if known() is first is not None), 0)
+        if name:
+            del self._dead[name]
+            self._rename(name, id(optimizer))
+
+    def _rename(self, name: int, other: int) -> None:
+        self._pacemaker = other if self._pacemaker == name else self._pacemaker
+        for part in self._parts:
+            calls = {other if key == name else key: count for key, count in part.calls.items()}
+            part.calls.clear()
+            part.calls.update(calls)
+
+
+def first_parameter(optimizer: Any) -> Any:
+    """Return the first parameter of an optimizer; ``None`` without any."""
+    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)

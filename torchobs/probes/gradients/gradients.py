@@ -95,7 +95,7 @@ class GradientProbe:
         self._no_gradients = NoGradients(context, self._stuck_layers)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
-        hooks.manual_step_ended.register(breaker, self._take_clipping)
+        hooks.pass_ends.register(breaker, self._devices.flush)
         hooks.watched.register(breaker, names.watch)
         names.built_modules.install(context, breaker)
         context.modules[:] = [names.outermost]
@@ -295,14 +295,6 @@ class GradientProbe:
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
 
-    def _take_clipping(self, parameters: Any, count: int) -> None:
-        """Take the norm of a manual step from its clipping, which comes after the measurement."""
-        recorder, clipping = self._context.recorder, self._clip.take(parameters, lambda *_: count)
-        self._clip.forget()
-        if clipping is not None and isinstance(clipping.total, float):
-            recorder.leave_norm_out()
-            recorder.add_norm(clipping.total, 1.0, within_step=False)
-
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Return its number of gradients, counted now and then: parameters are seldom frozen or thawed."""
         count, against, age = self._counts.get(optimizer, (0, -1, 0))
@@ -317,7 +309,7 @@ class GradientProbe:
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
         keys, suspects = list(map(id, parameters)), self._suspects
-        self._devices.of_step(self._context.recorder.step, following=bool(self._context.recorder.pending))
+        self._devices.of_step(self._context.recorder.step, following=self._context.recorder.in_pass)
         made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
         if self._devices.batches and not self._devices.batching:
             self._devices.flush()

@@ -455,7 +455,7 @@ class ExitProbe:
             for explain in context.explain_error:
                 described |= explain(error) or {}
             attributes = described | ({"thread": thread} if thread else {}) | _signal(_cause(error))
-            context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
+            context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.ended)
             self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
         if id(error) != self._followed:
             self._followed = id(error)

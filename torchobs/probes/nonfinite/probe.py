@@ -477,7 +477,7 @@ def _is_idle(device: Any) -> bool:
 def _step_of_gradients(recorder: StepRecorder) -> int:
     """Return the number of the step whose backward pass was the last: the one in progress, or the last that has ended."""
     begun = any(stamp & 15 in {BACKWARD_BEGINS, BACKWARD_ENDS} for stamp in list(recorder.trace))
-    return recorder.in_progress if begun and recorder.likely_end is None else recorder.last_complete
+    return recorder.in_progress if begun else recorder.ended
 
 
 def _faults(parameters: Sequence[Any], models: Iterable[Any]) -> dict[str, Any]:

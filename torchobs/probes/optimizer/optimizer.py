@@ -26,7 +26,6 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.probes.step.manual_steps import OptimizerStandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -148,8 +147,6 @@ class OptimizerProbe:
     def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
         """Insert it into the order if it is new, and update which is the first."""
         models, living = self._context.recorder.models, self._living()
-        if isinstance(optimizer, OptimizerStandIn) and _shares(optimizer, living):
-            return  # SAM moves the weights by hand, too: what has rates is its optimizer
         if models.changes != self._changes:
             self._changes, living = models.changes, []
         if not any(known is optimizer for known in living):
@@ -221,12 +218,6 @@ def _with(optimizer: torch.optim.Optimizer, others: list[torch.optim.Optimizer])
     place = left.index(False) if False in left else len(others)  # all before it stay
     kept = [other for other, stays in zip(others, left, strict=True) if stays]
     return [*kept[:place], optimizer, *kept[place:]]
-
-
-def _shares(optimizer: Any, others: list[torch.optim.Optimizer]) -> bool:
-    """Return True if a real optimizer has parameters of this one."""
-    own = set(_parameters(optimizer))
-    return any(not isinstance(other, OptimizerStandIn) and not own.isdisjoint(_parameters(other)) for other in others)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -177,7 +177,7 @@ class Overflows:
             self.note(optimizer, overflow=bool(found_inf.item()))
             return
         recorder, state = self._context.recorder, self._optimizers.of(optimizer) or _Optimizer(-1)
-        pending = _PendingFlag(recorder.step + 1, state, marked=bool(recorder.values.flags & StepFlag.SKIPPED))
+        pending = _PendingFlag(recorder.step + 1, state, marked=recorder.has_flag(StepFlag.SKIPPED))
         if self._context.device.take(found_inf, pending.arrived.append):
             self._pending.append(pending)
 

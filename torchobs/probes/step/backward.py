@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.step.manual_steps import ManualSteps
     from torchobs.support.error_guard import CircuitBreaker
 
 _ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
 """Positions among the arguments of the engine's ``run_backward``"""
-_MOST_RETURNED = 1024
 
 
 class BackwardWatch:
     """Records where a backward pass begins and ends. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
-    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, manual_steps: ManualSteps) -> None:
-        self._context, self._training, self._breaker, self._manual_steps = context, context.training, breaker, manual_steps
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        self._context, self._training, self._breaker = context, context.training, breaker
+        self._end_pass = breaker.guard(self._pass_ends)
         self._patches: list[Patch] = []
 
     def install(self) -> None:
@@ -49,8 +48,8 @@ class BackwardWatch:
             self._patches.append(Patch(variable, "_execution_engine", self._watched_engine, probe=breaker.probe))
 
     def _watched(self, original: Any) -> Any:
-        training, breaker, manual_steps, hooks = self._training, self._breaker, self._manual_steps, self._context.hooks
-        trace, note = self._context.recorder.trace, self._context.recorder.trace.append
+        training, breaker, hooks, recorder = self._training, self._breaker, self._context.hooks, self._context.recorder
+        note, end_pass = recorder.trace.append, self._end_pass
         takes_loss, modes, is_made = hooks.takes_loss.listeners, dispatch_modes(), graph_being_made()
         notify, thread_id, clock = breaker.guard(hooks.after_closure_backward.notify), get_ident, monotonic_ns
         run = self._compiled(original)
@@ -62,12 +61,7 @@ class BackwardWatch:
             if training.backwards or breaker.is_open or thread_id() != training.thread or (modes() and is_made()):
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
-            manual: bool | None = manual_steps.active
-            if not manual and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
-                manual = manual_steps.second_backward()
             note(clock() << 4 | BACKWARD_BEGINS)
-            if manual:
-                manual_steps.begins(args, kwargs)
             for take_loss in takes_loss:
                 gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
                 take_loss(args[0] if args else kwargs.get("tensors"), gradients, True)  # noqa: FBT003  # a listener
@@ -81,15 +75,22 @@ class BackwardWatch:
                     notify()
                 else:
                     note(clock() << 4 | BACKWARD_ENDS)
-                    if manual:
-                        manual_steps.ends(args, kwargs)
+                    if recorder.in_pass:
+                        end_pass()
 
         return backward
 
+    def _pass_ends(self) -> None:
+        """End a backward pass in which optimizers have stepped."""
+        self._context.hooks.pass_ends.notify()
+        self._context.recorder.end_pass()
+
     def _compiled(self, original: Any) -> Callable[..., Any] | None:
         """Return what calls ``original`` and records nearly every backward pass, or says ``ELSEWHERE``; if it is compiled."""
-        context, owners = self._context, (self._training, self._breaker, self._manual_steps)
-        held = context.recorder.trace, context.hooks.takes_loss.listeners, dispatch_modes(), original, ELSEWHERE
+        context, owners = self._context, (self._training, self._breaker, self._context.recorder)
+        held = (
+            context.recorder.trace, context.hooks.takes_loss.listeners, dispatch_modes(), original, ELSEWHERE, self._end_pass,
+        )  # fmt: skip
         made = make_hook(context.writer.native, "PlainBackward", owners, held)
         return made.run if made is not None else None
 
@@ -111,9 +112,9 @@ class BackwardWatch:
 
     def _watched_run(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the engine's ``run_backward``, recording calls that did not come through ``torch.autograd.backward``."""
-        training, breaker, manual_steps, hooks = self._training, self._breaker, self._manual_steps, self._context.hooks
-        trace, note = self._context.recorder.trace, self._context.recorder.trace.append
-        takes_loss, trains, returned = hooks.takes_loss.listeners, breaker.guard(_trains), manual_steps.returned
+        training, breaker, hooks, recorder = self._training, self._breaker, self._context.hooks, self._context.recorder
+        note, end_pass = recorder.trace.append, self._end_pass
+        takes_loss, trains = hooks.takes_loss.listeners, breaker.guard(_trains)
         notify = breaker.guard(hooks.after_closure_backward.notify)
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -122,10 +123,7 @@ class BackwardWatch:
             if not accumulates and ((len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]) or not trains(args, kwargs)):
                 return plain(*args, **kwargs)
             tensors = args[0] if args else kwargs.get("tensors")
-            manual = accumulates and (manual_steps.active or (trace and manual_steps.second_backward()))
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
-            if manual:
-                manual_steps.begins((tensors,), {})
             for take_loss in takes_loss:
                 take_loss(tensors, args[1] if len(args) > 1 else kwargs.get("grad_tensors"), bool(accumulates))
             training.backwards = 1
@@ -133,16 +131,11 @@ class BackwardWatch:
                 return plain(*args, **kwargs)
             finally:
                 training.backwards = 0
-                ended = monotonic_ns() << 4 | (CLOSURE_GOES_ON if training.in_closure else BACKWARD_ENDS)
-                note(ended)
-                if not accumulates:
-                    if len(returned) >= _MOST_RETURNED:
-                        returned.clear()
-                    returned.add(ended)
+                note(monotonic_ns() << 4 | (CLOSURE_GOES_ON if training.in_closure else BACKWARD_ENDS))
                 if accumulates and training.in_closure:
                     notify()
-                elif manual:
-                    manual_steps.ends((tensors,), {})
+                elif recorder.in_pass:
+                    end_pass()
 
         return run_backward
 

@@ -18,7 +18,7 @@ from torchobs.probes.core.patch import Patch
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.step_values import OpenPart
+    from torchobs.probes.core.step_recorder import OpenPart
     from torchobs.probes.optimizer.optimizer import RateSource
     from torchobs.support.error_guard import CircuitBreaker
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
-from torchobs.probes.core.step_values import GONE, is_left_out, resolve_step
+from torchobs.probes.core.step_recorder import GONE, resolve_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.step_values import StepValues
+    from torchobs.probes.core.step_recorder import StepValues
     from torchobs.support.error_guard import CircuitBreaker
 
 
@@ -240,12 +240,7 @@ class LossProbe:
             step, count = resolve_step(pending[0].pending_step), 1
             while count < len(pending) and resolve_step(pending[count].pending_step) == step:
                 count += 1
-            parts = [
-                part
-                for pending_loss in pending[:count]
-                for part in pending_loss.parts
-                if not is_left_out(pending_loss.pending_step)
-            ]
+            parts = [part for pending_loss in pending[:count] for part in pending_loss.parts]
             if not step or step > recorder.step or not (all(parts) or step == GONE):
                 break
             del pending[:count]

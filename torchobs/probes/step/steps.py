@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.boundaries import (
-    BACKWARD_BEGINS,
     BACKWARD_ENDS,
     CLOSURE_BEGINS,
     CLOSURE_GOES_ON,
@@ -29,7 +28,6 @@ from torchobs.probes.core.model_tracker import ModelChanges
 from torchobs.probes.optimizer.optimizer import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
-from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.probes.step.never_stepped import NeverStepped
 from torchobs.probes.step.other_threads import OtherThreads
 from torchobs.support.error_guard import call
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.optimizer.optimizer import RateSource
-    from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
     Hook = Callable[..., Any]
@@ -58,13 +55,15 @@ class StepProbe:
     name = "step"
     __slots__ = ("__dict__", "_depth", "_given", "_outer", "_untraced")  # the compiled part has them in place
 
-    def __init__(self, scaling: LossScaling, rates: RateSource) -> None:
-        self._scaling, self._rates = scaling, rates
+    def __init__(self, rates: RateSource) -> None:
+        self._rates = rates
         self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
         """Nesting depth of running steps, and the id of the outermost optimizer"""
         self._given = self._untraced = False
         """Whether the step was given a closure; whether its pre hook has found that no graph is being made"""
+        self._nests = False
+        """Whether an optimizer's step has called another's"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of the optimizer's closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -80,9 +79,8 @@ class StepProbe:
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
-        self._manual_steps = ManualSteps(context, self._scaling)
-        self._never_stepped = NeverStepped(context, self._manual_steps)
-        self._backward = BackwardWatch(context, breaker, self._manual_steps)
+        self._never_stepped = NeverStepped(context)
+        self._backward = BackwardWatch(context, breaker)
         self._backward.install()
         self._graphs.install()
         before, after = self._compiled(breaker, self._plain_before(breaker), self._plain_after(breaker))
@@ -114,14 +112,13 @@ class StepProbe:
         """
         recorder, rates, before_step, trace = self._recorder, self._rates, self._before_step, self._recorder.trace
         before, notify = breaker.guard(self._before), breaker.guard(before_step.notify)
-        note, pending = trace.append, recorder.pending
+        note, known = trace.append, recorder.alive
         number_safely, clock, learning_rate = self._number_safely, monotonic_ns, StepFlag.LEARNING_RATE
         modes, is_made = self._modes, self._graph_being_made
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
-            if key != recorder.sole and key in pending and len(pending) > 1:  # one of hundreds within the backward pass
-                pending.discard(key)
+            if recorder.in_pass and not (self._depth or self._nests) and known(key) is optimizer:  # one of hundreds
                 if recorder.step >= before_step.due_at or recorder.step == before_step.last:
                     notify(optimizer, False)  # noqa: FBT003  # a listener
                 return None
@@ -156,21 +153,21 @@ class StepProbe:
     def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
         """Return the post hook: the fast path of nearly every step, inline; other steps call ``_after``.
 
-        A step that the pre hook took on the fast path of an optimizer-in-backward needs nothing.
+        A step within a backward pass that the pre hook took on its fast path needs nothing.
         """
-        recorder, training, running, manual_steps = self._recorder, self._training, self._others.running, self._manual_steps
-        after, pending, end_plainly, clock = self._after, self._recorder.pending, self._recorder.end_plainly, monotonic_ns
+        recorder, training, running = self._recorder, self._training, self._others.running
+        after, end_plainly, clock = self._after, self._recorder.end_plainly, monotonic_ns
         modes, is_made = self._modes, self._graph_being_made
 
         def plain_after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-            if (pending and not self._depth) or breaker.is_open or (not self._untraced and modes() and is_made()):
+            if (recorder.in_pass and not self._depth) or breaker.is_open or (not self._untraced and modes() and is_made()):
                 return
             self._untraced = False
             try:
                 now_ns = clock()
                 if (
                     id(optimizer) != recorder.sole or self._depth != 1 or self._given or recorder.metered
-                    or training.backwards or running or manual_steps.active
+                    or training.backwards or running
                 ):  # fmt: skip
                     after(now_ns, optimizer)
                 else:
@@ -187,7 +184,7 @@ class StepProbe:
         context, recorder, rates = self._context, self._recorder, self._rates
         step = make_hook(
             context.writer.native, "PlainOptimizerStep",
-            (recorder, self._training, self, breaker, self._manual_steps, self._before_step, rates),
+            (recorder, self._training, self, breaker, self._before_step, rates),
             (
                 recorder.trace, recorder.arguments, self._others.running, context.writer.plain_steps, before, after,
                 breaker.guard(recorder.end_plainly), breaker.guard(self._before_step.notify), self._read_rate, self._modes,
@@ -230,19 +227,19 @@ class StepProbe:
         self._others.has_begun = True
         if self._depth and _steps_running() > 1:
             self._depth += 1
-            recorder.note_nested()
+            self._nests = True
             for note_within in self._steps_within:
                 note_within(self._outer, optimizer)
             return None
         self._depth, self._outer = 1, id(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         evaluates = closure and not self._no_backward.get(optimizer)
-        is_not_sole = id(optimizer) != recorder.sole or not recorder.trace
-        fresh = is_not_sole and recorder.optimizer_begins(optimizer, evaluates=evaluates)
-        self._given = closure and not training.backwards
+        within = bool(training.backwards)
+        fresh = self._begins(optimizer, ident, evaluates=evaluates, within_backward=within)
+        self._given = closure and not within
         if evaluates:
             recorder.begin_closure()
-        if not training.backwards:
+        if not within:
             training.thread, training.in_closure = ident, evaluates
             recorder.trace.append(now_ns << 4 | (CLOSURE_BEGINS if evaluates else STEP_BEGINS))
         self._note_rate(optimizer)
@@ -253,6 +250,15 @@ class StepProbe:
         if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
             hook.notify(optimizer, evaluates)
         return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
+
+    def _begins(self, optimizer: torch.optim.Optimizer, ident: int, *, evaluates: bool, within_backward: bool) -> bool:
+        """Let the recorder know that an optimizer begins to step; return True if it has never stepped."""
+        recorder = self._recorder
+        if ident != self._training.thread and not within_backward:
+            recorder.note_unseen()
+        return id(optimizer) != recorder.sole and recorder.optimizer_begins(
+            optimizer, evaluates=evaluates, within_backward=within_backward
+        )
 
     def _is_inside(self, ident: int) -> bool:
         """Return True if that thread is within a step that is left out."""
@@ -309,11 +315,8 @@ class StepProbe:
         self._depth = 0
         if self._given:
             self._closure_ends(optimizer)
-        recorder.optimizer_ends(optimizer, now_ns, within_backward=bool(training.backwards))
-        if self._manual_steps.active:
-            self._manual_steps.optimizer_stepped()
-        if training.backwards:
-            recorder.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass continues
+        if not training.backwards:  # else the pass is the step
+            recorder.optimizer_ends(optimizer, now_ns)
         if metered:
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
 
