@@ -17,8 +17,8 @@ from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
-from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.fetches import StarvationWatch
+from torchobs.probes.data.loaders import BatchWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.probes.core import callees, patch
+from torchobs.probes.core import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,7 +191,7 @@ def test_sessions_under_another_tools_wrapper_leave_one_function_of_ours(flight_
             mlp().eval()
             assert len(run.session.context.recorder.trace) == 1, "told of once"
     assert layers(torch.nn.Module.train if name == "train" else vars(owner)[name]) <= 1
-    assert callees.leads_to(vars(owner)[name], before)
+    assert patch.leads_to(vars(owner)[name], before)
     torchobs.shutdown()
 
 

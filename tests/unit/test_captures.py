@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.probes.core import captures
-from torchobs.probes.core.captures import LONGEST_S, Captures
+from torchobs.probes.core import training_state as captures
+from torchobs.probes.core.training_state import LONGEST_S, Captures
 
 if TYPE_CHECKING:
     from collections.abc import Callable

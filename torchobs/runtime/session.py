@@ -28,7 +28,7 @@ from torchobs.probes.compile.compile import DynamoRules
 from torchobs.probes.core.context import ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.core.hooks import Hooks
-from torchobs.probes.core.patch_watch import PatchWatch
+from torchobs.probes.core.patch import PatchWatch
 from torchobs.probes.core.safe_point import SafePoint
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState

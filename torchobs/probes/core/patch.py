@@ -2,25 +2,32 @@
 
 Other tools patch, too. If one has wrapped our function, it cannot be removed: it stays, disabled, and the next patch of the
 same attribute uses it again, so that there is never more than one. If one restores its own original, our function is lost:
-:meth:`Patch.check`, called by the sampler thread (``patch_watch``), detects that.
+:meth:`Patch.check`, called by the sampler thread, detects that.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections import deque
 from threading import RLock
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.core.callees import leads_to
+from torchobs import catalog
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from torchobs.probes.core.context import ProbeContext
 
     MakeReplacement = Callable[[Any], Any]
 
 PLACED, RESTORED, LOST = "placed", "restored", "lost"
+_MOST = 500
+"""Objects that are searched"""
+_MOST_ITEMS = 64
 
 
 class _DormantPatch(NamedTuple):
@@ -146,6 +153,106 @@ def _transplant(source: Any, target: Any) -> bool:
     for old, new in zip(target.__closure__ or (), source.__closure__ or (), strict=True):
         old.cell_contents = new.cell_contents
     return True
+
+
+def leads_to(function: Any, wanted: Any) -> bool:
+    """Return True if calling ``function`` can call ``wanted``; it is not run.
+
+    The objects that it refers to are searched: decorators keep what they wrap in a closure, in ``__wrapped__``, in a global
+    name or in an object's attribute.
+    """
+    queue, seen = deque([function]), {id(function)}
+    while queue and len(seen) < _MOST:
+        found = queue.popleft()
+        if found is wanted:
+            return True
+        for referred in _referred(found):
+            if id(referred) not in seen:
+                seen.add(id(referred))
+                queue.append(referred)
+    return False
+
+
+def _referred(found: Any) -> Iterator[Any]:
+    """Yield the objects that a call of ``found`` may call."""
+    if isinstance(found, FunctionType):
+        yield from _of_function(found)
+    elif isinstance(found, (MethodType, staticmethod, classmethod)):
+        yield found.__func__
+        if isinstance(found, MethodType):
+            yield found.__self__
+    elif isinstance(found, functools.partial):
+        yield found.func
+        yield from found.args[:_MOST_ITEMS]
+    elif isinstance(found, (list, tuple)):
+        yield from found[:_MOST_ITEMS]
+    elif isinstance(found, dict):
+        if len(found) <= _MOST_ITEMS:
+            yield from list(found.values())
+    elif not isinstance(found, (type, type(functools), str, bytes, int, float)):
+        yield from _of_object(found)
+
+
+def _of_function(found: FunctionType) -> Iterator[Any]:
+    for cell in found.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+    if (wrapped := found.__dict__.get("__wrapped__")) is not None:
+        yield wrapped
+    yield from found.__defaults__ or ()
+    yield from (found.__kwdefaults__ or {}).values()
+    if not str(found.__globals__.get("__name__", "")).startswith(("torch.", "torchobs.")):  # they reach too much
+        yield from (found.__globals__[name] for name in found.__code__.co_names if name in found.__globals__)
+
+
+def _of_object(found: Any) -> Iterator[Any]:
+    """Yield ``__call__`` and the attributes: a function may be held there, or a method used as the replacement."""
+    if isinstance(call := getattr(type(found), "__call__", None), FunctionType):  # noqa: B004  # which function it is
+        yield call
+    held = getattr(found, "__dict__", None)
+    if isinstance(held, dict) and not str(type(found).__module__).startswith(("torch.", "torchobs.")):
+        yield from list(held.values())[:_MOST_ITEMS]
+
+
+class PatchWatch:
+    """Checks every ten seconds that our patches are in place: other tools that restore their own originals remove them.
+
+    In the sampler thread.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+
+    def observe(self) -> None:
+        """Restore removed patches with a warning; where that is not possible, report the probe as disabled."""
+        for patch in active():
+            state = patch.check()
+            if state == LOST:
+                self._report_lost(patch)
+            elif state is not None and state != RESTORED:
+                off = self._context.breaker(patch.probe).is_open
+                self._context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": patch.probe})
+            elif state is not None:
+                self._context.warn_limited(
+                    f"patch {patch.location}",
+                    f"another tool had replaced {patch.location}, so that probe {patch.probe!r} saw nothing of it; "
+                    "it does again",
+                )
+
+    def _report_lost(self, patch: Patch) -> None:
+        context, by = self._context, _name(vars(patch.owner).get(patch.attribute))
+        context.set_gauge(catalog.PROBE_DISABLED, 1.0, {"probe": patch.probe})
+        attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.location} by {by}"}
+        context.event(catalog.EVENT_PROBE_DISABLED, attributes)
+        what = f"{patch.location} was replaced by {by}, which does not call what was there before"
+        context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
+
+
+def _name(replaced_by: Any) -> str:
+    kind = replaced_by if hasattr(replaced_by, "__qualname__") else type(replaced_by)
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
 
 
 renew_in_child(sys.modules[__name__], _mutex=RLock)

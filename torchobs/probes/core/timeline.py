@@ -30,22 +30,38 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.detect.speed import LEAST_USE, were_stored
-from torchobs.probes.core.evaluation_window import EvaluationEnd, EvaluationStart
-from torchobs.probes.data.fetch_times import fetched_since
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torchobs.probes.data.fetch_times import Undecided
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
 """In the order of the step record's phases."""
 
 NOTHING = -1
 _MAX_EVALUATIONS = 64
+
+Undecided = dict[int, tuple[int, int, int]]
+"""Fetches that may be training's or evaluation's. By loader: ns in them, ns after each until the next boundary, their number"""
+
+
+class EvaluationStart(NamedTuple):
+    """The state at ``eval()``, restored if an evaluation followed."""
+
+    owner: int
+    begun_ns: int
+    spent_ns: list[int]
+    undecided: Undecided
+
+
+class EvaluationEnd(NamedTuple):
+    """The state at a fetch from another loader after ``eval()``, where the evaluation may have ended."""
+
+    at_ns: int
+    spent_ns: list[int]
+    undecided: Undecided
 
 
 class PhaseTimeline:
@@ -381,3 +397,16 @@ class PhaseTimeline:
         if self._window is not None:  # until its loader has come to its end, or for good if it has none
             return bool(self._window_loader) and not self._loader
         return not (self.segment == FORWARD and self._loader and self._evaluating)
+
+
+def fetched_since(now: Undecided, then: Undecided, before: Undecided) -> Undecided:
+    """Return the fetches undecided ``before``, and those that were added to ``now`` since ``then``."""
+    found = before.copy()
+    for loader, (data, rest, fetches) in now.items():
+        data_then, rest_then, fetches_then = then.get(loader, (0, 0, 0))
+        if fetches > fetches_then:
+            data_before, rest_before, fetches_before = found.get(loader, (0, 0, 0))
+            found[loader] = (
+                data_before + data - data_then, rest_before + rest - rest_then, fetches_before + fetches - fetches_then,
+            )  # fmt: skip
+    return found

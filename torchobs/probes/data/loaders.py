@@ -22,18 +22,20 @@ from torchobs import catalog
 from torchobs.probes.core.boundaries import LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.batch_sizes import batch_sizes
-from torchobs.probes.data.batch_watch import BatchWatch
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.data.worker_states import LoaderWorker
 from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
+from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from importlib.abc import MetaPathFinder
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 _ROUNDS = 10
@@ -45,6 +47,57 @@ class _Pool(NamedTuple):
 
     iterator: weakref.ref[Any]
     workers: list[Any]
+
+
+class BatchWatch:
+    """Looks at a batch now and then: the first one of every iteration, and one in ten seconds.
+
+    An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and hands on its
+    batch. Any other fetch costs nothing, and no device is synchronised. ``look(iterator, batch)`` is called under the breaker,
+    for batches that :meth:`arm` or :meth:`arm_latest` has asked for.
+    """
+
+    def __init__(self, breaker: CircuitBreaker, look: Callable[[Any, Any], None]) -> None:
+        self._breaker, self._look = breaker, look
+        self._latest: weakref.ref[Any] | None = None
+        self._armed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def begun(self, iterator: Any, *, now: bool) -> None:
+        """Remember an iterator that was begun. ``now``: look at its first batch."""
+        if hasattr(iterator, "_next_data"):
+            self._latest = weakref.ref(iterator)
+            if now:
+                self.arm(iterator)
+
+    def arm_latest(self) -> None:
+        """Look at the next batch of the latest iterator."""
+        latest = self._latest
+        iterator = latest() if latest is not None else None
+        if iterator is not None:
+            self.arm(iterator)
+
+    def arm(self, iterator: Any) -> None:
+        """Look at the iterator's next batch."""
+        if not hasattr(iterator, "_next_data") or "_next_data" in vars(iterator):
+            return
+        known = weakref.ref(iterator)  # a strong reference would keep its workers alive
+        self._armed.add(iterator)
+
+        def next_data() -> Any:
+            fetching: Any = known()
+            vars(fetching).pop("_next_data", None)
+            batch = type(fetching)._next_data(fetching)
+            call(self._breaker, self._look, fetching, batch)
+            return batch
+
+        iterator._next_data = next_data
+
+    def remove(self) -> None:
+        """Restore the iterators."""
+        self._latest = None
+        for iterator in list(self._armed):
+            vars(iterator).pop("_next_data", None)
+        self._armed.clear()
 
 
 class LoaderProbe:

@@ -1,4 +1,4 @@
-"""Record phases and evaluations, and detect that training is idle.
+"""Record phases, evaluations and goodput of the step in progress, and detect that training is idle.
 
 ``Module.train`` is where ``eval()`` and ``train()`` meet; only the outermost call counts, since it recurses into the children.
 """
@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.hangs import idle_from
-from torchobs.flight.metrics.totals import DURATION_SUM
+from torchobs.flight.metrics.fold import clear_credit, credit, credited
+from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
-from torchobs.probes.core.timeline import FORWARD, OTHER
-from torchobs.probes.step.goodput import OpenTime, Startup
+from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 from torchobs.support.graph_safe import outside_of_graphs
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
+
+_LONG_NS = 500_000_000
+_LONG_TRACE, _ROUNDS = 256, 10
+"""A boundary takes a microsecond to replay: with more of them, credit once a second"""
+_STARTUP_ROUNDS = 10
 
 
 class PhaseProbe:
@@ -94,3 +99,87 @@ class PhaseProbe:
         recorder.mark(TRAIN if mode else EVAL, now_ns, id(module))
         if recorder.metered:
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
+
+
+class OpenTime:
+    """Credits the step in progress: goodput before the first step, during long ones and after the last one.
+
+    The fold credits steps when they end (``flight.metrics.fold``), one of up to a second only then. In a longer one,
+    evaluations, checkpoints, compilations, waiting for data and idle time are credited as they go on. At the end the rest is
+    credited, so that the states add up to the rank's lifetime. In the sampler thread; a part of :class:`PhaseProbe`.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context, self._restarts = context, context.recorder.restarts
+        self._ended, self._rounds = False, 0
+        self.evaluating_since_ns = 0
+        """When the evaluation in progress began; 0 if there is none, or none for long"""
+
+    def sample(self, *, last: bool = False) -> None:
+        """Update the credit. ``last``: the rank ends, and the step in progress with it."""
+        recorder, core, now_ns = self._context.recorder, self._context.writer.table.core, monotonic_ns()
+        if recorder.restarts != self._restarts:
+            self._restarts = recorder.restarts
+            core.change(clear_credit)  # hooks were off for a while
+        if now_ns - recorder.open_since() < _LONG_NS and not last:
+            self.evaluating_since_ns = 0
+            return
+        self._rounds += 1
+        if len(recorder.trace) > _LONG_TRACE and self._rounds % _ROUNDS and not last:
+            return
+        if last:
+            self._context.writer.fold()
+        seen = recorder.so_far()
+        if seen is None:
+            return
+        step, timeline = seen
+        self.evaluating_since_ns = timeline.evaluating_since()
+        longest_s = core.totals.floats[DURATION_SUM + 2]
+        spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
+        if last:
+            idle_ns = sum(spent[FORWARD : OTHER + 1])  # it led to no step
+        parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
+        core.change(credit, step, [length / 1e9 for length in parts], sum(spent) / 1e9)
+        if last:
+            core.publish()
+            if not self._ended:
+                recorder.evaluations.extend(timeline.evaluations)
+            self._ended = True
+
+
+class Startup:
+    """Measures the time before the first step: imports, model construction, checkpoint restore; the cost of every restart.
+
+    From the process's start, or from ``init()`` where that says nothing (``Session.open``). Updated once a second, and once
+    exactly when the first step has ended. In the sampler thread; a part of ``PhaseProbe``.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context, self._rounds = context, 0
+        self._cell = context.writer.table.cell(catalog.GOODPUT_TIME, {"state": catalog.STARTUP})
+        self._begun_s = context.writer.header.begun_s
+        self._shown_s = 0.0
+        self._done = context.recorder.step > 0
+
+    def sample(self, *, last: bool = False) -> None:
+        """Update the time. ``last``: the rank ends, with or without a step."""
+        if self._done:
+            return
+        self._rounds += 1
+        totals = self._context.writer.table.core.totals
+        # goodput counts from the first step on
+        known_s = sum(totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)])
+        if totals.ints[Word.STEPS]:
+            self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - (known_s - sum(credited(totals))) - self._begun_s)
+            self._done = True
+        elif last or (not self._rounds % _STARTUP_ROUNDS and not self._steps_begun()):
+            header = self._context.writer.header
+            self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)
+
+    def _steps_begun(self) -> bool:
+        return self._context.recorder.has_begun(besides={EVAL, TRAIN})
+
+    def _show(self, seconds: float) -> None:
+        if self._cell is not None and seconds > self._shown_s:
+            self._shown_s = seconds
+            self._cell.set(seconds)
