@@ -12,10 +12,10 @@ from torchobs.flight.format.step_record import unpack
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 from torchobs.probes.core.boundaries import EXHAUSTED
-from torchobs.probes.core.hooks import Hooks
+from torchobs.probes.core.context import Hooks
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
-from torchobs.probes.data import fetches
+from torchobs.probes.data import loaders
 from torchobs.probes.optimizer.optimizer import RateSource
 from torchobs.probes.step import backward, loss, steps
 from torchobs.support.error_guard import CircuitBreaker
@@ -83,7 +83,7 @@ class StepHooks:
         loss_probe._take, loss_probe._nonfinite = self._note("take"), self._note("nonfinite")
         self.take_loss: Any = loss_probe._taker(self.breaker)
         self.hooks.takes_loss.register(self.breaker, self.take_loss, guarded=True)
-        self.data_probe: Any = fetches.DataProbe()
+        self.data_probe: Any = loaders.DataProbe()
         self.data_probe._context, self.data_probe._grad_enabled = context, lambda: self.gradients
         self.fetch: Any = self.data_probe._watched_next(_act)
         self.backward: Any = watch._watched(_act_given)

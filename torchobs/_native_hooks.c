@@ -179,7 +179,7 @@ static PyObject *backward_run(PyObject *object, PyObject *const *args, Py_ssize_
     return outcome(failed, result, type, error, traceback);
 }
 
-/* -- PlainFetch: torchobs.probes.data.fetches ------------------------------------------------------------------------- */
+/* -- PlainFetch: torchobs.probes.data.loaders ------------------------------------------------------------------------- */
 
 enum { FETCH_METERED, FETCH_THREAD, FETCH_DEPTH, FETCH_IS_OPEN };
 enum { FETCH_TRACE, FETCH_ARGUMENTS, FETCH_GRAD_ENABLED, FETCH_ORIGINAL, FETCH_ELSEWHERE };

@@ -17,8 +17,7 @@ from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
-from torchobs.probes.data.fetches import StarvationWatch
-from torchobs.probes.data.loaders import BatchWatch
+from torchobs.probes.data.loaders import BatchWatch, StarvationWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

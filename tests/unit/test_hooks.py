@@ -13,7 +13,7 @@ import pytest
 from tests.training import recording
 from torchobs.config import settings
 from torchobs.probes import factories
-from torchobs.probes.core.hooks import HookList, Hooks
+from torchobs.probes.core.context import HookList, Hooks
 from torchobs.probes.precision.amp import LossScaling
 from torchobs.support.error_guard import CircuitBreaker
 

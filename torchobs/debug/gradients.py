@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.debug import tensors
 from torchobs.debug.findings import told
-from torchobs.probes.core.hook_removal import remove_hooks, remove_later
+from torchobs.probes.core.safe_point import remove_hooks, remove_later
 from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients
 from torchobs.probes.nonfinite.probe import skips_by_itself

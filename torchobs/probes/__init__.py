@@ -1,7 +1,7 @@
 """What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``).
 
-What probes tell each other while training runs goes through ``core.hooks``; what one needs to know of another is an object that
-:func:`factories` gives to both.
+What probes tell each other while training runs goes through hook lists (``core.context``); what one needs to know of another is
+an object that :func:`factories` gives to both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from torchobs.probes.activations.activations import ActivationProbe
 from torchobs.probes.compile.compile import CompileProbe
 from torchobs.probes.data.epochs import EpochCount, EpochProbe
-from torchobs.probes.data.fetches import DataProbe
-from torchobs.probes.data.loaders import LoaderProbe
+from torchobs.probes.data.loaders import DataProbe, LoaderProbe
 from torchobs.probes.gpu.monitor import GpuProbe
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.gradients.replica_weights import Replicas

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.probes.core.hook_removal import remove_later
+from torchobs.probes.core.safe_point import remove_later
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.identity import identity
 from torchobs.probes import factories
 from torchobs.probes.compile.compile import DynamoRules
-from torchobs.probes.core.context import ProbeContext
+from torchobs.probes.core.context import Hooks, ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
-from torchobs.probes.core.hooks import Hooks
 from torchobs.probes.core.patch import PatchWatch
 from torchobs.probes.core.safe_point import SafePoint
 from torchobs.probes.core.step_recorder import StepRecorder

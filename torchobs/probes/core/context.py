@@ -1,9 +1,11 @@
-"""What every probe is given: where to record, services of the runtime, circuit breakers, overhead accounting."""
+"""What every probe is given: where to record, services of the runtime, circuit breakers, lists of hooks."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
 
 from torchobs.probes.core.step_recorder import METER_EVERY
 from torchobs.support.error_guard import CircuitBreaker
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
     from torchobs.flight.metrics.totals import Anomaly
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
-    from torchobs.probes.core.hooks import Hooks
     from torchobs.probes.core.step_recorder import StepRecorder
     from torchobs.probes.core.training_state import TrainingState
     from torchobs.probes.core.user_scalars import Scalars
     from torchobs.probes.data.worker_states import LoaderWorker
+
+P = ParamSpec("P")
 
 
 class Probe(Protocol):
@@ -127,3 +130,153 @@ class ProbeContext:
     def record_overhead(self, probe: str, ns: int) -> None:
         """Add our own time in a metered step, one in ``METER_EVERY``, times ``METER_EVERY``."""
         self.spent_ns[probe] = self.spent_ns.get(probe, 0) + ns * METER_EVERY
+
+
+class HookList(Generic[P]):
+    """Listeners of one occurrence, called in the order of registration, each guarded by its probe's circuit breaker."""
+
+    __slots__ = ("_by_probe", "_spent_ns", "listeners")
+
+    def __init__(self, spent_ns: dict[str, int]) -> None:
+        self._spent_ns = spent_ns
+        self._by_probe: list[tuple[str, Callable[P, object]]] = []
+        self.listeners: list[Callable[P, object]] = []
+        """For the hot path, which iterates over it itself: always the same list"""
+
+    def register(self, breaker: CircuitBreaker, listener: Callable[P, object], *, guarded: bool = False) -> None:
+        """Add a listener of the breaker's probe. ``guarded``: it guards itself by that breaker, for want of a frame."""
+        self._by_probe.append((breaker.probe, listener if guarded else breaker.guard(listener)))
+        self._update()
+
+    def unregister(self, probe: str) -> None:
+        """Remove the listeners of that probe."""
+        self._by_probe = [entry for entry in self._by_probe if entry[0] != probe]
+        self._update()
+
+    def _update(self) -> None:
+        self.listeners[:] = [listener for _, listener in self._by_probe]
+
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call the listeners in the training thread; each one's time counts as its probe's overhead."""
+        del kwargs
+        now_ns = monotonic_ns()
+        spent = self._spent_ns
+        for probe, listener in self._by_probe:
+            listener(*args)  # type: ignore[call-arg]  # without keywords, which no listener has
+            then_ns, now_ns = now_ns, monotonic_ns()
+            spent[probe] = spent.get(probe, 0) + now_ns - then_ns
+
+
+class BeforeStep(HookList[[Any, bool]]):
+    """Called before an outermost optimizer step, with the optimizer and whether it was given a closure.
+
+    Most steps are of no interest to the listeners, which therefore say when they want to be called next: all set ``due_at``
+    (0 for the next step) and the gradient probe, or without it the optimizer probe, ``last``. The step probe reads both.
+    """
+
+    __slots__ = ("due_at", "last")
+
+    def __init__(self, spent_ns: dict[str, int]) -> None:
+        super().__init__(spent_ns)
+        self.due_at = sys.maxsize
+        """Number of the ended step after which the listeners are called next"""
+        self.last = -1
+        """The same of the last call: they are called for all optimizers of a step, or for none"""
+
+    def unregister(self, probe: str) -> None:
+        """See :class:`HookList`. Those that stay are called before the next step, and set ``due_at`` then."""
+        super().unregister(probe)
+        self.due_at = 0 if self.listeners else sys.maxsize
+
+
+class TakesLoss(HookList[[Any, Any, bool]]):
+    """Called when a backward begins, with its tensors, the given gradients, and whether it accumulates its gradients."""
+
+    __slots__ = ("_instead",)
+
+    def __init__(self, spent_ns: dict[str, int]) -> None:
+        super().__init__(spent_ns)
+        self._instead: Callable[[Any, Any, bool], object] | None = None
+
+    def divert(self, instead: Callable[[Any, Any, bool], object] | None) -> None:
+        """Have this called instead of the listeners, until ``None`` is given: a captured CUDA graph computes no loss yet."""
+        self._instead = instead
+        self._update()
+
+    def _update(self) -> None:
+        registered = [listener for _, listener in self._by_probe]
+        self.listeners[:] = registered if self._instead is None else [self._instead]
+
+
+class DebugLevel(HookList[[int]]):
+    """The debug level in force, and what to call in the sampler thread when it has changed. Set by the command handler."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, spent_ns: dict[str, int]) -> None:
+        super().__init__(spent_ns)
+        self.value = 1
+        """Index into ``flight.files.control.LEVELS``: 0 off, 1 basic, 2 advanced, 3 extreme"""
+
+
+class Hooks:
+    """All hook lists of a session; beside each: who calls it, when, and with what. All but ``level`` in the training thread."""
+
+    __slots__ = (
+        "after_closure_backward",
+        "before_step",
+        "compiles_on_trial",
+        "ends",
+        "ends_by_error",
+        "iterated",
+        "level",
+        "loss_scaled",
+        "nonfinite_arrived",
+        "nonfinite_gradient",
+        "nonfinite_loss",
+        "pass_ends",
+        "steps_within",
+        "takes_loss",
+        "unscales",
+        "watched",
+    )  # fmt: skip
+
+    def __init__(self, spent_ns: dict[str, int]) -> None:
+        self.level = DebugLevel(spent_ns)
+        self.before_step = BeforeStep(spent_ns)
+        """Step probe"""
+        self.after_closure_backward: HookList[[]] = HookList(spent_ns)
+        """Step probe: the outermost backward inside an optimizer's closure has returned"""
+        self.compiles_on_trial: HookList[[bool]] = HookList(spent_ns)
+        """``debug.compile``: what is compiled from now on is a trial beside the training (``True``), or no longer"""
+        self.takes_loss = TakesLoss(spent_ns)
+        """Step probe"""
+        self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
+        """Loss probe: a backward pass begins from these tensors, whose loss is not finite"""
+        self.nonfinite_gradient: HookList[[Any, frozenset[int]]] = HookList(spent_ns)
+        """Gradient probe: this optimizer is about to step with gradients that are not finite; ids of their parameters before
+        clipping, none if unknown"""
+        self.nonfinite_arrived: HookList[[]] = HookList(spent_ns)
+        """Loss probe: a loss that is not finite has arrived from a device; when the next backward begins"""
+        self.ends_by_error: HookList[[BaseException | None]] = HookList(spent_ns)
+        """Exit probe: this exception is about to end the program, or ``sys.exit(n)`` does (``None``)"""
+        self.ends: HookList[[]] = HookList(spent_ns)
+        """Session: it is about to end, with whatever is there still"""
+        self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
+        """Step probe: within the step of the optimizer with this id, this other one begins to step"""
+        self.pass_ends: HookList[[]] = HookList(spent_ns)
+        """Step probe: a backward pass in which optimizers have stepped has come to its end"""
+        self.loss_scaled: HookList[[object, object, Any]] = HookList(spent_ns)
+        """AMP probe: a loss scaler has scaled, with the outputs, the scaled outputs and the scale, a tensor"""
+        self.unscales: HookList[[Any, Any]] = HookList(spent_ns)
+        """AMP probe: a loss scaler is about to divide this optimizer's gradients by this scale, a tensor"""
+        self.iterated: HookList[[Any, Any]] = HookList(spent_ns)
+        """Loader probe: this data loader has returned this iterator"""
+        self.watched: HookList[[Any]] = HookList(spent_ns)
+        """``torchobs.watch``: was given this module"""
+
+    def unregister(self, probe: str) -> None:
+        """Remove the listeners of that probe from every list."""
+        for name in self.__slots__:
+            hook: HookList[...] = getattr(self, name)
+            hook.unregister(probe)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.core.event_pool import EventPool
-from torchobs.probes.core.pinned_buffers import PendingCopies
+from torchobs.probes.core.pinned_buffers import EventPool, PendingCopies
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 The first group's rate is in the record of every step that its optimizer makes, read by the step hook; everything else is read
 from ``param_groups`` by the sampler thread, at no cost to the training. A rate on a device (capturable optimizers) is copied
 without waiting, once a second. Groups are numbered across optimizers, in the order of their first step; an optimizer that
-continues with another's parameters takes its place, and a new model (``model_tracker``) restarts the numbering, since former
+continues with another's parameters takes its place, and a new model (``Models``) restarts the numbering, since former
 optimizers may live on: a scheduler and its optimizer refer to each other.
 
 An optimizer that holds others and calls their steps (torchtitan's ``OptimizersContainer``) has groups of its own that no

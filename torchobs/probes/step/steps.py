@@ -25,8 +25,8 @@ from torchobs.probes.core.boundaries import (
     LONG_TRACE,
     STEP_BEGINS,
 )
-from torchobs.probes.core.hook_removal import remove_hooks
-from torchobs.probes.core.model_tracker import ModelChanges
+from torchobs.probes.core.safe_point import remove_hooks
+from torchobs.probes.core.step_recorder import ModelChanges
 from torchobs.probes.core.thread_frames import ThreadFrames
 from torchobs.probes.optimizer.optimizer import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
