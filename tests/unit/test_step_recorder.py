@@ -134,6 +134,24 @@ def test_an_end_is_provisional_until_the_cycle_is_known(writer: FlightWriter) ->
     assert [record.step for record in records(writer)] == [1, 2]
 
 
+@given(st.permutations("ABC"), st.integers(1, 3), st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(1, 5))
+def test_a_round_of_optimizers_is_a_step(order: list[str], players: int, passes: list[int], rounds: int) -> None:
+    """In whichever order they step, after one backward pass or several each, or two of them after one."""
+    writer, memory = recorded()
+    recorder, optimizers, at = StepRecorder(writer), {name: Optimizer() for name in order}, 10**12
+    for _ in range(rounds):
+        for player, name in enumerate(order[:players]):
+            for _ in range(max(passes[player], player == 0)):
+                recorder.mark(BACKWARD_BEGINS, at := at + 1)
+                recorder.mark(BACKWARD_ENDS, at := at + 1)
+            recorder.optimizer_begins(optimizers[name])
+            recorder.mark(STEP_BEGINS, at := at + 1)
+            recorder.optimizer_ends(optimizers[name], at := at + 1)
+    recorder.flush()
+    found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
+    assert [record.step for record in found if record is not None] == list(range(1, rounds + 1))
+
+
 def test_the_first_step_without_a_loader_has_no_duration(writer: FlightWriter) -> None:
     """Nothing before its backward was seen; the next one has."""
     recorder, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
