@@ -9,7 +9,7 @@
 
 #include <math.h>
 
-/* torchobs.probes.core.boundaries */
+/* torchobs.probes.core.timeline */
 enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7, LONG_TRACE = 4096 };
 /* torchobs.probes.core.step_recorder */
 enum { METER_EVERY = 32 };

@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS
+from torchobs.probes.core.timeline import BACKWARD_BEGINS
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import LossScales, Overflows
 

@@ -16,7 +16,7 @@ import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.probes.core.boundaries import LONG_TRACE
+from torchobs.probes.core.timeline import LONG_TRACE
 from torchobs.probes.data.loaders import BatchWatch, StarvationWatch
 
 if TYPE_CHECKING:

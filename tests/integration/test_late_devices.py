@@ -21,8 +21,8 @@ from tests.slow_device import SlowDevice
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS
 from torchobs.probes.core.device_scalars import DeviceValues
+from torchobs.probes.core.timeline import BACKWARD_BEGINS
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.gradients.norms import Clipping, is_l2

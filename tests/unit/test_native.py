@@ -22,8 +22,8 @@ from torchobs.flight.format.step_record import NO_FETCH, PLAIN_CODES, unpack
 from torchobs.flight.writer.native import compiled
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.probes.core.boundaries import LONG_TRACE
 from torchobs.probes.core.step_recorder import METER_EVERY
+from torchobs.probes.core.timeline import LONG_TRACE
 
 NATIVE: Any = compiled()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=NEEDS_COMPILER)

@@ -15,7 +15,8 @@ from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, unpack
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import FlightWriter, open_writer
-from torchobs.probes.core.boundaries import (
+from torchobs.probes.core.step_recorder import StepRecorder
+from torchobs.probes.core.timeline import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
     EVAL,
@@ -26,7 +27,6 @@ from torchobs.probes.core.boundaries import (
     STEP_BEGINS,
     TRAIN,
 )  # fmt: skip
-from torchobs.probes.core.step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ import traceback
 
 import pytest
 
-from torchobs.probes.core import thread_frames as module
-from torchobs.probes.core.thread_frames import ThreadFrames
+from torchobs.probes.core import training_state as module
+from torchobs.probes.core.training_state import ThreadFrames
 
 
 def test_all_threads_have_all_their_frames() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
 
 from torchobs.probes.core.step_recorder import METER_EVERY
 from torchobs.support.error_guard import CircuitBreaker
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from torchobs.probes.data.worker_states import LoaderWorker
 
 P = ParamSpec("P")
+
+LONG_NS = 100_000_000
+"""Spans from this length on are always written: there can be ten a second at most."""
+_EVERY_NS, _BURST = 10_000_000_000, 10
 
 
 class Probe(Protocol):
@@ -130,6 +135,11 @@ class ProbeContext:
     def record_overhead(self, probe: str, ns: int) -> None:
         """Add our own time in a metered step, one in ``METER_EVERY``, times ``METER_EVERY``."""
         self.spent_ns[probe] = self.spent_ns.get(probe, 0) + ns * METER_EVERY
+
+
+def span_limiter() -> RateLimiter:
+    """Return a limiter for one probe's short spans, in ns: frequent ones must not evict entries of the small event ring."""
+    return RateLimiter(_EVERY_NS, _BURST)
 
 
 class HookList(Generic[P]):

@@ -14,7 +14,7 @@ from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.core.thread_frames import ThreadFrames
+from torchobs.probes.core.training_state import ThreadFrames
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:

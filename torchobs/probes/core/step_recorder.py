@@ -30,20 +30,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
 from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.probes.core.boundaries import (
+from torchobs.probes.core.timeline import (
     BACKWARD_BEGINS,
     CLOSURE_BEGINS,
+    COMPILE,
     FETCH,
     LONG_TRACE,
+    OTHER,
     PHASE_OF,
     PIN,
     STEP_BEGINS,
     STEP_ENDS,
     UNPIN,
+    PhaseTimeline,
     exhausted,
     replay,
 )
-from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.support.references import TensorReference
 
@@ -154,7 +156,7 @@ class StepRecorder:
         self.trace: list[int] = []
         """Boundaries since the last part or record; hooks append to it"""
         self.arguments: list[int] = []
-        """Those of the boundaries that have one (``boundaries.ARGUED``)"""
+        """Those of the boundaries that have one (``timeline.ARGUED``)"""
         self.values = StepValues()
         """Of the part in progress; replaced at each end that is not a plain step's"""
         self.direct = False

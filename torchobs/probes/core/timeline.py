@@ -24,6 +24,11 @@ Evaluation is neither a step nor part of one. It is
   before the next loader's fetch.
 
 Rollouts of a reinforcement learner in ``eval()`` mode look like an evaluation, unless they are marked as ``rollout``.
+
+Boundaries are integers, ``ns << 4 | code``, which are interpreted when the step ends. Between real steps caches are cold, and a
+hook costs what it touches: the same arithmetic took ten times longer spread over five hooks than in one place. So a hook
+appends one integer. The boundaries of a plain step (``StepRecorder.end_plainly``) go into the record as they are; any others
+are replayed through :class:`PhaseTimeline`.
 """
 
 from __future__ import annotations
@@ -35,10 +40,29 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.detect.speed import LEAST_USE, were_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
 """In the order of the step record's phases."""
+
+(
+    FETCH, FETCHED, FETCHED_NO_GRAD, EXHAUSTED, EXHAUSTED_NO_GRAD, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS,
+    CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_ENDS, EVAL, TRAIN, PIN, UNPIN, LOADER_STARTS,
+) = range(16)  # fmt: skip
+"""Those of a plain step are a part of the flight file's format (``step_record.PLAIN_CODES``). Each NO_GRAD code is its plain
+code + 1. FETCH, EVAL, TRAIN and PIN have an argument, in a separate list, in order."""
+ARGUED = frozenset({FETCH, EVAL, TRAIN, PIN})
+
+PHASE_OF = (
+    DATA, FORWARD, FORWARD, OTHER, OTHER, BACKWARD, OTHER, OPTIMIZER, FORWARD, OPTIMIZER, OTHER, OTHER, OTHER, OTHER,
+    OTHER, DATA,
+)  # fmt: skip
+"""The phase that begins at each code."""
+
+LONG_TRACE = 4096
+"""Boundaries kept until the step ends. A longer trace (an evaluation, serving) is replayed early."""
+
+_CODE = 15
 
 NOTHING = -1
 _MAX_EVALUATIONS = 64
@@ -349,14 +373,11 @@ class PhaseTimeline:
 
     def snapshot(self) -> PhaseTimeline:
         """Return a copy of the timeline. From any thread; the original may change meanwhile."""
-        return copy(self).detached()
-
-    def detached(self) -> PhaseTimeline:
-        """Copy the mutable state that this shallow copy shares with its original."""
-        self.spent_ns, self._pinned = self.spent_ns.copy(), self._pinned.copy()
-        self._fetched_together = self._fetched_together.copy()
-        self._undecided, self.evaluations, self.batches = self._undecided.copy(), deque(), {}
-        return self
+        other = copy(self)
+        other.spent_ns, other._pinned = other.spent_ns.copy(), other._pinned.copy()
+        other._fetched_together, other._undecided = other._fetched_together.copy(), other._undecided.copy()
+        other.evaluations, other.batches = deque(), {}
+        return other
 
     def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
         """Return the ns spent in each segment if the step ended now, and how many of them were idle.
@@ -409,4 +430,40 @@ def fetched_since(now: Undecided, then: Undecided, before: Undecided) -> Undecid
             found[loader] = (
                 data_before + data - data_then, rest_before + rest - rest_then, fetches_before + fetches - fetches_then,
             )  # fmt: skip
+    return found
+
+
+def replay(timeline: PhaseTimeline, trace: Iterable[int], arguments: Sequence[int]) -> None:
+    """Apply a trace to the timeline."""
+    following = iter(arguments)
+    for stamp in trace:
+        code, now_ns = stamp & _CODE, stamp >> 4
+        if code == FETCH:
+            timeline.fetch_begins(next(following), now_ns)
+        elif FETCHED <= code <= EXHAUSTED_NO_GRAD:
+            exhausted, gradients = code >= EXHAUSTED, code in (FETCHED, EXHAUSTED)
+            timeline.fetch_ends(now_ns, exhausted=exhausted, gradients=gradients)
+        elif code == BACKWARD_BEGINS:
+            timeline.backward_begins(now_ns)
+        elif code == EVAL:
+            timeline.evaluation_begins(next(following), now_ns)
+        elif code == TRAIN:
+            timeline.evaluation_ends(next(following), now_ns)
+        elif code == PIN:
+            timeline.pin(next(following), now_ns)
+        elif code == UNPIN:
+            timeline.unpin(now_ns)
+        else:
+            timeline.turn(PHASE_OF[code], now_ns)
+
+
+def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> set[int]:
+    """Return the arguments of the fetches since ``since_ns`` that found their loader exhausted."""
+    following, fetching, found = iter(arguments), 0, set[int]()
+    for stamp in trace:
+        code = stamp & _CODE
+        if code in ARGUED:
+            fetching = next(following)
+        elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
+            found.add(fetching)
     return found

@@ -22,8 +22,8 @@ from torchobs import catalog
 from torchobs.detect.speed import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
-from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
 from torchobs.probes.data.batch_sizes import batch_sizes
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.data.worker_states import LoaderWorker

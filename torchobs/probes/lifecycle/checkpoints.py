@@ -27,10 +27,9 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import PIN, UNPIN
+from torchobs.probes.core.context import LONG_NS, span_limiter
 from torchobs.probes.core.patch import Patch, once
-from torchobs.probes.core.span_limit import LONG_NS, span_limiter
-from torchobs.probes.core.timeline import CHECKPOINT
+from torchobs.probes.core.timeline import CHECKPOINT, PIN, UNPIN
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel

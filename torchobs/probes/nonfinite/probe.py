@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.spikes import HEALTHY
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.safe_point import remove_hooks
+from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames, is_users, locals_of
 from torchobs.probes.nonfinite.origin import (

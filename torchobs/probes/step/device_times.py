@@ -21,11 +21,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.boundaries import EVAL, EXHAUSTED_NO_GRAD, FETCHED_NO_GRAD, PIN, TRAIN
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.pinned_buffers import EventPool
 from torchobs.probes.core.safe_point import remove_hooks
-from torchobs.probes.core.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
+from torchobs.probes.core.timeline import (
+    BACKWARD,
+    DATA,
+    EVAL,
+    EXHAUSTED_NO_GRAD,
+    FETCHED_NO_GRAD,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    PIN,
+    TRAIN,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

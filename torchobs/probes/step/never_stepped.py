@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import BACKWARD_ENDS
+from torchobs.probes.core.timeline import BACKWARD_ENDS
 from torchobs.support.references import living_optimizers
 
 if TYPE_CHECKING:

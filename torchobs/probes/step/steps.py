@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
-from torchobs.probes.core.boundaries import (
+from torchobs.probes.core.safe_point import remove_hooks
+from torchobs.probes.core.step_recorder import ModelChanges
+from torchobs.probes.core.timeline import (
     BACKWARD_ENDS,
     CLOSURE_BEGINS,
     CLOSURE_GOES_ON,
     LONG_TRACE,
     STEP_BEGINS,
 )
-from torchobs.probes.core.safe_point import remove_hooks
-from torchobs.probes.core.step_recorder import ModelChanges
-from torchobs.probes.core.thread_frames import ThreadFrames
+from torchobs.probes.core.training_state import ThreadFrames
 from torchobs.probes.optimizer.optimizer import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
