@@ -83,7 +83,7 @@ class StepProbe:
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
-        self._never_stepped = NeverStepped(context)
+        self._never_stepped = NeverStepped(context, breaker)
         self._backward = BackwardWatch(context, breaker)
         self._backward.install()
         self._graphs.install()
@@ -95,6 +95,7 @@ class StepProbe:
         handles, self._handles = self._handles, []
         if handles:
             remove_hooks(handles)
+        self._never_stepped.remove()
         self._backward.remove()
         self._graphs.remove()
 
