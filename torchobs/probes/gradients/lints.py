@@ -14,8 +14,8 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
-from torchobs.probes.core.boundaries import BACKWARD_ENDS
 from torchobs.probes.core.object_index import ObjectIndex
+from torchobs.probes.core.timeline import BACKWARD_ENDS
 from torchobs.probes.gradients.parameter_names import clean
 from torchobs.probes.nonfinite.graph import accumulator_of
 from torchobs.support.references import TensorReference, living_optimizers
