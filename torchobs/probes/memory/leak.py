@@ -49,23 +49,8 @@ _OWN = ("torchobs.", "tracemalloc.", "weakref.", "torch.storage.UntypedStorage")
 class Amount(NamedTuple):
     """A number of objects, and their bytes."""
 
-    number: int = 0
-    size: int = 0
-
-    def __sub__(self, other: Amount) -> Amount:
-        """Return the difference of both."""
-        return Amount(self.number - other.number, self.size - other.size)
-
-
-class TensorKind(NamedTuple):
-    """Shape, type and device, as text."""
-
-    shape: str
-    dtype: str
-    device: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{self.shape} on {self.device}"
+    number: int
+    size: int
 
 
 @dataclass(slots=True)
@@ -74,8 +59,10 @@ class LiveObjects:
 
     types: Counter[int] = field(default_factory=Counter)
     """By the type's ``id``"""
-    tensors: Amount = field(default_factory=Amount)
-    kinds: dict[TensorKind, Amount] = field(default_factory=dict)
+    tensors: Counter[str] = field(default_factory=Counter)
+    """By kind: type, shape and device"""
+    sizes: Counter[str] = field(default_factory=Counter)
+    """Their bytes, by kind"""
 
 
 def count_objects(torch: Any) -> LiveObjects:
@@ -97,9 +84,12 @@ def grown_types(before: LiveObjects, after: LiveObjects) -> list[tuple[str, int]
     return sorted(rows, key=lambda row: -row[1])
 
 
-def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[TensorKind, Amount]]:
+def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[str, Amount]]:
     """Return the kinds of tensors that have more objects and no fewer bytes than before, the most bytes first."""
-    differences = ((kind, amount - before.kinds.get(kind, Amount())) for kind, amount in after.kinds.items())
+    differences = (
+        (kind, Amount(number - before.tensors[kind], after.sizes[kind] - before.sizes[kind]))
+        for kind, number in after.tensors.items()
+    )
     rows = [(kind, more) for kind, more in differences if more.number > 0 and more.size >= 0]
     return sorted(rows, key=lambda row: (-row[1].size, -row[1].number))
 
@@ -120,16 +110,10 @@ def _add(found: LiveObjects, known: ref[Any], storages: set[int], torch: Any) ->
         key, size = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError):  # one of functorch's, which has no memory of its own
         return
-    one = Amount(1, 0 if key in storages else size)
+    kind = f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, x.shape))}] on {x.device}"
+    found.tensors[kind] += 1
+    found.sizes[kind] += 0 if key in storages else size
     storages.add(key)
-    found.tensors = _sum(found.tensors, one)
-    shape = ", ".join(map(str, x.shape))
-    kind = TensorKind(f"[{shape}]", str(x.dtype).removeprefix("torch."), str(x.device))
-    found.kinds[kind] = _sum(found.kinds.get(kind, Amount()), one)
-
-
-def _sum(one: Amount, other: Amount) -> Amount:
-    return Amount(one.number + other.number, one.size + other.size)
 
 
 MOST_TOLD, MOST_ROWS = 5, 30
@@ -353,8 +337,8 @@ class HostTrace:
         lines = self._lines()
         counts = self._counts if len(self._counts) == 2 else [LiveObjects(), LiveObjects()]  # noqa: PLR2004  # both
         types, kinds = grown_types(*counts), grown_kinds(*counts)
-        tensors, grown = counts[1].tensors - counts[0].tensors, self._resident[1] - self._resident[0]
-        if tensors.size > sum(
+        grown, tensor_bytes = self._resident[1] - self._resident[0], counts[1].sizes.total() - counts[0].sizes.total()
+        if tensor_bytes > sum(
             more.size for _, more in lines
         ):  # tensors lie outside of Python's memory: by the number of objects
             lines = sorted(lines, key=lambda row: -row[1].number)
@@ -365,7 +349,7 @@ class HostTrace:
         }
         attributes: dict[str, object] = {
             "space": "host", "ended": self._ended, "seconds": round(self._passed_s, 1), "steps": self._steps, "grown": grown,
-            "tensor_bytes": tensors.size, **{name: rows[:MOST_TOLD] for name, rows in told.items() if rows},
+            "tensor_bytes": tensor_bytes, **{name: rows[:MOST_TOLD] for name, rows in told.items() if rows},
         }  # fmt: skip
         tell(self._context, attributes, {name: rows[:MOST_ROWS] for name, rows in told.items()})
 
@@ -378,14 +362,14 @@ class HostTrace:
             return []
         earlier, later = self._snapshots
         self._snapshots = []
-        sums: dict[str, Amount] = {}
+        numbers, sizes = Counter[str](), Counter[str]()
         for one in later.compare_to(earlier, "traceback"):
             line = innermost(one.traceback) if one.count_diff > 0 and one.size_diff > 0 else None
             if line is not None:
-                known = sums.get(line, Amount())
-                sums[line] = Amount(known.number + one.count_diff, known.size + one.size_diff)
+                numbers[line] += one.count_diff
+                sizes[line] += one.size_diff
             self._context.yield_gil()
-        return sorted(sums.items(), key=lambda row: -row[1].size)
+        return [(line, Amount(numbers[line], size)) for line, size in sizes.most_common()]
 
 
 class _Tracing:
