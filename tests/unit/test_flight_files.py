@@ -651,5 +651,5 @@ def test_a_command_is_there_whole_or_not_at_all(directory_fd: int, flight_dir: P
     path(flight_dir).unlink()
     path(flight_dir).mkdir()
     with pytest.raises(OSError, match="irectory"):
-        control._replace(directory_fd, control.file_name(TARGET), b"x")
+        write_command(directory_fd, TARGET, Command(level=1))
     assert [entry.name for entry in flight_dir.iterdir()] == [control.file_name(TARGET)]

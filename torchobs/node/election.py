@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import time
-from secrets import token_hex
 from typing import NamedTuple
 
 from torchobs._version import __version__
@@ -108,15 +107,7 @@ class Announcement(NamedTuple):
 def announce(directory_fd: int, address: str, *, tls: bool = False) -> Announcement:
     """Atomically publish that this process listens on ``address``. Raises ``OSError``."""
     announced = Announcement(os.getpid(), address, url(address, tls=tls), time.time(), __version__)
-    temporary = f".{NAME}-{token_hex(8)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
-    try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(json.dumps(announced._asdict()) + "\n")
-        os.rename(temporary, NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
-    except OSError:
-        os.unlink(temporary, dir_fd=directory_fd)
-        raise
+    entries.replace(directory_fd, NAME, json.dumps(announced._asdict()).encode() + b"\n", 0o600)
     return announced
 
 

@@ -12,7 +12,6 @@ from torchobs.runtime.stacks import StallWatch, Watchdog, write_stacks
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
-    from torchobs.flight.files.control import Command
     from torchobs.probes.core.context import ProbeContext
     from torchobs.runtime.probe_manager import ProbeManager
 
@@ -21,21 +20,27 @@ _STEP = "step"
 
 
 class CommandHandler:
-    """Polls this incarnation's control file and applies it. Starts from the settings."""
+    """Polls this incarnation's control file and applies it. Starts from the settings. For the sampler thread."""
 
     def __init__(self, context: ProbeContext, probe_manager: ProbeManager, directory: str) -> None:
         self._context, self._probe_manager = context, probe_manager
         self._reader = ControlReader(directory, context.writer.header.incarnation)
         self._probes_off = context.settings.disable_probes
-        self._diagnostics = Diagnostics(context)
+        self._profiles = Profiles(context)
+        self._watchdog = Watchdog(context.writer) if context.settings.watchdog else None
+        self._stall_watch = StallWatch(context) if context.settings.watchdog else None
         self._records_steps = True
         self._set_level(LEVELS.index(context.settings.level))
         self._publish_step_recording()
 
     def sample(self) -> None:
-        """Read the control file and apply a new command. Called ten times a second."""
+        """Advance profiles, reset the watchdogs, and apply a new command. Called ten times a second."""
         command, context = self._reader.poll(), self._context
-        self._diagnostics.sample(steps_recorded=self._records_steps)
+        self._profiles.sample()
+        if self._stall_watch is not None and self._records_steps:
+            call(context.breaker("watchdog"), self._stall_watch.sample)
+        if self._watchdog is not None:
+            call(context.breaker("watchdog"), self._watchdog.sample)
         self._publish_step_recording()
         if command is None:
             return
@@ -47,7 +52,10 @@ class CommandHandler:
         if level != previous:
             for level_changed in list(context.hooks.level.listeners):
                 level_changed(level)
-        self._diagnostics.apply(command)
+        if command.stacks:
+            self._write_stacks(command.stacks_seq)
+        if command.profile_steps:
+            self._profiles.request(command.profile_steps, command.profile_seq)
         self._publish_step_recording()
 
     def _publish_step_recording(self) -> None:
@@ -62,45 +70,16 @@ class CommandHandler:
         self._probe_manager.switch_off(PROBES if level == OFF else self._probes_off)
         self._context.writer.level(level)
 
-    def close(self) -> None:
-        """Release the directory, the timer and the signal. Idempotent."""
-        self._diagnostics.close()
-        self._reader.close()
-
-
-class Diagnostics:
-    """Diagnostics of a rank, on request or when it is stuck: stack dumps, profiles, the watchdogs. For the sampler thread."""
-
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
-        self._profiles = Profiles(context)
-        self._watchdog = Watchdog(context.writer) if context.settings.watchdog else None
-        self._stall_watch = StallWatch(context) if context.settings.watchdog else None
-
-    def apply(self, command: Command) -> None:
-        """Carry out the command's requests; a failure of one does not affect the others."""
-        if command.stacks:
-            self._write_stacks("stacks", command)
-        if command.profile_steps:
-            self._profiles.request(command.profile_steps, command.profile_seq)
-
-    def sample(self, *, steps_recorded: bool) -> None:
-        """Advance profiles, reset the watchdog, and look whether training goes on. Called ten times a second."""
-        self._profiles.sample()
-        if self._stall_watch is not None and steps_recorded:
-            call(self._context.breaker("watchdog"), self._stall_watch.sample)
-        if self._watchdog is not None:
-            call(self._context.breaker("watchdog"), self._watchdog.sample)
+    def _write_stacks(self, number: int) -> None:
+        breaker = CircuitBreaker("stacks")
+        call(breaker, write_stacks, self._context, number)
+        if breaker.failures:
+            reason = f"{breaker.failures[0].exception} at {breaker.failures[0].location}"
+            self._context.warn_limited("stacks", f"stacks could not be written: {reason}", own=True)
 
     def close(self) -> None:
-        """Stop. Called at the session's end, from any thread."""
+        """Release the directory, the timer and the signal. Idempotent, from any thread."""
         call(CircuitBreaker("profile"), self._profiles.close)
         if self._watchdog is not None:
             call(CircuitBreaker("watchdog"), self._watchdog.close)
-
-    def _write_stacks(self, what: str, command: Command) -> None:
-        breaker = CircuitBreaker(what)
-        call(breaker, write_stacks, self._context, command.stacks_seq)
-        if breaker.failures:
-            reason = f"{breaker.failures[0].exception} at {breaker.failures[0].location}"
-            self._context.warn_limited(what, f"{what} could not be written: {reason}", own=True)
+        self._reader.close()

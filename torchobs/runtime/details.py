@@ -140,13 +140,12 @@ def _torch(torch: Any) -> dict[str, Any]:
 
 FIRST_INTERVAL_S = 0.5
 MOST_ROWS = 128
-MOST_CURVES = 48
 METRICS = (
     catalog.MEMORY_HOST_RSS, catalog.MEMORY_HOST_CHILDREN_RSS, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_RESERVED, catalog.AMP_SCALE, catalog.GRAD_LAYER_NORM,
 )  # fmt: skip
-MOST_ACTIVATIONS = 24
-"""More curves of layers' outputs, at level extreme"""
+CURVES = ((METRICS, 48), ((catalog.ACTIVATION_LAYER_STD,), 24))
+"""Metrics, and how many curves these have together; those of layers' outputs come at level extreme."""
 
 
 class GaugeHistory:
@@ -156,8 +155,7 @@ class GaugeHistory:
         self._context = context
         self._series = 0
         self._names: list[str] = []
-        self._activations = 0
-        """How many of them are of layers' outputs"""
+        self._left = [most for _, most in CURVES]
         self._cells: list[Cell] = []
         self._rows: list[tuple[float, int, tuple[float, ...]]] = []
         self._interval_s, self._due_s = FIRST_INTERVAL_S, 0.0
@@ -189,16 +187,11 @@ class GaugeHistory:
         writer.history.replace(payload)
 
     def _find_cells(self) -> None:
-        for metric in METRICS:
-            for attribute, cell in self._context.writer.table.cells_of(metric).items():
-                name = f"{metric.name}{{{attribute[:120]}}}" if attribute else metric.name
-                if name not in self._names and len(self._names) - self._activations < MOST_CURVES:
-                    self._names.append(name)
-                    self._cells.append(cell)
-        metric = catalog.ACTIVATION_LAYER_STD
-        for layer, cell in self._context.writer.table.cells_of(metric).items():
-            name = f"{metric.name}{{{layer[:120]}}}"
-            if name not in self._names and self._activations < MOST_ACTIVATIONS:
-                self._names.append(name)
-                self._cells.append(cell)
-                self._activations += 1
+        for group, (metrics, _) in enumerate(CURVES):
+            for metric in metrics:
+                for attribute, cell in self._context.writer.table.cells_of(metric).items():
+                    name = f"{metric.name}{{{attribute[:120]}}}" if attribute else metric.name
+                    if name not in self._names and self._left[group]:
+                        self._left[group] -= 1
+                        self._names.append(name)
+                        self._cells.append(cell)

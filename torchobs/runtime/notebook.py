@@ -7,7 +7,7 @@ import time
 from collections import deque
 from html import escape
 from importlib import import_module
-from math import isfinite, isnan
+from math import isnan
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchobs import catalog
 from torchobs.detect.hangs import Standstill, standstill
 from torchobs.flight.format.layout import LIVE_PHASES
-from torchobs.flight.metrics.totals import Word
+from torchobs.flight.metrics.totals import Word, is_active
 from torchobs.runtime.stacks import durations, live_phase
 from torchobs.support.import_hooks import imported
 
@@ -117,10 +117,8 @@ class NotebookStatus:
             self._handle.update(self._html(words))
 
     def _html(self, words: str) -> Any:
-        return _display().HTML(self._line(words))
-
-    def _line(self, words: str) -> str:
-        return f'<div role="status" style="{_STYLE}"><b>torchobs</b> {escape(self._name)} · {words}</div>'
+        line = f'<div role="status" style="{_STYLE}"><b>torchobs</b> {escape(self._name)} · {words}</div>'
+        return _display().HTML(line)
 
     def _state(self, now_s: float) -> str:
         totals, step = self._context.writer.table.core.totals, self._context.recorder.step
@@ -139,11 +137,7 @@ class NotebookStatus:
         if self._step_s:
             parts.append("– steps/s" if still or LIVE_PHASES[phase] == "idle" else f"{1 / self._step_s[-1]:.3g} steps/s")
         parts.append(LIVE_PHASES[phase])
-        odd = [
-            kind
-            for index, kind in enumerate(catalog.ANOMALY_KINDS)
-            if _counted(totals.ints[Word.ACTIVE + index], totals.floats[Word.ACTIVE + index])
-        ]
+        odd = [kind for index, kind in enumerate(catalog.ANOMALY_KINDS) if is_active(totals, index)]
         parts += [f"<b>⚠ {escape(kind.replace('_', ' '))}</b>" for kind in odd]
         return " · ".join(parts)
 
@@ -157,8 +151,3 @@ class NotebookStatus:
 def _display() -> Any:
     """Return IPython's module, which has no types."""
     return import_module("IPython.display")
-
-
-def _counted(bits: int, value: float) -> bool:
-    """Return True for a gauge that is 1; absent ones are NaN."""
-    return bool(bits) and isfinite(value) and value > 0

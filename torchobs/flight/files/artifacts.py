@@ -14,11 +14,10 @@ import hashlib
 import os
 import re
 from itertools import islice
-from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files import entries
-from torchobs.flight.files.create import SUFFIX, TEMPORARY, shortage
+from torchobs.flight.files.create import SUFFIX, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +124,7 @@ def create(place: FlightDirectory, name: str) -> Descriptor:
 @contextlib.contextmanager
 def new(place: FlightDirectory, evidence: ArtifactName) -> Iterator[Descriptor]:
     """Open a file to append to, which is there under its name only after a block without an exception. Raises ``OSError``."""
-    temporary = TEMPORARY + token_hex(8)
+    temporary = entries.temporary_name()
     file = create(place, temporary)
     with contextlib.ExitStack() as undo:
         undo.callback(remove, place, temporary)

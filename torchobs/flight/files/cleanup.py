@@ -15,7 +15,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files import artifacts, entries, lock
-from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
+from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, lock_name
+from torchobs.flight.files.entries import TEMPORARY
 from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
 from torchobs.flight.reader.reader import is_name
 from torchobs.identity.identity import boot_id

@@ -20,16 +20,15 @@ import struct
 import sys
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from secrets import token_hex
 from threading import Lock
 
 from torchobs.flight.files import entries
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.descriptors import Descriptor
 
-SUFFIX, TEMPORARY = ".control", ".tmp-"
+SUFFIX = ".control"
 LEVELS = ("off", "basic", "advanced", "extreme")
 """Names of the debug levels; a level is an index into it."""
 MAX_PROFILE_STEPS = 1000
@@ -46,7 +45,7 @@ renew_in_child(sys.modules[__name__], _mutex=Lock)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command to a rank. In an argument of :func:`write_command`, ``None`` keeps the present state."""
+    """A command to a rank, and the record of all so far. As an argument of :func:`write_command`, ``None`` keeps what is."""
 
     level: int | None = None
     """index into ``LEVELS``; ``None``: not set by a command"""
@@ -64,19 +63,6 @@ class Command:
     """when read: number of the command that requested the stacks"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    level: int | None = None
-    probes_off: int | None = None
-    seq: int = 0
-    profile_seq: int = 0
-    stacks_seq: int = 0
-    profile_steps: int = 0
-
-
-_NOTHING = _Record()
-
-
 def file_name(incarnation: bytes) -> str:
     """Return the name of the control file of that incarnation."""
     return incarnation.hex() + SUFFIX
@@ -88,17 +74,18 @@ def write_command(directory_fd: int, incarnation: bytes, command: Command) -> in
     Its values are the API's, which has checked them. Raises ``OSError``.
     """
     with _mutex:
-        before = _read(directory_fd, incarnation) or _NOTHING
+        before = _read(directory_fd, incarnation) or Command()
         seq = max(before.seq + 1, time.time_ns() // 1_000_000)
-        record = _Record(
+        record = Command(
             before.level if command.level is None else command.level,
-            before.probes_off if command.probes_off is None else command.probes_off,
-            seq,
-            seq if command.profile_steps else before.profile_seq,
-            seq if command.stacks else before.stacks_seq,
             command.profile_steps or before.profile_steps,
+            seq=seq,
+            probes_off=before.probes_off if command.probes_off is None else command.probes_off,
+            profile_seq=seq if command.profile_steps else before.profile_seq,
+            stacks_seq=seq if command.stacks else before.stacks_seq,
         )
-        _replace(directory_fd, file_name(incarnation), _encode(record, incarnation))
+        # the trainer may be another user
+        entries.replace(directory_fd, file_name(incarnation), _encode(record, incarnation), 0o644)
     return seq
 
 
@@ -117,7 +104,7 @@ class ControlReader:
         self._name = file_name(incarnation)
         self._directory: Descriptor | None = None
         self._seen: tuple[int, int, int] | None = None
-        self._acknowledged = _NOTHING
+        self._acknowledged = Command()
 
     def poll(self) -> Command | None:
         """Return the command if it is newer than the last one returned; each request is returned once. Never raises."""
@@ -128,10 +115,10 @@ class ControlReader:
         if record is None or record.seq <= self._acknowledged.seq:
             return None
         last, self._acknowledged = self._acknowledged, record
-        profile = record.profile_steps if record.profile_seq > last.profile_seq else 0
-        stacks = record.stacks_seq > last.stacks_seq
-        seqs = record.profile_seq if profile else 0, record.stacks_seq if stacks else 0
-        return Command(record.level, profile, stacks, record.seq, record.probes_off, *seqs)
+        steps = record.profile_steps if record.profile_seq > last.profile_seq else 0
+        stacks_seq = record.stacks_seq if record.stacks_seq > last.stacks_seq else 0
+        profile_seq = record.profile_seq if steps else 0
+        return replace(record, profile_steps=steps, profile_seq=profile_seq, stacks=stacks_seq > 0, stacks_seq=stacks_seq)
 
     def close(self) -> None:
         """Close the directory; :meth:`poll` opens it again. Idempotent."""
@@ -139,7 +126,7 @@ class ControlReader:
         if directory is not None:
             directory.close()
 
-    def _newer(self) -> _Record | None:
+    def _newer(self) -> Command | None:
         if self._directory is None:
             self._directory = Descriptor("control directory", self._path, entries.READ | os.O_DIRECTORY)
         try:
@@ -156,7 +143,7 @@ class ControlReader:
         return record
 
 
-def _read(directory_fd: int, incarnation: bytes) -> _Record | None:
+def _read(directory_fd: int, incarnation: bytes) -> Command | None:
     """Return the record; ``None`` if missing or invalid. Raises ``OSError`` unless the file is gone."""
     try:
         fd = os.open(file_name(incarnation), entries.READ, dir_fd=directory_fd)
@@ -171,20 +158,7 @@ def _read(directory_fd: int, incarnation: bytes) -> _Record | None:
         os.close(fd)
 
 
-def _replace(directory_fd: int, name: str, raw: bytes) -> None:
-    temporary = TEMPORARY + token_hex(8)
-    with contextlib.ExitStack() as undo:
-        file = entries.create(directory_fd, temporary, 0o644)  # the trainer may be another user
-        undo.callback(entries.remove, directory_fd, temporary)
-        try:
-            os.write(file.number(), raw)
-        finally:
-            file.close()
-        os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
-        undo.pop_all()
-
-
-def _encode(record: _Record, incarnation: bytes) -> bytes:
+def _encode(record: Command, incarnation: bytes) -> bytes:
     level = _NO_LEVEL if record.level is None else record.level
     probes = _NO_PROBES if record.probes_off is None else record.probes_off
     requests = record.seq, record.profile_seq, record.stacks_seq, probes, record.profile_steps
@@ -192,14 +166,14 @@ def _encode(record: _Record, incarnation: bytes) -> bytes:
     return body + _CRC.pack(zlib.crc32(body, _seed(incarnation)))
 
 
-def _decode(raw: bytes, incarnation: bytes) -> _Record | None:
+def _decode(raw: bytes, incarnation: bytes) -> Command | None:
     if len(raw) != SIZE or _CRC.unpack_from(raw, _BODY.size)[0] != zlib.crc32(raw[: _BODY.size], _seed(incarnation)):
         return None
     magic, major, _, level, target, seq, profile_seq, stacks_seq, probes, profile_steps = _BODY.unpack_from(raw)
     if magic != _MAGIC or major != _MAJOR or target != incarnation:
         return None
     states = None if level == _NO_LEVEL else level, None if probes == _NO_PROBES else probes
-    return _Record(*states, seq, profile_seq, stacks_seq, profile_steps)
+    return Command(states[0], profile_steps, seq=seq, probes_off=states[1], profile_seq=profile_seq, stacks_seq=stacks_seq)
 
 
 def _seed(incarnation: bytes) -> int:

@@ -16,7 +16,7 @@ import time
 import weakref
 from dataclasses import dataclass, replace
 from pickle import PickleBuffer
-from secrets import token_bytes, token_hex
+from secrets import token_bytes
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries, lock
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torchobs.flight.files.location import FlightDirectory
 
-SUFFIX, LOCK_SUFFIX, TEMPORARY = ".flight", ".lock", ".tmp-"
+SUFFIX, LOCK_SUFFIX = ".flight", ".lock"
 HEADROOM = 16
 """Multiple of the file's size that must be free in the memory cgroup: allocation at its limit got the trainer OOM-killed."""
 _PAGE = 4096
@@ -84,7 +84,7 @@ def create(place: FlightDirectory, header: Header, content: bytes | None = None)
     Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long. Nothing is left behind then,
     nor after an interrupt.
     """
-    raw, name, temporary = encode_header(header), file_name(header), TEMPORARY + token_hex(8)
+    raw, name, temporary = encode_header(header), file_name(header), entries.temporary_name()
     why = shortage(place.fd, header.file_size)
     if why is not None:
         raise NoRoomError(why)

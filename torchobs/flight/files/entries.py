@@ -1,4 +1,4 @@
-"""Entries of a directory by its descriptor: listed, created, checked and removed.
+"""Entries of a directory by its descriptor: listed, created, replaced, checked and removed.
 
 No symbolic link is followed and no FIFO or lease blocks, for others may be able to write to the directory.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from torchobs.support.descriptors import Descriptor
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags for reading a file that another process wrote."""
+TEMPORARY = ".tmp-"
+"""Begin of a name that a file has until it is complete; the rest is of :func:`temporary_name`"""
 
 
 def names(directory_fd: int) -> Iterator[str]:
@@ -41,6 +44,25 @@ def create(directory: Descriptor | int, name: str, mode: int, what: str = "", fl
         remove(directory if isinstance(directory, int) else directory.number(), name)
         raise
     return file
+
+
+def temporary_name() -> str:
+    """Return a name that no other file has."""
+    return TEMPORARY + token_hex(8)
+
+
+def replace(directory_fd: int, name: str, content: bytes, mode: int) -> None:
+    """Write a small file that has its name once it is complete. Raises ``OSError``; nothing is left behind then."""
+    temporary = temporary_name()
+    with contextlib.ExitStack() as undo:
+        file = create(directory_fd, temporary, mode)
+        undo.callback(remove, directory_fd, temporary)
+        try:
+            os.write(file.number(), content)
+        finally:
+            file.close()
+        os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+        undo.pop_all()
 
 
 def remove(directory_fd: int, name: str) -> None:
