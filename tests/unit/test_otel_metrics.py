@@ -311,9 +311,6 @@ def test_a_forked_child_changes_nothing(writer: FlightWriter, meter: Meter) -> N
     assert otel.values(writer) == {("c", "{}"): 1}
 
 
-# --- observable instruments ---------------------------------------------------------------------------------------------------
-
-
 def test_adding_is_cheaper_than_in_the_sdk(meter: Meter) -> None:
     """Counter.add with two attributes, crash-safe, takes less time than the SDK's, which is in memory only."""
     theirs = MeterProvider(metric_readers=[InMemoryMetricReader()], shutdown_on_exit=False).get_meter("m").create_counter("c")
