@@ -28,7 +28,8 @@ from torchobs import catalog, debug
 from torchobs.config.settings import PROBES
 from torchobs.exporter import api_schema, commands, daemon
 from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, refusal
-from torchobs.exporter.api import Api, Dated, Position
+from torchobs.exporter.api import Api
+from torchobs.exporter.api_schema import Dated, Position
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight.files import artifacts, control

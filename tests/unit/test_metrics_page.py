@@ -20,9 +20,18 @@ from torchobs.catalog import Kind
 from torchobs.exporter import metrics_page
 from torchobs.exporter.content_negotiation import accept_items, accepts_gzip
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.exposition import QuietSeries
 from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
-from torchobs.exporter.text_format import PLAIN_FROM, BlockRenderer, Style, family_of, label, negotiate, number, numbers
+from torchobs.exporter.text_format import (
+    PLAIN_FROM,
+    BlockRenderer,
+    QuietSeries,
+    Style,
+    family_of,
+    label,
+    negotiate,
+    number,
+    numbers,
+)
 from torchobs.flight.format.series import Series, ValueType
 from torchobs.flight.reader.reader import DecodedBlock, Distribution, Value
 from torchobs.ranks.labels import NO_EXEMPLARS

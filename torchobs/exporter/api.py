@@ -10,7 +10,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +25,7 @@ from torchobs.diagnosis.rank_report import units, with_late
 from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.exporter import access, api_schema, commands
 from torchobs.exporter.access import LET_IN, Problem
-from torchobs.exporter.api_schema import instant, named, wall_ns
+from torchobs.exporter.api_schema import Dated, Position, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.flight.files.control import LEVELS
 from torchobs.flight.format.event_ring import plain
@@ -62,21 +62,6 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _LAYER = "layer"
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Position(NamedTuple):
-    """Position of an event in the order of all ranks' events; its fields, joined by ``-``, are the cursor of a page."""
-
-    wall_ns: int
-    incarnation: str
-    at: int
-
-
-class Dated(NamedTuple):
-    """An event and its position."""
-
-    position: Position
-    event: dict[str, Any]
 
 
 def rank_state(rank: Rank) -> dict[str, Any]:

@@ -42,6 +42,21 @@ _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
 # -- objects -----------------------------------------------------------------------------------------------------------------
 
 
+class Position(NamedTuple):
+    """Position of an event in the order of all ranks' events; its fields, joined by ``-``, are the cursor of a page."""
+
+    wall_ns: int
+    incarnation: str
+    at: int
+
+
+class Dated(NamedTuple):
+    """An event and its position."""
+
+    position: Position
+    event: dict[str, Any]
+
+
 def _object(name: str, /, **fields: Any) -> Any:
     """Return a struct; ``fields``: the type of each."""
     return msgspec.defstruct(name, [*fields.items()], frozen=True, forbid_unknown_fields=True)

@@ -17,7 +17,7 @@ from torchobs.config.settings import PROBES
 from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.access import Problem
 from torchobs.exporter.api_schema import instant, named
-from torchobs.flight.files import artifacts, control, location, lock
+from torchobs.flight.files import artifacts, control, entries, location, lock
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.files.control import Command
 from torchobs.flight.files.create import file_name, lock_name
@@ -30,7 +30,7 @@ from torchobs.ranks.scanner import Directory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from torchobs.exporter.api import Dated
+    from torchobs.exporter.api_schema import Dated
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.ranks.snapshot import Rank, Snapshot
@@ -370,7 +370,7 @@ class CommandService:
             return
         self._cleaned = True
         for name in os.listdir(directory_fd):
-            if name.endswith(control.SUFFIX) or name.startswith(control.TEMPORARY):
+            if name.endswith(control.SUFFIX) or name.startswith(entries.TEMPORARY):
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
                     if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _FORGOTTEN_S:

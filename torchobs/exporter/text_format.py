@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.exporter.content_negotiation import AcceptItem
     from torchobs.exporter.exporter_metrics import Sample
-    from torchobs.exporter.exposition import QuietSeries
     from torchobs.flight.format.series import Series
     from torchobs.flight.reader.reader import DecodedBlock, Value
     from torchobs.ranks.labels import Shown
@@ -409,6 +408,51 @@ class _Plan(NamedTuple):
     starts: list[int]
     created: dict[int, str]
     """``_created`` line of a series, by its last line"""
+
+
+_SHOWN = -1
+"""In place of a snapshot's number: the series may be shown to every scraper"""
+
+
+class QuietSeries:
+    """Keeps series of one rank off the page while they have their default value, and has new counters scraped at zero first.
+
+    Most counters of a closed set never count anything in a run: no loss scaler, no compilation, no failed probe. They are in
+    the flight file from the start, but on the page only from their first event on. A counter whose first sample is 1 has an
+    ``increase()`` of 0; so the page shows it at 0 until every expected scraper has received such a page, and its value then.
+    A series that has counted before the exporter first sees its rank is shown as it is, because an earlier exporter may have
+    served it.
+    """
+
+    def __init__(self, first: int) -> None:
+        """``first``: number of the first snapshot with the rank."""
+        self._first = self._number = first
+        self._acknowledged = 0
+        self._since: dict[int, int] = {}
+        """snapshot in which each series on the page first had another value, by the series' id"""
+
+    def begin(self, number: int, acknowledged: int) -> None:
+        """Begin the page of a snapshot; every expected scraper has received that of ``acknowledged`` or a newer one."""
+        self._number, self._acknowledged = number, acknowledged
+
+    @property
+    def revealed(self) -> int:
+        """Number of series that are on the page."""
+        return len(self._since)
+
+    def shown(self, entry: LabelledSeries, values: Sequence[float]) -> Sequence[float]:
+        """Return the numbers to show for a series with ``values``: none, zeros, or ``values`` itself."""
+        key = id(entry.series)
+        since = self._since.get(key)
+        if since is None:
+            if all(value == entry.quiet for value in values):
+                return ()
+            begins = cumulative(entry.series.kind) and self._number != self._first
+            since = self._since[key] = self._number if begins else _SHOWN
+        if since > self._acknowledged:
+            return (0.0,) * len(values)
+        self._since[key] = _SHOWN  # for good: a scraper that is seen for the first time must not reset it
+        return values
 
 
 class BlockRenderer:
