@@ -1,13 +1,16 @@
-"""Captures of CUDA graphs, as the sampler sees them: it rests meanwhile, not for ever, and a capture waits for its round."""
+"""Captures of CUDA graphs: the sampler rests meanwhile, not for ever, and a capture waits for its round. Frames of threads."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import traceback
 from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.probes.core import training_state as captures
-from torchobs.probes.core.training_state import LONGEST_S, Captures
+from torchobs.probes.core import training_state
+from torchobs.probes.core.training_state import LONGEST_S, Captures, ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +36,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the module."""
     made = Clock()
-    monkeypatch.setattr(captures, "time", made)
+    monkeypatch.setattr(training_state, "time", made)
     return made
 
 
@@ -114,4 +117,37 @@ def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
     for graph in range(20):
         found.begin(graph)
         found.end(graph)
-    assert clock.now - begun_s == pytest.approx(captures._PATIENCE_S, rel=0.1)
+    assert clock.now - begun_s == pytest.approx(training_state._PATIENCE_S, rel=0.1)
+
+
+def test_all_threads_have_all_their_frames() -> None:
+    """This one as well, from where it is asked for outwards."""
+    begun, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    with ThreadFrames() as frames:
+        names = {ident: [each.name for each in traceback.extract_stack(frame)] for ident, frame in frames.items()}
+    over.set()
+    thread.join()
+    assert thread.ident is not None
+    assert "wait" in names[thread.ident]
+    assert names[threading.get_ident()][-2:] == ["test_all_threads_have_all_their_frames", "__enter__"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, enabled: object) -> None:
+    """Also when what is done with the frames raises."""
+    monkeypatch.setattr(training_state, "_COLLECTS_MEANWHILE", True)
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(KeyError, match="False"), ThreadFrames():
+            raise KeyError(gc.isenabled())
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
