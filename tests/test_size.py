@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (72_800, 490), "tests": (81_200, 422)}
+CEILINGS = {"torchobs": (68_350, 290), "tests": (77_000, 372)}
 """Lines of Python and files, by folder"""
 
 
