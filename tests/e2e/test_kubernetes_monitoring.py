@@ -128,7 +128,7 @@ def assert_terminated(stage: Stage, pod: Pod, run: str) -> None:
 
 
 def test_a_network_closed_to_all_but_prometheus_lets_it_in(stage: Stage) -> None:
-    """The chart's policy for a namespace that denies by default.
+    """The chart's policy for the exporters' port.
 
     Where no network plug-in enforces it, this shows that it is valid, chooses the pods and names the exporter's port.
     """
@@ -137,7 +137,7 @@ def test_a_network_closed_to_all_but_prometheus_lets_it_in(stage: Stage) -> None
     source = [{"ipBlock": {"cidr": f"{reached_from(pod)}/32"}}]
     made = rendered(
         "-s", "templates/networkpolicy.yaml",
-        "--set", f"networkPolicy.enabled=true,networkPolicy.mode=allow,networkPolicy.namespaces={{{stage.namespace.name}}}",
+        "--set", f"networkPolicy.enabled=true,networkPolicy.namespaces={{{stage.namespace.name}}}",
         "--set-json", f"networkPolicy.podSelector={json.dumps({'matchLabels': chooses})}",
         "--set-json", f"networkPolicy.from={json.dumps(source)}",
     )  # fmt: skip
@@ -145,7 +145,10 @@ def test_a_network_closed_to_all_but_prometheus_lets_it_in(stage: Stage) -> None
     (policy,) = json.loads(stage.namespace.kubectl("get", "networkpolicy", "-o", "json"))["items"]
     (port,) = policy["spec"]["ingress"][0]["ports"]
     (claimed,) = pod.content["spec"]["initContainers"][0]["ports"]
-    assert (port["port"], policy["spec"]["podSelector"]) == (claimed["containerPort"], {"matchLabels": chooses})
+    assert (port["port"], policy["spec"]["podSelector"]) == (
+        claimed["containerPort"],
+        {"matchLabels": {"torchobs": "sidecar", **chooses}},
+    )
     closed_s = time.time()
     up = f'count_over_time((up{{pod="{pod.name}"}} == 1)[2h:1s])'
     before = stage.prometheus.value(up)
