@@ -246,6 +246,22 @@ def test_an_optimizer_that_never_steps_is_told(run: Recording, clears: bool) -> 
     assert mistake["backward_passes"] in range(100, 161)
 
 
+def test_a_frozen_layer_with_an_old_gradient_leaves_the_steps_recorded(run: Recording) -> None:
+    """Promise: no hook is put on it, which torch refuses; 120 micro-batches come before the first step."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    passes(model, 1)
+    model[0].requires_grad_(requires_grad=False)
+    for _ in range(3):
+        for count in (60, 60):
+            passes(model, count)
+            run.look()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert len(run.steps()) == 3
+    assert not run.attributes(catalog.EVENT_PROBE_DISABLED.name)
+
+
 def saliency() -> None:
     """Gradients of a model that is not trained here."""
     model = nn.Linear(8, 1)

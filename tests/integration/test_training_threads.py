@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from tests.training import Recording, StepFlag, loss_of, mlp
 from torchobs import catalog
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def train(seed: int, steps: int) -> list[float]:
@@ -83,3 +81,21 @@ def test_a_thread_that_trains_for_one_that_has_left_its_loop(run: Recording) -> 
     assert len(steps) == 40
     run.look()
     assert run.frames(catalog.EVENT_OTHER_THREAD.name) == []
+
+
+@pytest.mark.parametrize("stepping", ["backward", "step"])
+def test_a_backward_pass_in_another_thread_than_the_step_is_the_steps(run: Recording, stepping: str) -> None:
+    """Promise: each is a step, whichever of the two a pool's thread does."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        for index in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(model, index)
+            if stepping == "backward":
+                pool.submit(loss.backward).result()
+                optimizer.step()
+            else:
+                loss.backward()
+                pool.submit(optimizer.step).result()
+    assert len(run.steps()) >= 39, "the first may have been in a thread that had not trained yet"

@@ -158,6 +158,12 @@ def test_an_awaited_answer() -> None:
     with pytest.raises(guard.ContractError):
         pending.result()
     pending.result()  # it was raised
+    scalar = guard.Contract().check_later(torch.tensor(nan))
+    with pytest.raises(guard.ContractError):
+        scalar.result()
+    finished = guard.Contract().check_later(torch.ones(1000))
+    finished.result()
+    assert finished._values.untyped_storage().nbytes() == 0, "what has been checked is not kept alive"
 
 
 def test_no_graph_break() -> None:

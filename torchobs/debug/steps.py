@@ -62,7 +62,7 @@ def monitor_step(
     """Check loss and gradients of the step in progress, after one transfer from each device, and count it.
 
     Call it between ``backward()`` and ``zero_grad()``, before ``scaler.update()``. The loss is compared with those of the same
-    model before, by :mod:`torchobs.detect.spikes`, from the 20th on, and by :mod:`torchobs.detect.spikes` with its first
+    model before, by :mod:`torchobs.detect.spikes`: from the 20th on with those before it, and before that with its first
     ones: one that has been a thousand times as large for 50 steps has diverged, however smoothly it grew.
 
     Args:

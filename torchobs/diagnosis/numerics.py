@@ -369,7 +369,7 @@ def learning_rate(report: RankReport) -> Iterator[Finding]:
 
 
 def _too_high(report: RankReport) -> Iterator[Finding]:
-    """Yield that the loss has left its start for good (``detect.divergence``), or did until the run's end."""
+    """Yield that the loss has left its start for good (``detect.spikes``), or did until the run's end."""
     steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :] if report.steps else ()
     is_start = bool(steps) and (steps[0].step == 1 or steps[0].new_model)
     if report.value(catalog.ANOMALY_ACTIVE, "diverged"):

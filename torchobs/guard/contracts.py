@@ -88,7 +88,7 @@ class PendingCheck:
     def result(self) -> None:
         """Wait for the answer; return if the contract is kept. Raises ``ContractError``, once."""
         found = tuple(self.violations())
-        self._values, self._event = self._values[:0], None
+        self._values, self._event = torch.empty(0, device="cpu"), None  # lest the check keep the caller's tensor alive
         if found:
             refuse(found)
 

@@ -139,7 +139,7 @@ _BY_NAME = {metric.name: metric for metric in _HISTOGRAMS.values()}
 _MARKS = (f'"{catalog.SPAN_STEP.name}"'.encode(), b'"late"')
 _SAMPLED = 1
 _RECENT = 128
-"""Most step spans kept for a late value (``runtime.step_spans`` keeps as many)."""
+"""Most step spans kept for a late value (``runtime.spans`` keeps as many)."""
 
 
 class Exemplar(NamedTuple):

@@ -252,11 +252,12 @@ class Pipeline:
             raise TypeError(f"a {type(self.scheduler).__name__} takes no metric: it steps after each of the optimizer's steps")
         if not isinstance(metric, SupportsFloat) or (isinstance(metric, torch.Tensor) and metric.numel() != 1):
             raise ValueError(f"a plateau's metric is a number, not {described(metric)}")
-        mean = torch.tensor(float(metric), dtype=torch.float64, device=self.device)
+        mean = float(metric)
         if isinstance(self.model, DistributedDataParallel) or is_sharded(self.model):
-            distributed.all_reduce(mean)
-            mean /= distributed.get_world_size()
-        self.scheduler.step(float(mean))
+            total = torch.tensor(mean, dtype=torch.float64, device=self.device)
+            distributed.all_reduce(total)
+            mean = float(total) / distributed.get_world_size()
+        self.scheduler.step(mean)
 
     def _check_schedule(self) -> None:
         """Raise ValueError if the rate is not known, before the model has changed and not after its first steps."""

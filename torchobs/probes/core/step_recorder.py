@@ -457,6 +457,7 @@ class StepRecorder:
             self._rename_deleted()
         if self._dead:
             self._revive(optimizer)
+            self._end_model()
         if evaluates or self._has(_BACKWARD):
             self._end_cycle(PASS if within_backward else id(optimizer))
         if fresh and self.models.begins(optimizer, self.step, goes_on=goes_on):
@@ -473,8 +474,17 @@ class StepRecorder:
             self._pacemaker, self._calls = last.last, last.calls[last.last]
             self._write_parts()
 
+    def _end_model(self) -> None:
+        """Write the parts as a whole step if their optimizers and the pacemaker have been deleted: none will step again."""
+        if (
+            self._parts
+            and self._pacemaker in self._dead
+            and all(key in self._dead for part in self._parts for key in part.calls)
+        ):
+            self._write_parts()
+
     def note_unseen(self) -> None:
-        """Note that the training goes on in another thread, where a backward pass may have been missed."""
+        """Note a backward pass in another thread than the steps, or that the training goes on in another thread."""
         self._early |= _UNSEEN
 
     def optimizer_ends(self, optimizer: Any, now_ns: int) -> None:

@@ -302,7 +302,7 @@ class ResumeProbe:
 
 def counted_steps(optimizer: Any) -> Any:
     """Return the number of steps, or the one-element tensor, that an optimizer counts its steps in; ``None`` without one."""
-    state = getattr(optimizer, "state", {})  # what stands for steps by hand has none
+    state = getattr(optimizer, "state", {})  # that of another library may have none
     for counts in (*getattr(optimizer, "param_groups", ()), *list(state.values())[:1]):
         counted = counts.get("step") if hasattr(counts, "get") else None
         if isinstance(counted, Real) or getattr(counted, "numel", lambda: 0)() == 1:

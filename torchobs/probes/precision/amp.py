@@ -39,7 +39,7 @@ COLLAPSED = 1.0
 
 
 class LossScaling:
-    """What loss scalers are doing. Written by the AMP probe; read by clipping and by manual steps, in the training thread."""
+    """What loss scalers are doing. Written by the AMP probe; read by clipping, in the training thread."""
 
     __slots__ = ("losses", "scale", "waits_for_unscale")
 

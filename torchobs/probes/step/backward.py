@@ -59,6 +59,8 @@ class BackwardWatch:
             if run is not None and (result := run(args, kwargs)) is not ELSEWHERE:
                 return result
             if training.backwards or breaker.is_open or thread_id() != training.thread or (modes() and is_made()):
+                if not training.backwards and thread_id() != training.thread:
+                    recorder.note_unseen()
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
             note(clock() << 4 | BACKWARD_BEGINS)

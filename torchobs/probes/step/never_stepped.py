@@ -89,7 +89,7 @@ class NeverStepped:
             return
         for kind, known in candidates:
             parameter = known()
-            if parameter is not None:
+            if parameter is not None and _can_be_watched(parameter):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._note, kind)))
 
     def _note(self, kind: str, _: object) -> None:
@@ -112,4 +112,16 @@ class NeverStepped:
 def _with_gradient(optimizer: Any, count: int) -> torch.Tensor | None:
     """Return a parameter of the optimizer that has a gradient, and was not updated by hand after those backward passes."""
     parameters = (each for group in list(getattr(optimizer, "param_groups", ())) for each in list(group["params"]))
-    return next((each for each in parameters if each.grad is not None and each._version < max(count, LEAST) // 2), None)
+    return next(
+        (
+            each
+            for each in parameters
+            if _can_be_watched(each) and each.grad is not None and each._version < max(count, LEAST) // 2
+        ),
+        None,
+    )
+
+
+def _can_be_watched(parameter: torch.Tensor) -> bool:
+    """Return True if autograd takes a hook on it: not of a frozen parameter, which may have a gradient from before."""
+    return parameter.requires_grad and parameter.is_leaf
