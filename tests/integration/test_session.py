@@ -448,8 +448,8 @@ def test_a_forked_child_is_inert(run: Recording) -> None:
     child.start()
     child.join(30)
     assert child.exitcode == 0
-    train(1)
-    assert len(run.steps()) == 3
+    train(2)
+    assert len(run.steps()) == 4
     assert run.values()[("torchobs.tokens",)] == 0
 
 

@@ -175,14 +175,21 @@ def surface() -> dict[str, Any]:
     }
 
 
+def is_name(node: ast.expr, *names: str) -> bool:
+    """Return True if an expression is one of these names."""
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def private_names() -> set[str]:
-    """Those that the probes use of objects that are not theirs."""
+    """Those that the probes use of objects that are not theirs; their own are those that a class of the file sets."""
     names: set[object] = set()
     for path in Path(probes.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "sys"}):
-                names.add(node.attr)
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_name(node.value, "self")}
+        names |= {node.attr for node in attributes if node.attr not in own and not is_name(node.value, "self", "sys")}
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
                 names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
     return {name for name in names if isinstance(name, str) and name[:1] == "_" != name[1:2]}
 
