@@ -352,6 +352,15 @@ def test_bad_requests(
     assert len(problem["detail"]) > 10
 
 
+@pytest.mark.parametrize(("text", "status"), [("-1", 400), ("99999999999", 400), ("", 400), ("0", 400), ("0000000000005", 200)])
+def test_how_long_a_list_may_be_is_said(writer: FlightWriter, local: Caller, text: str, status: int) -> None:
+    """Every value in a query is text, so that its type is no answer."""
+    assert writer.name
+    reply = local.ask("GET", f"/events?limit={text}")
+    assert reply.status == status
+    assert status == 200 or reply.json["detail"].endswith("limit is a whole number from 1 to 1000.")
+
+
 def test_two_runs_have_a_rank_0_each(begin: Callable[..., FlightWriter], local: Caller) -> None:
     """Then it takes the incarnation to name one."""
     writers = [begin(run_id=run_id) for run_id in ("a", "b")]

@@ -200,6 +200,8 @@ def test_what_only_a_template_can_see_is_refused_too(tmp_path: Path) -> None:
         "image.repository=localhost:5000/a/b_c,image.tag=1.0-rc.1_a",
         "image.repository=REGISTRY/torchobs-exporter",
         "injection.resources.limits.cpu=1,injection.resources.limits.memory=134217728",
+        "injection.resources.limits.memory=131072Ki,injection.flightVolumeSize=65536Ki",
+        "podMonitor.endpoint.path=/other,podMonitor.endpoint.honorLabels=true",
         "podMonitor.interval=1m30s,podMonitor.scrapeTimeout=60s,injection.terminationGracePeriodSeconds=155",
         "podMonitor.additionalLabels=null",
         "global.cluster=a,enabled=true",  # as an umbrella chart hands them to its dependencies

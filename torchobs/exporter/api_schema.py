@@ -270,6 +270,8 @@ class Operation(NamedTuple):
 
 _RANK_NAME = _as(str, pattern=f"^({RANK})$")
 _IN_PATH = {"rank": _RANK_NAME, "id": _EVIDENCE_ID, "level": _LEVEL}
+_MOST = {"limit": MOST_EVENTS, "last": MOST_STEPS}
+"""Longest list by its query parameter"""
 _IN_QUERY = {
     "rank": _RANK_NAME,
     "kind": _as(str, min_length=1, max_length=LONGEST_NAME),
@@ -323,13 +325,22 @@ def query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
             raise bad(f"There is no query parameter {name[:64]!r} here; there is {', '.join(sorted(names)) or 'none'}.")
         if name in given:
             raise bad(f"The query parameter {name} is given twice.")
+        if name in _MOST:
+            given[name] = _length(name, text)
+            continue
         kind = str if name == "rank" else _IN_QUERY[name]  # there is no rank of an invalid name, which the answer says
-        is_number = name in {"limit", "last"} and text.isascii() and text.isdigit()
         try:
-            given[name] = msgspec.convert(int(text[:10]) if is_number else text, kind)
+            given[name] = msgspec.convert(text, kind)
         except msgspec.ValidationError as error:
             raise bad(f"The query parameter {name}: {error}.") from None
     return given
+
+
+def _length(name: str, text: str) -> int:
+    digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
+    if not 1 <= len(digits) <= len(str(_MOST[name])) or int(digits) > _MOST[name]:
+        raise bad(f"The query parameter {name} is a whole number from 1 to {_MOST[name]}.")
+    return int(digits)
 
 
 def level(request: Request) -> int:

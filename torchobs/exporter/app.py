@@ -72,7 +72,7 @@ class Site:
         )
 
         async def front(scope: Scope, receive: Receive, send: Send) -> None:
-            # bypasses the router, for speed: see ``prometheus.handler``
+            # bypasses the router, for speed: see ``metrics_page``
             is_metrics = scope["type"] == "http" and scope["path"] == self._telemetry_path
             await (self._metrics if is_metrics else others)(scope, receive, send)
 

@@ -62,7 +62,7 @@ class RankCandidate(NamedTuple):
     restart: int
     heartbeat_ns: int
     launch: str = ""
-    """what the processes that one launcher started have in common (``identity.launch``); empty: unknown"""
+    """what the processes that one launcher started have in common (``identity.launchers``); empty: unknown"""
     launched_by: str = ""
     """incarnation of the process that started this one by ``multiprocessing``; it is no rank then"""
     alive_ns: int = 0
