@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (68_350, 290), "tests": (77_000, 372)}
+CEILINGS = {"torchobs": (68_360, 290), "tests": (77_000, 372)}
 """Lines of Python and files, by folder"""
 
 

@@ -180,8 +180,10 @@ class ClipWatch:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
             self._each_ns = now_ns + _EACH_NS if due else self._each_ns
+        if not due:
+            return None
         tensor_type = self._torch.Tensor
-        is_plain = due and all(type(tensor) is tensor_type for tensor in tensors)
+        is_plain = all(type(tensor) is tensor_type for tensor in tensors)
         return self._captured_results(self._torch._foreach_norm) if is_plain else None
 
     def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
