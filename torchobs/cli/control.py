@@ -69,7 +69,7 @@ _ADVICE = {
     "no-such-rank": "there is no such rank on this machine: `torchobs top --once` shows those there are",
     "ambiguous-rank": "several ranks are meant: name one by its incarnation, the digits in the name of its flight file",
 }
-"""Problems of the API of which a person at a terminal is told otherwise, by their type"""
+"""What a person at a terminal reads in place of the API's own text, by the type of the problem"""
 _RANK = "A rank's number, or its incarnation (the id of one process)."
 TIMEOUT_S = 30.0
 POLL_S = 0.2
@@ -155,7 +155,7 @@ def _trace(path: Path, answer: Mapping[str, Any], wait_s: float) -> bytes:
     try:
         body = evidence(path, answer["evidence"]["href"], wait_s)
     except KeyboardInterrupt:
-        sys.stderr.write(f"torchobs profile: no longer waiting for the trace; rank {answer['rank']} goes on profiling\n")
+        sys.stderr.write(f"torchobs profile: stopped waiting for the trace; rank {answer['rank']} goes on profiling\n")
         raise
     if body is None:
         raise CommandError(f"there is no trace after {wait_s:g} s: too few steps have ended, or --wait is too short")
