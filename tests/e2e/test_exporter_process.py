@@ -156,6 +156,18 @@ def test_nobody_scraped_nobody_is_waited_for(exporter: Callable[..., Program]) -
     assert program.process.wait(timeout=10) == 0, program.log
 
 
+def test_a_rank_that_failed_waits_for_its_first_scrape(exporter: Callable[..., Program], flight_dir: Path) -> None:
+    """A run that ends with an error before any scraper has come would leave no trace."""
+    writer = live_rank(flight_dir)
+    program = exporter("--drain-timeout", "60s")
+    writer.exit(2, 1)
+    writer.close()
+    program.process.terminate()
+    wait_until(lambda: "fetched by: the first scraper" in program.log)
+    assert 'reason="exception"' in program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
+    assert program.process.wait(timeout=10) == 0, program.log
+
+
 def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None:
     """And the exporter waits no longer than it was told in any case."""
     program = exporter("--drain-timeout", "60")

@@ -31,8 +31,6 @@ from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.http import HttpProtocol, Server, chunked_writes, serve_on
-from torchobs.exporter.metrics_page import _deadline_s
-from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.exporter.unix_socket import UnixAddress, bind_unix
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.writer.writer import FlightWriter
@@ -230,15 +228,6 @@ def test_the_fleet_tells_when_the_duty_is_done(writer: FlightWriter, exporter: S
     assert 0 <= fleet.last_scrape_age_s < 60
     exporter.get(**SCRAPE)
     wait_until(lambda: exporter.fleets[-1].unscraped_final == 0)
-
-
-@pytest.mark.parametrize(
-    ("declared", "deadline_s"),
-    [(None, DEADLINE_S), ("10", DEADLINE_S), ("1", 0.5), ("0", 0.1), ("-5", 0.1), ("nan", DEADLINE_S), ("x", DEADLINE_S)],
-)
-def test_a_scrape_waits_no_longer_than_its_scraper(declared: str | None, deadline_s: float) -> None:
-    """Half of its timeout is for the scan, the rest for the page."""
-    assert _deadline_s(declared) == deadline_s
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from torchobs.exporter import metrics_page
 from torchobs.exporter.content_negotiation import accept_items, accepts_gzip
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
+from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.exporter.text_format import (
     PLAIN_FROM,
     BlockRenderer,
@@ -341,6 +342,15 @@ def test_who_asks_for_another_pod_gets_no_page(query: bytes, pod_uid: str | None
     assert (asked.status, asked.scrapers.got(7)) == (status, status == 200)
 
 
+@pytest.mark.parametrize(
+    ("declared", "deadline_s"),
+    [(b"10", DEADLINE_S), (b"1", 0.5), (b"0", 0.1), (b"-5", 0.1), (b"nan", DEADLINE_S), (b"x", DEADLINE_S)],
+)
+def test_a_scrape_waits_no_longer_than_its_scraper(declared: bytes, deadline_s: float) -> None:
+    """Half of its timeout is for the scan, the rest for the page."""
+    assert Asked("GET", (TIMEOUT, declared)).deadlines_s == [deadline_s]
+
+
 def test_the_first_of_two_headers_counts() -> None:
     """As everywhere else in the exporter; and what is no text is no error."""
     asked = Asked("GET", (b"accept", b"text/plain"), (b"accept", b"\xff"), (b"accept-encoding", b"gzip"))
@@ -348,11 +358,15 @@ def test_the_first_of_two_headers_counts() -> None:
     assert asked.headers[b"content-encoding"] == b"gzip"
 
 
-def scraped(*times_s: float, number: int = 1, declared: bool = True) -> ScrapeTracker:
+ONE, OTHER = ("10.0.0.1", 40_000), ("10.0.0.1", 40_002)
+"""Two connections from one address"""
+
+
+def scraped(*times_s: float, number: int = 1, timeout_s: float | None = 10.0) -> ScrapeTracker:
     """Scrapes of one scraper at these times."""
-    made = ScrapeTracker()
+    made = ScrapeTracker(lambda _: True)
     for time_s in times_s:
-        made.note("prometheus", number, time_s, declared=declared)
+        made.note(ONE, "prometheus", number, time_s, timeout_s=timeout_s)
     return made
 
 
@@ -362,12 +376,13 @@ def scraped(*times_s: float, number: int = 1, declared: bool = True) -> ScrapeTr
         pytest.param(ScrapeTracker(), 1, 0.0, False, id="a Job that ends before its first scrape ends"),
         pytest.param(scraped(0, 15, number=7), 7, 20.0, False, id="it has the final snapshot"),
         pytest.param(scraped(0, 15, number=7), 8, 20.0, True, id="the page that it got is older, by number"),
-        pytest.param(scraped(0, 15, 30), 2, 30 + 2.5 * 15 + 5, True, id="two scrapes missed"),
-        pytest.param(scraped(0, 15, 30), 2, 30 + 2.5 * 15 + 5.1, False, id="it has moved to another node"),
+        pytest.param(scraped(0, 15, 30), 2, 30 + 30, True, id="two scrapes missed"),
+        pytest.param(scraped(0, 15, 30), 2, 30 + 30.1, False, id="it has moved to another node"),
+        pytest.param(scraped(0, 60, 75, 90), 2, 90 + 65, True, id="as long as between any two scrapes, and 5 s"),
         pytest.param(scraped(0), 2, 300.0, True, id="its interval is not known yet: five minutes"),
         pytest.param(scraped(0), 2, 300.1, False, id="no usual interval is longer"),
-        pytest.param(scraped(0, declared=False), 2, 1.0, False, id="a person with curl"),
-        pytest.param(scraped(0, 10, declared=False), 2, 11.0, True, id="a second request without a timeout"),
+        pytest.param(scraped(0, timeout_s=None), 2, 1.0, False, id="a person with curl"),
+        pytest.param(scraped(0, 10, timeout_s=None), 2, 11.0, True, id="a second request without a timeout"),
     ],
 )
 def test_a_scraper_is_waited_for_until_it_has_the_final_snapshot(
@@ -377,34 +392,45 @@ def test_a_scraper_is_waited_for_until_it_has_the_final_snapshot(
     is_waited_for: bool,  # noqa: FBT001  # the table's column
 ) -> None:
     """By number, not by time; one that is gone holds nobody up."""
-    assert scrapers.waiting(number, at_s) == ["prometheus"] * is_waited_for
+    assert scrapers.waiting(number, at_s) == ["10.0.0.1 prometheus"] * is_waited_for
 
 
-def test_each_of_two_scrapers_is_waited_for() -> None:
+def test_each_of_two_scrapers_behind_one_address_is_waited_for() -> None:
     """A pair of Prometheus is the usual way to have no gap; what is acknowledged is what the slowest expected one has."""
     scrapers = scraped(0, 15, number=8)
-    scrapers.note("other", 7, 16.0, declared=True)
-    assert scrapers.waiting(8, 17.0) == ["other"]
+    scrapers.note(OTHER, "prometheus", 7, 16.0, timeout_s=10.0)
+    assert scrapers.waiting(8, 17.0) == ["10.0.0.1 prometheus"]
     assert (scrapers.got(8), scrapers.got(9)) == (True, False)
     assert scrapers.acknowledged(16.0) == 7
-    scrapers.note("other", 9, 31.0, declared=True)
-    assert [scrapers.acknowledged(at_s) for at_s in (31.0, 15 + 2.5 * 15 + 5.1)] == [8, 9]
+    scrapers.note(OTHER, "prometheus", 9, 31.0, timeout_s=10.0)
+    assert [scrapers.acknowledged(at_s) for at_s in (31.0, 15 + 30.1)] == [8, 9]
     assert ScrapeTracker().acknowledged(0.0) == 0
+
+
+def test_a_new_connection_continues_a_closed_one() -> None:
+    """A scraper that connects anew for each scrape is one, with an interval."""
+    scrapers = ScrapeTracker(lambda client: client == OTHER)
+    for scrape, at_s in enumerate((0.0, 15.0, 30.0)):
+        scrapers.note(("10.0.0.1", scrape), "prometheus", scrape, at_s, timeout_s=10.0)
+    assert (scrapers.interval_s(31.0), scrapers.waiting(2, 31.0)) == (15.0, [])
+    scrapers.note(OTHER, "prometheus", 3, 45.0, timeout_s=10.0)
+    scrapers.note(ONE, "prometheus", 3, 46.0, timeout_s=10.0)
+    assert scrapers.waiting(4, 47.0) == ["10.0.0.1 prometheus"] * 2
 
 
 def test_names_made_up_by_the_thousand_cost_no_memory() -> None:
     """The oldest are forgotten."""
-    scrapers = ScrapeTracker()
+    scrapers = ScrapeTracker(lambda _: True)
     for index in range(10_000):
-        scrapers.note(f"curl/{index}", 1, float(index), declared=True)
+        scrapers.note(("10.0.0.1", index), "curl", 1, float(index), timeout_s=10.0)
     assert len(scrapers.waiting(2, 10_000.0)) == 64
 
 
 def test_a_page_with_a_counter_held_at_zero_is_not_the_final_state() -> None:
     """An exporter that leaves waits until what was held back has been scraped, too."""
     scrapers = scraped(0, 15)
-    scrapers.note("prometheus", 2, 30.0, declared=True, final=False)
+    scrapers.note(ONE, "prometheus", 2, 30.0, timeout_s=10.0, final=False)
     assert scrapers.acknowledged(30.0) == 2
-    assert (scrapers.waiting(2, 30.0), scrapers.got(2)) == (["prometheus"], False)
-    scrapers.note("prometheus", 3, 45.0, declared=True)
+    assert (scrapers.waiting(2, 30.0), scrapers.got(2)) == (["10.0.0.1 prometheus"], False)
+    scrapers.note(ONE, "prometheus", 3, 45.0, timeout_s=10.0)
     assert (scrapers.waiting(3, 45.0), scrapers.got(3)) == ([], True)

@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 
 
 class Site:
-    """The handlers. ``problems`` returns the present errors of the configuration, ``evidence`` the ranks' artifacts."""
+    """The handlers.
+
+    ``problems`` returns the present errors of the configuration, ``advice`` what the page says besides, ``evidence`` the ranks'
+    artifacts.
+    """
 
     def __init__(
         self, config: ExporterConfig, snapshots: SnapshotCache, pages: PageCache, scrapers: ScrapeTracker,
-        problems: Callable[[], tuple[str, ...]], evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+        problems: Callable[[], tuple[str, ...]], advice: Callable[[], tuple[str, ...]],
+        evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
     ) -> None:  # fmt: skip
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
         self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)
@@ -46,7 +51,7 @@ class Site:
             ("/-/healthy", "healthy"),
             ("/-/ready", "ready"),
         )
-        self.live = LivePage(snapshots, problems, links, evidence)
+        self.live = LivePage(snapshots, lambda: (*problems(), *advice()), links, evidence)
 
     def scrape_input(self, snapshot: Snapshot) -> ScrapeInput:
         """Return the input of a metrics page of that snapshot."""

@@ -20,11 +20,13 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
+from torchobs import catalog
 from torchobs.exporter import access, file_sd, log_format
 from torchobs.exporter.api import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.http import Endpoint, Listeners, allow_files
 from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
+from torchobs.exporter.pod_advice import PodAdvice
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.unix_socket import UnixSocket, bind_unix
 from torchobs.exporter.web_config import WebConfigMiddleware
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
+    from torchobs.exporter.metrics_page import Client
     from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
@@ -48,6 +51,8 @@ THOROUGH_S = 3600.0
 YOUNG = 10_000
 """Threshold of the youngest generation: with Python's default it would be collected three times per page."""
 _FULL = 2
+
+_FAILURES = frozenset(catalog.EXIT_REASONS) - {"finished", "interrupted", "terminated"}
 
 _log = logging.getLogger(__name__)
 
@@ -107,9 +112,13 @@ class _Service:
         for_memory = snapshot.series_limit(config)
         most = config.series_limit_total or for_memory
         self._snapshots = SnapshotCache(Scanner(config, series_limit=int(snapshot.SERIES_IN_FILES * max(most, for_memory))))
-        self._pages, self._scrapers = PageCache(config, most), ScrapeTracker()
+        self._pages = PageCache(config, most)
+        self._scrapers = ScrapeTracker(self._has_connection)
         self._web_config, self._api = WebConfigMiddleware(config.web_config_file), Api(config, self._snapshots)
-        self._site = Site(config, self._snapshots, self._pages, self._scrapers, self._problems, self._api.evidence)
+        self._pod = PodAdvice(config) if config.mode == "sidecar" and config.pod_uid else None
+        self._site = Site(
+            config, self._snapshots, self._pages, self._scrapers, self._problems, self._advice, self._api.evidence
+        )
         app, api = self._site.app(self._api.mounts()), None
         if access.is_socket_wanted(config):
             bind, commands = partial(_bound_for_api, config), self._site.app(self._api.mounts("socket"))
@@ -170,6 +179,8 @@ class _Service:
         await self._api.look(snapshot)
         self._count_losses()
         self._site.count_scrapes()
+        if self._pod is not None:
+            self._pod.look(snapshot, self._scrapers, time.monotonic())
         if self._push is not None:
             self._site.pushed = self._push.counts
             if self._push.due and self._site.host is not None:
@@ -195,6 +206,12 @@ class _Service:
         found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
         return (*self._listeners.problems, *filter(None, found))
 
+    def _has_connection(self, client: Client) -> bool:
+        return self._listeners.has_connection(client)
+
+    def _advice(self) -> tuple[str, ...]:
+        return () if self._pod is None else self._pod.advice
+
     def _status(self) -> ServiceStatus:
         ranks, last_s = self._snapshots.latest.ranks, self._scrapers.last_s
         ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
@@ -206,14 +223,21 @@ class _Service:
         )
 
     async def _drain(self) -> None:
-        """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait."""
+        """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait.
+
+        Where no scraper has come yet, a rank that failed waits for the first: nobody else would ever hear of it.
+        """
         if self._done and self._push is None:
             return
         deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
         final = await self._final() if not self._hurry.is_set() else 0
+        if self._pod is not None:
+            self._pod.look(self._snapshots.latest, self._scrapers, time.monotonic(), ends=True)
         while not self._hurry.is_set():
             goal = max([final, *(rank.ended_in or 0 for rank in self._snapshots.latest.ranks)])
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
+            if self._config.mode == "sidecar" and self._scrapers.last_s is None and self._has_failed():
+                waiting.append("the first scraper")
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")
             if not waiting:
@@ -224,6 +248,9 @@ class _Service:
             _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
             await _sleep_until(self._hurry, 0.2)
             await self._tick_safely()
+
+    def _has_failed(self) -> bool:
+        return any(rank.reason in _FAILURES for rank in self._snapshots.latest.ranks if not rank.up)
 
     async def _final(self) -> int:
         """Take the final snapshot, push it, and return its number.

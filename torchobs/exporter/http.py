@@ -375,6 +375,11 @@ class Listeners:
         """The listening sockets."""
         return [listener.bound for listener in self._listeners]
 
+    def has_connection(self, client: tuple[str, int]) -> bool:
+        """Return whether there is a connection with this other end."""
+        connections = (one for listener in self._listeners for one in listener.server.server_state.connections)
+        return any(cast("HttpProtocol", connection).client == client for connection in connections)
+
     async def open(self) -> None:
         """Listen as far as possible, by the web configuration that was loaded meanwhile."""
         self._context = self._web_config.context

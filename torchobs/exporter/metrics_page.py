@@ -33,16 +33,25 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
 
 
+PATIENCE_S = 30.0
+"""Least time after its last scrape for which a scraper is expected: twice Prometheus' usual interval"""
+_LATE_S = 5.0
+"""How much later than by its longest interval a scrape may come"""
 _REMEMBERED_S = 300.0
-_MISSED = 2.5
-"""Scrape intervals without a scrape after which a scraper is taken for gone."""
+"""For how long a scraper is expected that has come once, and the most in all"""
+_MOST_SCRAPERS = 64
 
-_LIMIT = 64
+Client = tuple[str, int]
+"""The address and the port of a connection's other end"""
 
 
 class _Scraper(NamedTuple):
+    name: str
+    """address and user agent"""
     last_s: float
-    interval_s: float | None
+    shortest_s: float | None
+    """shortest time between two scrapes; ``None``: it has come once"""
+    longest_s: float | None
     declared: bool
     number: int
     """newest snapshot of which it has received a page"""
@@ -51,28 +60,41 @@ class _Scraper(NamedTuple):
 
 
 class ScrapeTracker:
-    """The recent scrapers, by address and user agent. Times are CLOCK_MONOTONIC in seconds."""
+    """The recent scrapers. Times are CLOCK_MONOTONIC in seconds.
 
-    def __init__(self) -> None:
-        self._seen: dict[str, _Scraper] = {}
+    A scraper is a connection, for two Prometheus servers of one pair can have one address (a node's, or a gateway's). A new
+    connection continues what one of the same address and user agent began that is closed.
+    """
+
+    def __init__(self, is_open: Callable[[Client], bool] = lambda _: False) -> None:
+        """``is_open`` returns whether there is still a connection with this other end."""
+        self._is_open = is_open
+        self._seen: dict[Client, _Scraper] = {}
         self.last_s: float | None = None
+        self.timeout_s = 0.0
+        """the longest scrape timeout that was declared"""
 
-    def note(self, who: str, number: int, now_s: float, *, declared: bool, final: bool = True) -> None:
+    def note(
+        self, client: Client, agent: str, number: int, now_s: float, *, timeout_s: float | None, final: bool = True
+    ) -> None:
         """Note that a client has received the page of a snapshot.
 
-        ``declared``: it sent a scrape timeout, as scrapers do; ``final``: the page showed every value.
+        ``timeout_s``: the scrape timeout that it declared, as scrapers do; ``final``: the page showed every value.
         """
-        before = self._seen.pop(who, None)
-        interval_s = now_s - before.last_s if before else None
+        name = f"{client[0]} {agent}"
+        before = self._seen.pop(client, None) or self._closed(name)
+        shortest_s = longest_s = gap_s = now_s - before.last_s if before else None
+        if before and gap_s is not None and before.shortest_s is not None and before.longest_s is not None:
+            shortest_s, longest_s = min(gap_s, before.shortest_s), max(gap_s, before.longest_s)
         whole = number if final else before.final if before else 0
-        self._seen[who] = _Scraper(now_s, interval_s, declared, number, whole)
-        self.last_s = now_s
-        while len(self._seen) > _LIMIT:
+        self._seen[client] = _Scraper(name, now_s, shortest_s, longest_s, timeout_s is not None, number, whole)
+        self.last_s, self.timeout_s = now_s, max(self.timeout_s, timeout_s or 0.0)
+        while len(self._seen) > _MOST_SCRAPERS:
             del self._seen[next(iter(self._seen))]
 
     def waiting(self, number: int, now_s: float) -> list[str]:
         """Return the expected scrapers that have not received a final page as new as ``number``."""
-        return [who for who, scraper in self._seen.items() if _expected(scraper, now_s) and scraper.final < number]
+        return [scraper.name for scraper in self._expected(now_s) if scraper.final < number]
 
     def got(self, number: int) -> bool:
         """Return True if any scraper has received a final page as new as ``number``."""
@@ -80,15 +102,27 @@ class ScrapeTracker:
 
     def acknowledged(self, now_s: float) -> int:
         """Return the newest snapshot number such that all expected scrapers have its page or a newer one."""
-        expected = [scraper.number for scraper in self._seen.values() if _expected(scraper, now_s)]
+        expected = [scraper.number for scraper in self._expected(now_s)]
         return min(expected or [scraper.number for scraper in self._seen.values()], default=0)
 
+    def interval_s(self, now_s: float) -> float | None:
+        """Return the scrape interval of the slowest expected scraper; ``None``: none has come twice."""
+        intervals = [scraper.shortest_s for scraper in self._expected(now_s) if scraper.shortest_s is not None]
+        return max(intervals, default=None)
 
-def _expected(scraper: _Scraper, now_s: float) -> bool:
-    if not scraper.declared and scraper.interval_s is None:
-        return False  # a person with curl
-    patience_s = _REMEMBERED_S if scraper.interval_s is None else min(_MISSED * scraper.interval_s + 5.0, _REMEMBERED_S)
-    return now_s - scraper.last_s <= patience_s
+    def _expected(self, now_s: float) -> list[_Scraper]:
+        return [scraper for scraper in self._seen.values() if now_s - scraper.last_s <= _patience_s(scraper)]
+
+    def _closed(self, name: str) -> _Scraper | None:
+        """Take out the scraper of that name that has waited longest for a new connection."""
+        closed = [client for client, scraper in self._seen.items() if scraper.name == name and not self._is_open(client)]
+        return self._seen.pop(closed[0]) if closed else None
+
+
+def _patience_s(scraper: _Scraper) -> float:
+    if scraper.longest_s is None:
+        return _REMEMBERED_S if scraper.declared else -1.0  # a person with curl
+    return min(max(PATIENCE_S, scraper.longest_s + _LATE_S), _REMEMBERED_S)
 
 
 # zlib takes a third of a page's time; ISA-L needs a quarter of zlib's, and has wheels for x86-64 and ARM
@@ -196,7 +230,8 @@ class MetricsPage:
             await _misdirected(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of duplicates wins
-        scrape = await self._fresh(_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
+        timeout_s = _timeout_s(headers.get(_SCRAPE_TIMEOUT))
+        scrape = await self._fresh(DEADLINE_S if timeout_s is None else min(DEADLINE_S, max(0.1, timeout_s / 2)))
         compressed = accepts_gzip(headers.get(b"accept-encoding", ""))
         acknowledged = self._scrapers.acknowledged(time.monotonic())
         page = await self._pages.get(scrape, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
@@ -210,10 +245,8 @@ class MetricsPage:
         await send({"type": "http.response.body", "body": page.body})
         # noted only after it was sent: during shutdown the exporter waits until scrapers have received the page
         if scope["method"] == "GET":
-            who = f"{scope['client'][0] if scope['client'] else ''} {headers.get(b'user-agent', '')[:200]}"
-            declared = _SCRAPE_TIMEOUT in headers
-            now_s = time.monotonic()
-            self._scrapers.note(who, page.number, now_s, declared=declared, final=page.final)
+            client, agent, now_s = tuple(scope["client"] or ("", 0)), headers.get(b"user-agent", "")[:200], time.monotonic()
+            self._scrapers.note(client, agent, page.number, now_s, timeout_s=timeout_s, final=page.final)
             self.scrapes = Scrapes(self.scrapes.served + 1, self.scrapes.seconds + now_s - begun_s)
 
     def _is_meant_for_another(self, scope: Scope) -> bool:
@@ -223,10 +256,10 @@ class MetricsPage:
         return asked is not None and asked[0] != self._pod_uid
 
 
-def _deadline_s(declared: str | None) -> float:
-    """Return how long a scrape may wait for the scan, in seconds: half of the scraper's timeout, at most the default."""
+def _timeout_s(declared: str | None) -> float | None:
+    """Return the scraper's own timeout, in seconds; ``None`` if it declared none."""
     try:
         timeout_s = float(declared or "")
     except ValueError:
-        return DEADLINE_S
-    return min(DEADLINE_S, max(0.1, timeout_s / 2)) if isfinite(timeout_s) else DEADLINE_S
+        return None
+    return timeout_s if isfinite(timeout_s) else None

@@ -415,11 +415,12 @@ _SHOWN = -1
 
 
 class QuietSeries:
-    """Keeps series of one rank off the page while they have their default value, and has new counters scraped at zero first.
+    """Keeps series of one rank off the page while they have their default value, and has new counts scraped at zero first.
 
     Most counters of a closed set never count anything in a run: no loss scaler, no compilation, no failed probe. They are in
     the flight file from the start, but on the page only from their first event on. A counter whose first sample is 1 has an
     ``increase()`` of 0; so the page shows it at 0 until every expected scraper has received such a page, and its value then.
+    That is for counts of events, which alerts compare with 0; times are shown at once, or a rank's end would take two scrapes.
     A series that has counted before the exporter first sees its rank is shown as it is, because an earlier exporter may have
     served it.
     """
@@ -447,7 +448,7 @@ class QuietSeries:
         if since is None:
             if all(value == entry.quiet for value in values):
                 return ()
-            begins = cumulative(entry.series.kind) and self._number != self._first
+            begins = cumulative(entry.series.kind) and entry.series.unit != "s" and self._number != self._first
             since = self._since[key] = self._number if begins else _SHOWN
         if since > self._acknowledged:
             return (0.0,) * len(values)
