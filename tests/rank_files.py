@@ -60,7 +60,7 @@ class File:
 
     def __init__(
         self, directory: Path, *, born_s: float = 0.0, boot: bytes = BOOT, seed: int = 1, in_memory: bool | None = None,
-        **resource: str | int,
+        pid: int = 4321, **resource: str | int,
     ) -> None:  # fmt: skip
         born_ns = round(born_s * S)
         self.header = Header(
@@ -69,7 +69,7 @@ class File:
             boot_id=boot,
             monotonic_ns=BORN_NS + born_ns,
             wall_ns=BORN_WALL_NS + born_ns,
-            pid=4321,
+            pid=pid,
             uid=os.getuid(),
             regions=plan(DEFAULT_SIZE),
             resource={**RESOURCE, **resource},

@@ -181,6 +181,16 @@ def test_a_counter_that_was_shown_is_not_held_at_zero_again(exporter: Exporter, 
         assert re.findall(rf"^{ERRORS}{{.*}} (.*)$", exporter.text(), re.MULTILINE) == [str(shown)]
 
 
+def test_a_time_is_shown_at_once(exporter: Exporter, file: File) -> None:
+    """No alert waits for its first second, and a Job whose idle time begins with its end is held up by no second scrape."""
+    file.set(catalog.OVERHEAD, 0.0, probe="loss")
+    exporter.scan(1.0, file)
+    file.set(catalog.OVERHEAD, 2.5, probe="loss")
+    exporter.scan(2.0, file)
+    assert values(exporter, "torchobs_overhead_seconds_total") == [2.5]
+    assert not exporter.holding
+
+
 def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter, file: File) -> None:
     """An exporter that starts again takes nothing back: a counter that steps back is a reset. So does no gauge wait."""
     file.set(catalog.PROBE_ERRORS, 3, probe="loss")

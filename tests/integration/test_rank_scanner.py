@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,6 +74,34 @@ def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(look: Look, ra
         assert states(look(seconds, file)) == {"0": "alive"}
     assert states(look(4.7)) == {"0": "failed"}
     assert states(look(5.1, file)) == {"0": "alive"}, "its heart beats again"
+
+
+_HOLDER = (
+    "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+)
+"""Holds the lock of a file: a process cannot read its own lock file without dropping the lock"""
+
+
+@pytest.mark.parametrize("pid", [1, 4321])
+def test_the_first_process_of_a_container_ends_by_sigterm_while_it_still_runs(
+    start: Callable[..., subprocess.Popen[str]], look: Look, rank: Callable[..., File], pid: int
+) -> None:
+    """It is killed once the pod's grace is over, without another word; one that lives on had its SIGTERM from somebody else."""
+    file = rank(pid=pid)
+    file.release()
+    holder = start(sys.executable, "-c", _HOLDER, str(file.lock_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    file.lock_path.write_text("Stack (most recent call first)\n")
+    os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
+    for number, seconds in enumerate((2.0, 95.0, 97.0), start=1):
+        file.step(number, seconds - 0.1)
+        (seen,) = look(seconds, file).ranks
+        ends = pid == 1 and seconds < 96.0
+        assert (seen.state, seen.reason, seen.up) == (("failed", "terminated", False) if ends else ("alive", "", True))
+        assert steps(look(seconds)) == {"0": number}
+    holder.communicate()
+    assert states(look(110.0)) == {"0": "failed"}
 
 
 def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[..., File]) -> None:

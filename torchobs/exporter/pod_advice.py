@@ -6,6 +6,8 @@ import logging
 from math import ceil
 from typing import TYPE_CHECKING
 
+from torchobs.ranks.scanner import END_S
+
 if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.metrics_page import ScrapeTracker
@@ -13,9 +15,6 @@ if TYPE_CHECKING:
 
 NO_RANK_S = 120.0
 """Seconds without a rank before that is worth a word: a training imports torch within the first two minutes."""
-
-OWN_S = 5.0
-"""Seconds of the pod's grace that the exporter keeps for its own end; the policy sets the drain timeout to the rest."""
 
 NO_RANK = (
     "no rank has appeared: does the training call torchobs.init(), and does its image have torchobs? With the label "
@@ -29,7 +28,7 @@ class PodAdvice:
     """Advice of one pod's exporter; each piece is logged once. Times are CLOCK_MONOTONIC in seconds."""
 
     def __init__(self, config: ExporterConfig) -> None:
-        self._grace_s = config.drain_timeout_s + OWN_S
+        self._grace_s = config.drain_timeout_s + END_S
         self._has_rank = False
         self._begun_s: float | None = None
         self._logged: set[str] = set()
@@ -43,7 +42,7 @@ class PodAdvice:
         if not self._has_rank and (ends or now_s - self._begun_s >= NO_RANK_S):
             advice["no rank"] = NO_RANK
         interval_s = scrapers.interval_s(now_s)
-        if interval_s is not None and (needed_s := interval_s + scrapers.timeout_s + OWN_S) > self._grace_s:
+        if interval_s is not None and (needed_s := interval_s + scrapers.timeout_s + END_S) > self._grace_s:
             advice["grace"] = (
                 f"the pod's grace of {self._grace_s:.0f} s is too short for its scrapes, which need {ceil(needed_s)} s: their "
                 "interval, their timeout and 5 s. The training's last steps may be lost: raise terminationGracePeriodSeconds"

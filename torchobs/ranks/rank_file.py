@@ -172,6 +172,7 @@ class RankFile:
         """attributes of ``catalog.RANK_EXCEPTION``; empty: no exception of its main thread is in its event ring"""
         self.lock_held = False
         self._terminated_s: float | None = None
+        self._ends = False
         self._fatal: int | None = None
         """the signal of a crash"""
         self.opened = 0
@@ -214,14 +215,19 @@ class RankFile:
         if not self._closed:
             self.file.follow(directory_fd, self.name)
 
-    def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
-        """Query the lock, read the file, update the state. Raises :data:`READ_ERRORS`, after updating from older data."""
+    def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None, grace_s: float = 0.0) -> None:
+        """Query the lock, read the file, update the state. Raises :data:`READ_ERRORS`, after updating from older data.
+
+        ``grace_s``: how long after SIGTERM the first process of a container, which that does not end, is killed.
+        """
         if self._closed:
             return
         # the lock first: if it is free, the following read is final
         self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
-        self._terminated_s = None if self.lock_held else endings.terminated_at(directory_fd, lock_name(self.name))
+        may_have_mark = not self.lock_held or self.header.pid == 1
+        self._terminated_s = endings.terminated_at(directory_fd, lock_name(self.name)) if may_have_mark else None
+        self._ends = self.lock_held and self._terminated_s is not None and now.wall_ns / 1e9 - self._terminated_s <= grace_s
         self._fatal = None if self.lock_held else endings.crash_signal(directory_fd, lock_name(self.name))
         try:
             self._read(now)
@@ -230,7 +236,7 @@ class RankFile:
             learned_s = inf if self._may_never_train() else self._learned_s
             seen = self._observation(now, learned_s if hang_timeout_s is None else hang_timeout_s)
             self.state, self.fading = state.judge(seen), state.fading(seen)
-        if was_up and not self.up:
+        if was_up and not self.up and not self.lock_held:
             self._read(now)
 
     def progress_age_s(self, now: Now) -> float | None:
@@ -314,7 +320,7 @@ class RankFile:
         self.file.close()
 
     def _read(self, now: Now) -> None:
-        before, view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
+        before, view = self.view.live.heartbeat_ns, self.file.read(final=not self.up and not self.lock_held)
         self._learned_s = self._durations.timeout_s(view)
         beat = view.live.heartbeat_ns
         if beat is not None and beat != before:
@@ -332,6 +338,8 @@ class RankFile:
             return replace(view, live=replace(live, exit_reason=Exit.CRASHED, exit_code=128 + self._fatal))
         if self._terminated_s is None or live.exit_reason is not None:
             return view
+        if self.lock_held:
+            return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143)) if self._ends else view
         last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)
         lived_on_s = last_s - self._terminated_s
         survives = lived_on_s > state.FADED_AFTER_S >= beat_age_s  # its lock is free because the program has closed it
@@ -350,6 +358,7 @@ class RankFile:
             phase=live.phase,
             quiet_s=self._quiet_s(now),
             hang_timeout_s=hang_timeout_s,
+            ends=self._ends,
         )
 
 

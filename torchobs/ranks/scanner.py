@@ -121,6 +121,9 @@ class Directory:
         self.fd, self.path, self.owner = fd, path, owner
 
 
+END_S = 5.0
+"""Seconds by which a pod's grace is longer than its exporter's drain timeout, as the injection sets it"""
+
 OPENING_S = 1.0
 """Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""
 _RETRY_NS = 5_000_000_000
@@ -284,7 +287,7 @@ class Scanner:
 
     def _observe(self, tracked: RankFile, now: Now) -> None:
         try:
-            tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
+            tracked.observe(self._directory.fd, now, self._config.hang_timeout_s, self._config.drain_timeout_s + END_S)
         except READ_ERRORS as problem:
             self._errors[_kind(problem)] += 1
             _log.warning("flight file could not be read again: %s: %s", tracked.name, _text(problem))

@@ -90,11 +90,15 @@ class Observation(NamedTuple):
     quiet_s: float | None
     """since the last step or phase boundary, or the start; ``None``: steps are not recorded"""
     hang_timeout_s: float
+    ends: bool = False
+    """True for the first process of a container after a SIGTERM, which it survives until the grace is over"""
 
 
 def judge(seen: Observation) -> str:
     """Return one of ``catalog.RANK_STATES``."""
     if _gone(seen):
+        return ending(seen.exit_reason, seen.exit_code)[0]
+    if seen.ends:
         return ending(seen.exit_reason, seen.exit_code)[0]
     if seen.lock_held and seen.beat_age_s > UNRESPONSIVE_AFTER_S:
         # exit recorded and lock still held: it is tearing down
