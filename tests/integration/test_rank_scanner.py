@@ -76,9 +76,7 @@ def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(look: Look, ra
     assert states(look(5.1, file)) == {"0": "alive"}, "its heart beats again"
 
 
-_HOLDER = (
-    "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
-)
+_HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
 """Holds the lock of a file: a process cannot read its own lock file without dropping the lock"""
 
 
@@ -260,10 +258,21 @@ def test_two_living_claims_to_one_rank_are_both_served_and_counted(
     """The younger gets its incarnation behind its rank once it is clear that the older is not just dying; neither changes."""
     old, new = rank(seed=0xAA), rank(seed=0xBB, born_s=10.0)
     old.step(1, 1)
+    new.step(1, 10.5)
     snapshots = [look(seconds, old, new, beat_s=seconds) for seconds in (11.0, 14.0, 15.0)]
-    both = {"0": 1, "0-000000bb": 0}
+    both = {"0": 1, "0-000000bb": 1}
     assert [(steps(one), one.duplicates) for one in snapshots] == [({"0": 1}, 0), (both, 1), (both, 1)]
     assert scanner.scan().duplicates == 1, "counted once, not at every scan"
+
+
+def test_a_helper_that_only_imports_torch_gives_way_to_the_training(look: Look, rank: Callable[..., File]) -> None:
+    """A data server beside the trainer in a pod, though it came first; nobody gets digits for it."""
+    helper, trainer = rank(seed=0xAA), rank(seed=0xBB, born_s=1.0)
+    assert steps(look(9.0, helper, trainer)) == {"0": 0}
+    trainer.step(1, 9.5)
+    for seconds in (10.0, 11.0):
+        snapshot = look(seconds, helper, trainer)
+        assert (steps(snapshot), snapshot.duplicates) == ({"0": 1}, 0)
 
 
 def test_replica_groups_keep_their_labels(look: Look, rank: Callable[..., File]) -> None:

@@ -20,9 +20,11 @@ RANK = ("gpt", "run-1", "0")
 
 
 def claim(incarnation: str, born_s: float, *, until_s: float | None = None, restart: int = 0) -> RankCandidate:
-    """A claim to rank 0 by a process that was born at `born_s` and beat until `until_s`."""
-    until_ns = round((born_s if until_s is None else until_s) * S)
-    return RankCandidate(RANK, incarnation, same_boot=True, born_ns=round(born_s * S), restart=restart, heartbeat_ns=until_ns)
+    """A claim to rank 0 by a training that was born at `born_s` and beat until `until_s`."""
+    until_ns, born_ns = round((born_s if until_s is None else until_s) * S), round(born_s * S)
+    return RankCandidate(
+        RANK, incarnation, same_boot=True, born_ns=born_ns, restart=restart, heartbeat_ns=until_ns, trains=True
+    )
 
 
 OLD, NEW = claim("aaaaaaaa", 0, until_s=200), claim("bbbbbbbb", 100, until_s=200)
@@ -41,6 +43,11 @@ BOTH = {"aaaaaaaa": "", "bbbbbbbb": "-bbbbbbbb"}
         ),
         pytest.param([OLD._replace(alive_ns=104 * S, heartbeat_ns=104 * S), NEW], BOTH, id="it is not dying: two processes"),
         pytest.param([OLD, NEW], BOTH, id="two scripts with one run id, side by side"),
+        pytest.param([OLD._replace(trains=False), NEW], {"bbbbbbbb": ""}, id="a helper that imports torch is no rank"),
+        pytest.param([OLD, NEW._replace(trains=False)], {"aaaaaaaa": ""}, id="nor where it came later"),
+        pytest.param(
+            [OLD._replace(trains=False), NEW._replace(trains=False)], {"aaaaaaaa": ""}, id="neither has trained yet: the older"
+        ),
         pytest.param([OLD, NEW._replace(heartbeat_ns=900 * S)], BOTH, id="one of two has ended: no series changes its name"),
         pytest.param(
             [OLD._replace(heartbeat_ns=900 * S), NEW, claim("cccccccc", 501, until_s=900)],

@@ -2,9 +2,10 @@
 
 Incarnations are never summed or merged. Of two processes that live at the same time and claim one rank (two scripts started
 with one run id) the older keeps the rank, and the younger gets the first digits of its incarnation behind it for all its life:
-``rank="0-3f9a12bc"``. After its restart it has other digits, so that no series goes back. A process that starts while its
-predecessor still dies is served once that is over, at once where the launcher counted a restart. The decision depends on the
-files, so that a restarted exporter decides the same.
+``rank="0-3f9a12bc"``. After its restart it has other digits, so that no series goes back. One that has taken no step is no
+rank beside another: a helper that only imports torch. A process that starts while its predecessor still dies is served once
+that is over, at once where the launcher counted a restart. The decision depends on the files, so that a restarted exporter
+decides the same.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class RankCandidate(NamedTuple):
     """until when its process lived: :data:`NOW_NS` while it holds its lock and beats; 0 if it is dead, stopped or unknown"""
     displaced: bool = False
     """it was served with a suffix, or until a younger one took its place: it does not take the plain rank (back)"""
+    trains: bool = False
+    """it has taken a step"""
 
 
 def resolve(candidates: Iterable[RankCandidate]) -> Mapping[str, str]:
@@ -79,6 +82,7 @@ def resolve(candidates: Iterable[RankCandidate]) -> Mapping[str, str]:
     served: dict[str, str] = {}
     for group in rivals.values():
         holders = _holders(sorted(group, key=lambda one: (one.same_boot, one.born_ns, one.incarnation)))
+        holders = [one for one in holders if one.trains] or holders[:1]
         served |= {candidate.incarnation: f"-{candidate.incarnation[:DIGITS]}" for candidate in holders}
         served |= {candidate.incarnation: "" for candidate in [one for one in holders if not one.displaced][:1]}
     return served
@@ -198,7 +202,8 @@ class RankFile:
         beats = self.up and self.state != "unresponsive" and self.view.live.exit_reason is None
         alive_ns = NOW_NS if self.lock_held else self.view.live.heartbeat_ns or 0
         made = candidate_of(self.header, self.view.live, same_boot=self.same_boot)
-        return made._replace(alive_ns=alive_ns * beats, displaced=self.displaced)
+        trains = self.view.last_step_ns is not None
+        return made._replace(alive_ns=alive_ns * beats, displaced=self.displaced, trains=trains)
 
     @property
     def exemplars(self) -> labels.Shown:
