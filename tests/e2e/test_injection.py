@@ -28,8 +28,14 @@ from tests.support import wait_until
 pytestmark = IN_A_CLUSTER
 
 SCRIPTS = support.ROOT / "tests" / "scripts"
-# The trainer's image has torch apart from torchobs and what torchobs requires: by this path alone it lacks them.
-NO_TORCHOBS = {"name": "PYTHONPATH", "value": "/opt/torch"}
+# The trainer's image sets PYTHONPATH=/opt/site:/opt/torch, and has torchobs and what it requires in the first: without that it
+# lacks them, and keeps its torch only as long as nobody replaces the variable.
+NO_TORCHOBS = """
+import runpy, sys
+sys.path.remove("/opt/site")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 STEPS = 200
 
 
@@ -58,12 +64,13 @@ def introduce(namespace: Namespace) -> None:
 def automatic() -> dict[str, Any]:
     """An image without torchobs, and a script that does not know it."""
     return job(
-        "automatic", pod_template("auto", ["python3", "/script/plain_training.py", str(STEPS)], NO_TORCHOBS, level="advanced")
+        "automatic",
+        pod_template("auto", ["python3", "-c", NO_TORCHOBS, "/script/plain_training.py", str(STEPS)], level="advanced"),
     )
 
 
 def own() -> dict[str, Any]:
-    """An image with torchobs, given one more. What it says of its PYTHONPATH the annotation must: a variable replaces it."""
+    """An image with torchobs, given one more, whose PYTHONPATH the annotation says, as a virtual environment needs it."""
     program = "import torch, torchobs, sys; print(torchobs.__file__); print(sys.modules['sitecustomize'].__file__)"
     return job("own", pod_template("auto", ["python3", "-c", program], pythonpath="/opt/site:/opt/torch"))
 

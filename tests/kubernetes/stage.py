@@ -20,6 +20,7 @@ from tests import support
 from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
 from tests.exporters import value_on
 from tests.kubernetes.cluster import PORT, Namespace, Pod, get
+from tests.kubernetes.injection import injection
 from tests.kubernetes.jobs import trainer_of
 from tests.kubernetes.scraping import scrape_config
 from tests.prometheus_server import PrometheusServer, newest_prometheus
@@ -107,11 +108,19 @@ def torchrun(made: dict[str, Any], *options: str) -> dict[str, Any]:
 
 
 @contextmanager
-def monitored(folder: Path, *objects: Mapping[str, Any]) -> Iterator[Stage]:
+def monitored(
+    folder: Path,
+    *objects: Mapping[str, Any],
+    scrapes: tuple[str, str] = ("1s", "5s"),
+    evaluation: str = "1s",
+    exporter: str = "",
+) -> Iterator[Stage]:
     """All objects at once; two Prometheus, one with an Alertmanager whose receiver is this process.
 
     They run outside the cluster, with the chart's rules, and find the pods by its scrape configuration and the cluster's API.
-    One value is another: lives are short here.
+    One value is another: lives are short here. To a pod they are two scrapers behind one address. ``scrapes``: their scrape
+    intervals; ``evaluation``: that of the first one's rules, where the second has a minute; ``exporter``: an image of the
+    exporter by which the admission policy is at work in the namespace.
     """
     program = newest_prometheus(2)
     if reason := support.why_missing("helm") or support.why_missing("prometheus-alertmanager"):
@@ -130,20 +139,22 @@ def monitored(folder: Path, *objects: Mapping[str, Any]) -> Iterator[Stage]:
 
     with ExitStack() as stack:
         namespace, began_s = stack.enter_context(Namespace()), time.time()
+        if exporter:
+            stack.enter_context(injection(namespace, exporter))
         namespace.apply(*objects)
         receiver = stack.enter_context(serving(receive))
         command = alertmanager_command(str(shutil.which("prometheus-alertmanager")))
         alertmanager = start_alertmanager(partial(_started, stack, folder), command, folder, free_port(), receiver)
         alerting = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
 
-        def prometheus(scrape: str, **settings: object) -> PrometheusServer:
-            often = {"scrape_interval": scrape, "scrape_timeout": scrape}
+        def prometheus(scrape: str, evaluation: str, **settings: object) -> PrometheusServer:
+            often = {"scrape_interval": scrape, "scrape_timeout": scrape if scrape in {"1s", "5s"} else "10s"}
             settings["scrape_configs"] = [scrape_config(namespace.name) | often]
+            settings["global"] = often | {"evaluation_interval": evaluation}
             return stack.enter_context(PrometheusServer(program, rules=rules, interval="1s", settings=settings))
 
-        evaluated_slowly = {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "1m"}
-        slow = prometheus("5s", **{"global": evaluated_slowly})
-        yield Stage(namespace, prometheus("1s", alerting=alerting), slow, arrived, began_s)
+        slow = prometheus(scrapes[1], "1m")
+        yield Stage(namespace, prometheus(scrapes[0], evaluation, alerting=alerting), slow, arrived, began_s)
 
 
 def _started(stack: ExitStack, folder: Path, *argv: str, **options: Any) -> subprocess.Popen[str]:

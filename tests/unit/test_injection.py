@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(support.why_missing("helm") is not None, reason=str(support.why_missing("helm")))
 
 START = "/var/run/torchobs/site/start"
+USER = "/var/run/torchobs/site/user"
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
@@ -188,13 +189,13 @@ FROM_A_MAP = {"configMapKeyRef": {"name": "paths", "key": "python"}}
 @pytest.mark.parametrize(
     ("container", "annotations", "expected"),
     [
-        ({}, {}, {"PYTHONPATH": START}),
+        ({}, {}, {"PYTHONUSERBASE": USER}),
+        ({"envFrom": [{"configMapRef": {"name": "all"}}]}, {}, {"PYTHONUSERBASE": USER}),
+        ({"env": [{"name": "PYTHONUSERBASE", "value": "/own"}]}, {}, {"PYTHONUSERBASE": "/own"}),
         ({"env": [{"name": "PYTHONPATH", "value": "/src"}]}, {}, {"PYTHONPATH": f"{START}:/src"}),
         ({"env": [{"name": "PYTHONPATH"}]}, {}, {"PYTHONPATH": START}),
         ({}, {"pythonpath": "/src"}, {"PYTHONPATH": f"{START}:/src"}),
-        ({"envFrom": [{"configMapRef": {"name": "all"}}]}, {}, {"PYTHONPATH": f"{START}:$(PYTHONPATH)"}),
-        ({"envFrom": []}, {}, {"PYTHONPATH": START}),
-        ({"envFrom": [{"configMapRef": {"name": "all"}}]}, {"pythonpath": "/src"}, {"PYTHONPATH": f"{START}:/src"}),
+        ({}, {"pythonpath": ""}, {"PYTHONPATH": START}),
         (
             {"env": [{"name": "PYTHONPATH", "valueFrom": FROM_A_MAP}]},
             {},
@@ -205,13 +206,15 @@ FROM_A_MAP = {"configMapKeyRef": {"name": "paths", "key": "python"}}
 def test_a_path_of_the_pods_own_is_kept(
     default: dict[str, Any], container: dict[str, Any], annotations: dict[str, str], expected: dict[str, Any]
 ) -> None:
-    """Wherever it comes from: kubelet resolves `$(PYTHONPATH)` by what `envFrom` has set, and a variable by those before it."""
+    """Wherever it comes from; nothing of ours replaces the image's. Kubelet resolves a variable by those before it."""
     made = admitted(default, pod({"name": "a"} | container, inject="auto", annotations=annotations))
     found = environment(made["spec"]["containers"][0])
     assert {name: value for name, value in found.items() if name.startswith("PYTHON")} == expected
     assert list(found)[-1] == "PYTHONPATH" or "PYTHONPATH_OF_POD" not in found
     plain = admitted(default, pod({"name": "a"} | container))
-    assert container.get("env", []) == [one for one in plain["spec"]["containers"][0]["env"] if one["name"] == "PYTHONPATH"]
+    assert container.get("env", []) == [
+        one for one in plain["spec"]["containers"][0]["env"] if one["name"].startswith("PYTHON")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +135,7 @@ def test_the_import_of_torch_begins_it(site: Path, image: Path, look_first: str)
 def test_a_variable_that_kubernetes_did_not_find_is_no_directory(site: Path, image: Path) -> None:
     """Where a ConfigMap might have set PYTHONPATH and did not, a reference is left over, for this process and its children."""
     program = "import os, sys; print([one for one in sys.path if '$' in one], os.environ['PYTHONPATH'])"
-    path = [site / "start", Path("$(PYTHONPATH)"), image, Path("$(PYTHONPATH_OF_POD)")]
+    path = [site / "start", image, Path("$(PYTHONPATH_OF_POD)")]
     assert run(path, "-c", program) == ([f"[] {site / 'start'}:{image}"], "", 0)
 
 
@@ -181,6 +183,73 @@ def test_a_refusal_is_one_line_and_the_training_goes_on(site: Path, image: Path,
     assert len(errors.splitlines()) == 1
     assert not (half / "reported").exists()
     assert [path.name.startswith(".") for path in (tmp_path / "flight").iterdir()] == [True]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with torch and a module of the user's, as `pip install --user` puts them there."""
+    packages = tmp_path / "home" / ".local" / "lib" / f"python{HERE[0]}.{HERE[1]}" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "torch.py").write_text("print('torch')\n")
+    (packages / "linked.pth").write_text(str(tmp_path / "linked"))
+    (tmp_path / "linked").mkdir()
+    return tmp_path / "home"
+
+
+BEGUN = "import sys, torch; print('torchobs.runtime.session' in sys.modules)"
+
+
+def by_user_base(site: Path, home: Path, *command: str, python: str = PYTHON, **environ: str) -> tuple[list[str], str, int]:
+    """What a program prints in a container whose image sets what it likes, and of which the policy sets one variable."""
+    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "TORCHOBS_DIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables |= {"PYTHONUSERBASE": str(site / "user"), **environ}
+    done = subprocess.run([python, *command], env=variables, capture_output=True, text=True, check=False, timeout=120, cwd="/")
+    return done.stdout.splitlines(), done.stderr, done.returncode
+
+
+def test_an_image_keeps_its_own_path(site: Path, image: Path, tmp_path: Path) -> None:
+    """No policy can see what an image sets as `PYTHONPATH`: replaced, its torch would not be found."""
+    assert by_user_base(site, tmp_path, "-c", BEGUN, PYTHONPATH=str(image))[0] == ["torch", "True"]
+
+
+def test_what_a_user_has_installed_stays_on_the_path(site: Path, home: Path, tmp_path: Path) -> None:
+    """At the place where it was, with what its `.pth` files add; ours is not there, and Python says where the user's is."""
+    plain = "import site, sys; print([path for path in sys.path if '-packages' in path or 'linked' in path], site.USER_SITE)"
+    found, errors, status = by_user_base(site, home, "-c", plain)
+    environ = {"HOME": str(home), "PATH": os.environ["PATH"]}
+    usual = subprocess.run([PYTHON, "-c", plain], env=environ, capture_output=True, text=True, check=True, cwd="/")
+    assert (found, errors, status) == (usual.stdout.splitlines(), "", 0)
+    assert str(tmp_path / "linked") in found[0]
+    assert by_user_base(site, home, "-c", BEGUN)[0] == ["torch", "True"]
+
+
+def test_pip_installs_where_it_always_did(site: Path, home: Path) -> None:
+    """Ours is mounted read-only."""
+    program = "import sysconfig; print(sysconfig.get_path('purelib', 'posix_user'))"
+    (home / "pip3").write_text(program)
+    lines, errors, _ = by_user_base(site, home, str(home / "pip3"))
+    assert (lines[0].startswith(str(home / ".local")), errors) == (True, "")
+    (home / "pipeline.py").write_text("import os; print(os.environ['PYTHONUSERBASE'])")
+    assert by_user_base(site, home, str(home / "pipeline.py"))[0] == [str(site / "user")]
+
+
+def test_a_virtual_environment_needs_the_annotation(site: Path, image: Path, tmp_path: Path) -> None:
+    """It has no user's site-packages: it trains unobserved until its `PYTHONPATH` is said."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    shutil.copy(image / "torch.py", packages)
+    assert by_user_base(site, tmp_path, "-c", BEGUN, python=python) == (["torch", "False"], "", 0)
+    path = str(site / "start")
+    assert by_user_base(site, tmp_path, "-c", BEGUN, python=python, PYTHONPATH=path)[0] == ["torch", "True"]
+
+
+def test_the_images_own_customization_runs_too(site: Path, image: Path, tmp_path: Path) -> None:
+    """Of both names."""
+    for name in ("usercustomize", "sitecustomize"):
+        (image / f"{name}.py").write_text("print(__name__)")
+    lines, _, _ = by_user_base(site, tmp_path, "-c", BEGUN, PYTHONPATH=str(image))
+    assert sorted(lines) == ["True", "sitecustomize", "torch", "usercustomize"]
 
 
 STEPS = 7

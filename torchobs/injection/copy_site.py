@@ -1,8 +1,9 @@
 """Copy torchobs and what it requires onto a volume: ``python -m torchobs.injection.copy_site DIR``, in an init container.
 
-``DIR/start`` is for ``PYTHONPATH``, and has nothing but :mod:`torchobs.injection.sitecustomize`, so that no module of the image
-is hidden; ``DIR/packages`` has the packages, and ``DIR/fit.json`` says what they need of the image's Python and libc. Whatever
-goes wrong is printed, and the exit status is 0: an init container that fails keeps the training from starting.
+``DIR/user`` is for ``PYTHONUSERBASE`` and ``DIR/start`` for ``PYTHONPATH``. Both have nothing but
+:mod:`torchobs.injection.sitecustomize`, so that no module of the image is hidden; ``DIR/packages`` has the packages, and
+``DIR/fit.json`` says what they need of the image's Python and libc. Whatever goes wrong is printed, and the exit status is 0:
+an init container that fails keeps the training from starting.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _TAG = re.compile(r"Tag: cp(\d)(\d+)-(\w+)-(?:many)?linux(?:_(\d+)_(\d+)|(1|2010
 # PEP 600: the glibc of the older names.
 _OLD_NAMES = {"1": (2, 5), "2010": (2, 12), "2014": (2, 17)}
 _MINIMUM_PYTHON = [3, 10]
+_MINORS = range(10, 20)
+"""Minor versions of Python that find the module: those that there are, and those of the next years"""
 
 
 def copy_site(target: Path) -> None:
@@ -37,9 +40,15 @@ def copy_site(target: Path) -> None:
     wheels = [text for one in found.values() if (text := one.read_text("WHEEL"))]
     (target / "fit.json").write_text(json.dumps(fit_of(wheels)))
     # Last: without it nothing begins.
+    module = Path(__file__).with_name("sitecustomize.py")
+    for minor in _MINORS:
+        user = target / "user" / "lib" / f"python3.{minor}" / "site-packages"
+        user.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(module, user / "torchobs_start.py")
+        (user / "torchobs.pth").write_text("import torchobs_start\n")
     start = target / "start"
     start.mkdir(exist_ok=True)
-    shutil.copy2(Path(__file__).with_name("sitecustomize.py"), start / "sitecustomize.py")
+    shutil.copy2(module, start / "sitecustomize.py")
 
 
 def fit_of(wheels: Iterable[str]) -> dict[str, object]:

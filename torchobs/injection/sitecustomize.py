@@ -1,6 +1,10 @@
-"""Begins torchobs once torch is imported, in an image that has none; found on ``PYTHONPATH`` by Python's own ``site`` module.
+"""Begins torchobs once torch is imported, in an image that has none; found by Python's own ``site`` module.
 
-Copied to a directory of its own (:mod:`torchobs.injection.copy_site`), so it uses the standard library only, and every Python
+As ``torchobs_start``, by a ``.pth`` file of the user's site-packages, to which ``PYTHONUSERBASE`` leads: an image's own
+``PYTHONPATH``, which no policy can see, stays in force. As ``sitecustomize`` on ``PYTHONPATH`` where the pod says what that is:
+a virtual environment has no user's site-packages.
+
+Copied to directories of its own (:mod:`torchobs.injection.copy_site`), so it uses the standard library only, and every Python
 program of the container runs it: it costs one entry of ``sys.meta_path``. A ``sitecustomize`` that the image has runs as well.
 Nothing here may raise; what does not fit is said on one line of standard error, and the training goes on.
 """
@@ -16,10 +20,10 @@ from types import ModuleType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib is not loaded yet, and most programs need it not
-_SITE = os.path.dirname(_HERE)  # noqa: PTH120  # as above
+_SITE = _HERE.partition("/user/")[0] if __name__ == "torchobs_start" else os.path.dirname(_HERE)  # noqa: PTH120  # as above
 # Beside this volume, which is mounted read-only, there is that of the flight files; the exporter reads none with such a name.
 _REPORTED = os.path.join(os.path.dirname(_SITE), "flight", ".injection-reported")  # noqa: PTH118, PTH120  # as above
-_UNRESOLVED = ("$(PYTHONPATH)", "$(PYTHONPATH_OF_POD)")
+_UNRESOLVED = "$(PYTHONPATH_OF_POD)"
 
 
 def misfit(fit: dict[str, Any]) -> str | None:
@@ -132,7 +136,20 @@ def remove_unresolved() -> None:
     if any(entry.endswith(_UNRESOLVED) for entry in sys.path):
         sys.path[:] = [entry for entry in sys.path if not entry.endswith(_UNRESOLVED)]
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if entry not in _UNRESOLVED)
+        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if entry != _UNRESOLVED)
+
+
+def restore_user_site() -> None:
+    """Put the user's own site-packages where ours stands on the path: an image may have torch there."""
+    import site  # Python's own, which runs this
+
+    site.USER_BASE = os.path.join(os.path.expanduser("~"), ".local")  # noqa: PTH111, PTH118  # as above. PEP 370's default
+    site.USER_SITE = os.path.join(site.USER_BASE, "lib", os.path.basename(os.path.dirname(_HERE)), "site-packages")  # noqa: PTH118, PTH119, PTH120  # as above
+    sys.path.remove(_HERE)
+    if os.path.isdir(site.USER_SITE):  # noqa: PTH112  # as above
+        site.addsitedir(site.USER_SITE)
+    if any(os.path.basename(word).rstrip("0123456789.") == "pip" for word in sys.orig_argv[1:3]):  # noqa: PTH119  # as above
+        os.environ.pop("PYTHONUSERBASE", None)  # it installs where it always did
 
 
 def run_next() -> None:
@@ -144,7 +161,10 @@ def run_next() -> None:
         spec.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize":
+if __name__ == "torchobs_start":
+    restore_user_site()
+    sys.meta_path.insert(0, _Finder())
+elif __name__ == "sitecustomize":
     remove_unresolved()
     sys.meta_path.insert(0, _Finder())
     run_next()

@@ -203,11 +203,13 @@ mutations:
         && object.spec.containers[i].env.exists(e, e.name == n.name)))
         + (!variables.auto || (has(object.spec.containers[i].env)
         && object.spec.containers[i].env.exists(e, e.name == 'PYTHONPATH' && !has(e.valueFrom))) ? []
-        : [{'name': dyn('PYTHONPATH'), 'value': dyn('{{ $site }}/start'
-        + (has(object.spec.containers[i].env) && object.spec.containers[i].env.exists(e, e.name == 'PYTHONPATH')
-        ? ':$(PYTHONPATH_OF_POD)'
-        : 'torchobs.io/pythonpath' in variables.annotations ? ':' + variables.annotations['torchobs.io/pythonpath']
-        : has(object.spec.containers[i].envFrom) && size(object.spec.containers[i].envFrom) > 0 ? ':$(PYTHONPATH)' : ''))}])})
+        : has(object.spec.containers[i].env) && object.spec.containers[i].env.exists(e, e.name == 'PYTHONPATH')
+        ? [{'name': dyn('PYTHONPATH'), 'value': dyn('{{ $site }}/start:$(PYTHONPATH_OF_POD)')}]
+        : 'torchobs.io/pythonpath' in variables.annotations
+        ? [{'name': dyn('PYTHONPATH'), 'value': dyn('{{ $site }}/start' + (variables.annotations['torchobs.io/pythonpath'] == '' ? ''
+        : ':' + variables.annotations['torchobs.io/pythonpath']))}]
+        : has(object.spec.containers[i].env) && object.spec.containers[i].env.exists(e, e.name == 'PYTHONUSERBASE') ? []
+        : [{'name': dyn('PYTHONUSERBASE'), 'value': dyn('{{ $site }}/user')}])})
         + variables.containers.map(i, JSONPatch{op: 'add', path: '/spec/containers/' + string(i) + '/volumeMounts',
         value: (has(object.spec.containers[i].volumeMounts) ? object.spec.containers[i].volumeMounts : [])
         + variables.mounts.filter(n, !(has(object.spec.containers[i].volumeMounts)
