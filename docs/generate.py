@@ -41,7 +41,7 @@ attributes of events and spans are in the namespace of the event or span, `torch
 conventions name; `step` is `torchobs.step.number`."""
 
 INTRODUCTION = """\
-<!-- Generated from torchobs/catalog.py by docs/generate.py; `make docs` writes it again. -->
+<!-- Generated from torchobs/catalog/ by docs/generate.py; `make docs` writes it again. -->
 
 # Metrics, events and spans
 

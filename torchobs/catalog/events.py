@@ -1,0 +1,621 @@
+"""Events, with the time at which they happened, and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchobs.catalog.model import (
+    ANOMALY_KIND,
+    ANOMALY_SEVERITY,
+    COLLECTIVE_TIMEOUTS,
+    COMPILE_BREAK,
+    COMPILE_FAILURE,
+    COMPILE_GUARD,
+    COMPILE_LOCATION,
+    DEVICE,
+    EXIT_REASON,
+    GPU_ID,
+    ORIGIN,
+    PHASE,
+    PROBE,
+    SCALER,
+    SCHEDULER_MISUSE_KIND,
+    SPACE,
+    Attribute,
+    Event,
+    Severity,
+    Span,
+    error,
+    info,
+    span,
+    warning,
+)
+from torchobs.catalog.own import TUNE_ACTION
+
+# --- events -------------------------------------------------------------------------------------------------------------------
+EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
+EVENT_RUN_START = info("torchobs.run.start", "torchobs.init() has finished.")
+EXIT_SIGNAL = Attribute("signal", "the signal whose handler raised it or led to it, if one did")
+EVENT_RUN_END = info("torchobs.run.end", "The rank ended, by itself or by a signal that it handled.", EXIT_REASON, EXIT_SIGNAL)
+EVENT_TRAINER = info(
+    "torchobs.trainer",
+    "A framework's trainer started. Its other attributes are its settings with a number or a single word as value.",
+    Attribute("framework", "lightning, transformers or accelerate"),
+    Attribute("version", "the framework's"),
+)
+RECENT_COLLECTIVES = Attribute(
+    "collectives",
+    "of a rank that waits, or that a timeout ended: its last collectives, by torch's flight recorder, with group,"
+    " number, kind and the line that called each",
+)
+EVENT_EXCEPTION = error(
+    "torchobs.exception",
+    "An uncaught exception. In the main thread it ends the rank; in another thread, a notebook's cell or a test it does not.",
+    Attribute("exception.type", "its class"),
+    Attribute("exception.message", "first line of its message, without secrets, at most 100 characters"),
+    Attribute("location", "file:line where it was raised"),
+    Attribute("caller", "innermost file:line of the user's own code, if different"),
+    Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
+    Attribute("cause.message", "first line of that exception's message, likewise"),
+    Attribute("cause.location", "file:line where that exception was raised"),
+    Attribute("cause.caller", "innermost file:line of the user's own code in it, if different"),
+    Attribute("origin", "the worker or other process that raised it, if not the rank's own; location is there then"),
+    Attribute("reraised", "file:line of the user's own code in the rank where it was raised again"),
+    Attribute("cause.origin", "origin of the first exception of the chain"),
+    Attribute("cause.reraised", "reraised of the first exception of the chain"),
+    Attribute("thread", "the thread's name, if it is not the main one"),
+    EXIT_SIGNAL,
+    Attribute("timeout", "of an operation of torch.distributed that timed out: which", COLLECTIVE_TIMEOUTS),
+    Attribute("timeout_s", "after how many seconds, if torch says so", unit="s"),
+    Attribute("absent_ranks", "the ranks that did not come, if torch says so"),
+    RECENT_COLLECTIVES,
+    Attribute("unused", "of DistributedDataParallel's error: names of the parameters without a gradient, at most eight"),
+    Attribute(
+        "unused_count", "number of those parameters; absent where torch's message has a hundred of them, and more follow"
+    ),
+    Attribute("unused_of", "class of the model that DistributedDataParallel wraps"),
+)
+EVENT_DISTRIBUTED = info(
+    "torchobs.distributed",
+    "How the training is spread over ranks was recognised, or changed.",
+    Attribute("backend", "of the default process group"),
+    Attribute("world_size", "its ranks"),
+    Attribute("parallelism", "what was recognised"),
+    Attribute("mesh", "dimensions of the device mesh"),
+)
+EVENT_COLLECTIVES_UNKNOWN = info(
+    "torchobs.collectives.unknown",
+    "torch's flight recorder tells nothing of this rank's collectives.",
+    Attribute("reason", "why"),
+)
+EVENT_GPU_LOST = error(
+    "torchobs.gpu.lost",
+    "A GPU no longer responds.",
+    GPU_ID,
+    Attribute("reason", "what its library says: lost, reset_required, silent"),
+)
+EVENT_GPU_XID = error(
+    "torchobs.gpu.xid",
+    "The driver reported an error of a GPU (an XID).",
+    GPU_ID,
+    Attribute("xid", "number in NVIDIA's list of XIDs"),
+    Attribute("meaning", "its meaning, if known"),
+)
+EVENT_ANOMALY = warning(
+    "torchobs.anomaly",
+    "A step was judged anomalous.",
+    ANOMALY_KIND,
+    Attribute("value", "observed value"),
+    Attribute("baseline", "usual value"),
+    ORIGIN,
+    Attribute("module", "module in which a value that is not finite was born"),
+    Attribute("operator", "operator that made it"),
+    Attribute("parameter", "parameter or input that held it"),
+    Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
+    Attribute("layer", "layer whose gradient has grown most in that step, of an explosion or a spike in a measured step"),
+    Attribute("layer_norm", "norm of its gradient"),
+    Attribute("layer_usual", "its usual norm: the median of up to 16 measured steps before"),
+)
+_SEVERITY = Attribute("severity", "info: nothing was lost; warning: something was refused or lost; error: it was raised")
+_CATEGORY = Attribute("category", "what it is about: memory, numerics, data, io, contract, resources, file")
+EVENT_GUARD_VIOLATION = warning(
+    "torchobs.guard.violation",
+    "A tensor did not keep its contract.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("tensor", "names of the tensors"),
+    Attribute("what", "what is wrong with the first"),
+    Attribute("found", "what was found"),
+    Attribute("expected", "what was expected"),
+)
+EVENT_GUARD_RECOVERY = warning(
+    "torchobs.guard.recovery",
+    "An error that a training or an inference went on after, that was raised because its budget was spent, or returned.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("action", "what was done"),
+    Attribute("error", "class of the exception"),
+)
+EVENT_GUARD_FILE = warning(
+    "torchobs.guard.file",
+    "A model file would run code that is not known, or do harm, or is not the one that was published.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("verdict", "suspicious, dangerous, refused (by load) or wrong (by verify)"),
+    Attribute("reason", "the first of its reasons"),
+)
+EVENT_GUARD_MODEL = warning(
+    "torchobs.guard.model",
+    "A model has weights that a sound one does not have.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("layer", "name of the first parameter or buffer"),
+    Attribute("problem", "what is wrong with it"),
+    Attribute("problems", "number of problems"),
+)
+EVENT_GUARD_RESOURCE = warning(
+    "torchobs.guard.resource",
+    "A resource got above its threshold.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("resource", "what is used up"),
+    Attribute("where", "the container, the machine, a device or a path"),
+    Attribute("percent", "how much of it is used"),
+    Attribute("threshold", "the threshold in percent"),
+)
+EVENT_GUARD_OUTPUTS = warning(
+    "torchobs.guard.outputs",
+    "A model's outputs were refused, replaced or found suspicious.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("output", "its name"),
+    Attribute("problem", "what is wrong with it"),
+    Attribute("policy", "what was done about it"),
+)
+EVENT_SCHEDULER_MISUSED = warning(
+    "torchobs.scheduler.misused",
+    "A learning-rate scheduler is used wrongly: stepped before the optimizer, never, or for one that does not step.",
+    SCHEDULER_MISUSE_KIND,
+    Attribute("scheduler", "its class"),
+)
+LOOP_MISTAKES = (
+    "gradients_kept", "evaluation_mode", "never_stepped", "losses_kept", "same_order", "clipped_late",
+)  # fmt: skip
+EVENT_LOOP_MISTAKE = warning(
+    "torchobs.loop.mistake",
+    "The training loop has a mistake: gradients are never set to zero, or the model is trained in evaluation mode after it "
+    "was trained in training mode; or its optimizer never steps; or losses are kept with their graphs; or a "
+    "DistributedSampler gives each epoch one order; or gradients are clipped after the optimizer's step.",
+    Attribute("kind", "which", LOOP_MISTAKES),
+    Attribute("optimizer", "class of an optimizer that never steps"),
+    Attribute("parameters_affected", "0 in a later event that takes the kind back"),
+    Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
+)
+EVENT_LEFT_OUT_PARAMETERS = warning(
+    "torchobs.loop.left_out",
+    "Parameters get gradients and are in no optimizer, or in one that never steps: they learn nothing.",
+    Attribute("parameters", "which, the first eight"),
+    Attribute("parameters_affected", "how many; in a later event those that are left, 0 if all are trained by then"),
+    Attribute("parameters_trained", "how many the optimizers that step have"),
+    Attribute("optimizer", "class of the one that has them and has not stepped"),
+)
+EVENT_AMP_SCALE_COLLAPSED = warning(
+    "torchobs.amp.scale_collapsed",
+    "A loss scale has fallen below 1: the gradients are not finite at any scale.",
+    SCALER,
+    Attribute("scale", "the loss scale"),
+)
+EVENT_AMP_UNSCALED = warning(
+    "torchobs.amp.unscaled",
+    "The run trains in float16 autocast without a GradScaler: small gradients become zero.",
+    Attribute("steps", "steps done so far"),
+)
+EVENT_AMP_CLIPPED_SCALED = warning(
+    "torchobs.amp.clipped_scaled",
+    "Gradients were clipped by norm before the loss scaler divided them by its scale: to the limit over the scale.",
+    Attribute("limit", "the threshold that was given"),
+    Attribute("scale", "the loss scale"),
+)
+EVENT_DEVICE_UNREAD = warning(
+    "torchobs.device.unread",
+    "Losses and gradient norms on this kind of device are not recorded: reading them would block the training.",
+    Attribute("device_type", "torch's name of the kind of device"),
+)
+EVENT_MEMORY_GROWTH = warning(
+    "torchobs.memory.growth",
+    "Memory grows steadily with the steps, and would reach its limit within a day.",
+    SPACE,
+    Attribute("per_step", "bytes a step", unit="By"),
+    Attribute("time_to_limit", "seconds until then", unit="s"),
+)
+EVENT_MEMORY_LEAK = warning(
+    "torchobs.memory.leak",
+    "What grew while memory was leaking: once growth was told, for some ten seconds. Sizes in bytes, the largest first.",
+    SPACE,
+    Attribute("ended", "why it ended early, if it did", ("complete", "memory")),
+    Attribute("seconds", "for which it was watched", unit="s"),
+    Attribute("steps", "in which it was watched"),
+    Attribute("grown", "growth of the process, or of the device's blocks in use", unit="By"),
+    Attribute("tensor_bytes", "of it, what tensors known to Python take", unit="By"),
+    Attribute(
+        "lines", "file:line whose living allocations grew: how many more, and their size; of a tensor on the host the object"
+    ),
+    Attribute("objects", "types of which there are more objects"),
+    Attribute("tensors", "shapes of which there are more tensors, with the size of their memory"),
+    EVIDENCE,
+)
+EVENT_OUT_OF_MEMORY = error(
+    "torchobs.memory.out_of_memory",
+    "Memory ran out: in a device's allocator, before the exception is raised, or on the host (cpu), when it ends. In bytes.",
+    DEVICE,
+    Attribute("requested", "requested size", unit="By"),
+    Attribute("limit", "memory that it may use; of the host only a limit of its address space (ulimit -v, -d)", unit="By"),
+    Attribute("free", "free memory of the device", unit="By"),
+    Attribute("allocated", "in use by tensors", unit="By"),
+    Attribute("reserved", "held by the allocator", unit="By"),
+    Attribute("active", "in blocks that are in use", unit="By"),
+    Attribute("inactive_split", "in inactive split blocks", unit="By"),
+    Attribute("allocations", "blocks in use"),
+    Attribute("alloc_retries", "allocations tried again so far"),
+    Attribute("ooms", "such errors so far, without this one"),
+    Attribute("parameters", "of it, what models' parameters take", unit="By"),
+    Attribute("gradients", "their gradients", unit="By"),
+    Attribute("optimizer_state", "the state of the optimizers", unit="By"),
+    Attribute("buffers", "models' buffers", unit="By"),
+    Attribute("modules", "the modules that take most of these, with their size"),
+    Attribute("largest", "where most of it was allocated (file:line, size, blocks), if torch records its history"),
+)
+EVENT_SHARED_MEMORY_FULL = warning(
+    "torchobs.memory.shared_full",
+    "Shared memory (/dev/shm), through which DataLoader workers and NCCL pass data, is nearly full.",
+    Attribute("used", "bytes in use", unit="By"),
+    Attribute("size", "bytes in all", unit="By"),
+)
+EVENT_NONFINITE_GRADIENT = warning(
+    "torchobs.grad.nonfinite",
+    "Gradients were not finite: the first time, and then at most once a minute.",
+    Attribute("layers", "in which layers, the first eight in the model's order"),
+    Attribute("layers_affected", "in how many"),
+    Attribute("elements", "how many elements, where they were counted"),
+    Attribute("kinds", "nan, inf or both"),
+    Attribute("measured", "false for what the end of the training left, and no measurement saw"),
+)
+EVENT_NONFINITE_ORIGIN = error(
+    "torchobs.nonfinite.origin",
+    "Where a NaN or an infinity was born: at its first occurrence, and for the same place at most once in ten minutes.",
+    ORIGIN,
+    Attribute("operator", "torch's operator that made it, or was the first to be given it"),
+    Attribute("module", "path of the module that called the operator; absent outside of any"),
+    Attribute("parameter", "the parameter's name, or that of the variable with the batch"),
+    Attribute("location", "file:line of the user's code, if known"),
+    Attribute("sample", "index of the sample in the batch"),
+    Attribute("element", "index of the first such element in that tensor"),
+    Attribute("inputs", "statistics of the operator's inputs"),
+    Attribute("note", "how it was found, or what makes such values there"),
+)
+EVENT_NONFINITE_REST = info(
+    "torchobs.nonfinite.rest",
+    "What NaN or infinity has left in parameters and buffers, looked for after fifty steps without either.",
+    Attribute("parameters_affected", "how many hold such values; 0: all are finite"),
+    Attribute("parameter", "name of the first"),
+)
+EVENT_STEP_HELD = warning(
+    "torchobs.step.held",
+    "debug.nan_guard() held an optimizer's step back: gradients were not finite.",
+    Attribute("parameters", "how many had such gradients"),
+    Attribute("held", "steps held back so far"),
+)
+STUCK_CAUSES = ("vanishing", "cut_off", "dead_units", "no_gradient", "unused")
+EVENT_UNMOVED_LAYERS = warning(
+    "torchobs.grad.unmoved",
+    "Layers learn nothing, all for one cause: each cause has an event of its own in that step. Of layers that are unused it is "
+    "information.",
+    Attribute("layers", "which, the first eight in the model's order"),
+    Attribute("layers_affected", "how many; 0 in a later event that takes the cause back"),
+    Attribute("layers_total", "of how many that the model has"),
+    Attribute(
+        "cause",
+        "why: the gradient that reaches them is tiny, or zero, or the units before them are dead, or their optimizer gets no "
+        "gradient, or they alone have never had one",
+        STUCK_CAUSES,
+    ),
+    Attribute("at", "the first with only zeros as input, else the layer nearest to the loss"),
+)
+EVENT_REPLICA_WEIGHTS = info(
+    "torchobs.replica.weights",
+    "Of a DistributedDataParallel model, in steps that are powers of two: what is the same on all ranks whose weights are.",
+    Attribute("values", "the norm of some weights, and eight sums of them with random signs"),
+)
+EVENT_REPLICA_BATCHES = info(
+    "torchobs.replica.batches",
+    "Of a DistributedDataParallel model: what is the same on all ranks whose batches of a data loader are.",
+    Attribute("values", "of each of the first eight batches of an iteration"),
+)
+EVENT_ACTIVATIONS = info(
+    "torchobs.activations",
+    "At level extreme: how many layers' outputs are looked at, and how many are not.",
+    Attribute("layers", "looked at"),
+    Attribute("left_out", "not, since there are more than have series"),
+    Attribute("compiled", "not, since torch.compile has compiled a module that they are part of"),
+    Attribute("silent", "not, since they are not called as modules: in a compiled function, or unused"),
+)
+EVENT_DEAD_UNITS = warning(
+    "torchobs.dead_units",
+    "At level extreme: half of a rectifier's units or more gave zero for every sample, for a hundred steps or more.",
+    Attribute("layer", "path of the module"),
+    Attribute("units_dead", "how many"),
+    Attribute("units", "of how many"),
+    Attribute("steps", "over which they were looked at"),
+)
+EVENT_LAYER_HISTORY = info(
+    "torchobs.layer_history",
+    "What the layers put out in the last steps looked at before an anomaly, and in two after it, was written to a file.",
+    Attribute("kind", "the anomaly's"),
+    Attribute("steps", "number of steps in it at first"),
+    EVIDENCE,
+    Attribute("reason", "why it could not be written", ("no_room", "not_permitted", "error")),
+    Attribute("detail", "the system's error message"),
+)
+EVENT_PROBE_DISABLED = warning(
+    "torchobs.probe.disabled",
+    "A probe raised and was switched off.",
+    PROBE,
+    Attribute("exception.type", "its class"),
+    Attribute("location", "file:line where it was raised"),
+)
+EVENT_MODEL = info(
+    "torchobs.model",
+    "A model was passed to torchobs.watch().",
+    Attribute("name", "its class"),
+    Attribute("parameters", "elements in its parameters"),
+    Attribute("trainable", "elements that are trained"),
+)
+EVENT_SCALARS = info(
+    "torchobs.scalars",
+    "Points of the curves of scalars given to torchobs.log(), for the page, top, inspect and the API.",
+    Attribute("names", "names of the scalars"),
+    Attribute("steps", "step after which each was logged"),
+    Attribute("values", "values logged"),
+)
+EVENT_MODEL_CHANGE = info(
+    "torchobs.model_change",
+    "Training continues with parameters never trained before (the next fold, the next trial); baselines are reset.",
+    Attribute("changes", "how many there were"),
+    Attribute("steps_before", "steps done before it"),
+)
+EVENT_CHILDREN = info(
+    "torchobs.children",
+    "A process without a step has started others by multiprocessing; they become ranks only by joining a process group.",
+    Attribute("count", "how many there were at the same time"),
+)
+EVENT_OTHER_THREAD = warning(
+    "torchobs.other_thread",
+    "A second thread steps optimizers at the same time as the recorded one; its steps are not counted.",
+    Attribute("thread", "its name"),
+)
+EVENT_WORKER_DIED = error(
+    "torchobs.data.worker_died",
+    "A worker process of a data loader was ended by a signal or an error.",
+    Attribute("pid", "its process id"),
+    Attribute("code", "its exit code, 0 for a signal"),
+    Attribute("signal", "the signal's name, e.g. SIGKILL: the out-of-memory killer's"),
+)
+EVENT_STARVED = warning(
+    "torchobs.data.starved",
+    "Training has begun to wait for data for a fifth of its time or more.",
+    Attribute("share", "of the training time of the last minute, or the last ten steps"),
+)
+EVENT_CHECKPOINT_FAILED = error(
+    "torchobs.checkpoint.failed",
+    "A save raised an exception, for lack of space or another reason.",
+    Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
+    Attribute("exception.type", "the exception's class"),
+    Attribute("saved_step", "step of the last checkpoint that was saved; 0 if there was none"),
+    Attribute("free", "bytes that the target's file system has left, where it is a path", unit="By"),
+    Attribute("needed", "bytes of the last checkpoint that was saved, else of the trained parameters", unit="By"),
+)
+EVENT_RECOMPILE = info(
+    "torchobs.compile.recompile",
+    "A function was compiled again.",
+    COMPILE_LOCATION,
+    COMPILE_GUARD,
+    Attribute("expression", "the guard that failed, without values"),
+)
+EVENT_RECOMPILE_STORM = warning(
+    "torchobs.compile.recompile_storm",
+    "A function is compiled again and again; at most once a minute for each.",
+    COMPILE_LOCATION,
+    COMPILE_GUARD,
+    Attribute("expression", "the guard that failed last, without values"),
+    Attribute("recompiles", "how often it failed within ten minutes"),
+)
+EVENT_COMPILE_FAILED = warning(
+    "torchobs.compile.failure",
+    "torch.compile gave up on a function.",
+    COMPILE_LOCATION,
+    COMPILE_FAILURE,
+    Attribute("exception.type", "class of the compiler's exception"),
+)
+EVENT_GRAPH_BREAK = info(
+    "torchobs.compile.graph_break",
+    "A graph break; recorded once per location.",
+    Attribute("location", "file:line"),
+    COMPILE_BREAK,
+    Attribute("message", "the reason's first line, without values"),
+)
+EVENT_TUNE_PLAN = info(
+    "torchobs.tune.plan",
+    "A plan of torchobs.tune changed the model: what is measured before and after it is not comparable.",
+    TUNE_ACTION,
+    Attribute("mode", "its mode"),
+    Attribute("level", "its level"),
+    Attribute("techniques", "names of what it uses"),
+    Attribute("difference", "if refused: relative difference of the outputs"),
+    Attribute("reason", "if the compilation failed: the error's first line"),
+)
+EVENT_TUNE_BENCHMARK = info(
+    "torchobs.tune.benchmark",
+    "Modes of torchobs.tune were timed against each other.",
+    Attribute("recommended", "mode to use"),
+    Attribute("reason", "why"),
+    Attribute("rounds", "timed steps of each mode"),
+    Attribute("speedups", "each mode's speed-up over the first, with its quartiles"),
+)
+EVENT_DEBUG_FINDING = warning(
+    "torchobs.debug.finding",
+    "A function of torchobs.debug found something. Its other attributes are the numbers that go with it.",
+    Attribute("function", "public function that found it"),
+    Attribute("kind", "kind of finding"),
+    Attribute("name", "name of the tensor, parameter or operation"),
+    Attribute("message", "the finding in a sentence"),
+    Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
+)
+EVENT_DEBUG_EARLY_STOPPING = info(
+    "torchobs.debug.early_stopping",
+    "A check of debug.early_stopping(), and its decision.",
+    Attribute("monitor", "name of the value"),
+    Attribute("value", "the value"),
+    Attribute("best", "the best value so far"),
+    Attribute("patience_left", "checks without improvement that it still waits for"),
+    Attribute("improved", "whether the value is the best so far"),
+    Attribute("stop", "whether training should stop"),
+)
+EVENT_DEBUG_VALIDATION = info(
+    "torchobs.debug.validation",
+    "The end of a debug.validation(). Its other attributes are the metrics.",
+    Attribute("name", "name of the validation"),
+    Attribute("samples", "samples added"),
+    Attribute("batches", "batches added"),
+    Attribute("seconds", "its duration", unit="s"),
+)
+EVENT_STACKS = info(
+    "torchobs.stacks",
+    "The stacks of all threads were written, on request, because the GIL was held for seconds, or early in a stall.",
+    Attribute("cause", "why", ("asked", "stuck", "stalled")),
+    EVIDENCE,
+    Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run", unit="s"),
+    Attribute("quiet_s", "for one that stood still: seconds without a sign of a step", unit="s"),
+    Attribute("phase", "for one that stood still: the phase in which it did"),
+    Attribute("workers", "state of at most eight worker processes of its data loaders, those first that the next batch is of"),
+    Attribute("awaited", "the worker that the next batch is expected of"),
+    RECENT_COLLECTIVES,
+)
+LACK = Attribute("detail", "the system's error message, or the space needed")
+EVENT_STACKS_FAILED = warning(
+    "torchobs.stacks_failed",
+    "Stacks could not be written, or not completely.",
+    Attribute("cause", "why they were to be written", ("asked", "stuck", "stalled")),
+    Attribute("reason", "why they were not written", ("no_room", "not_permitted", "error")),
+    LACK,
+    EVIDENCE,
+)
+EVENT_PROFILE_START = info(
+    "torchobs.profile.start", "A requested profile has begun.", Attribute("steps", "number of steps to profile"), EVIDENCE
+)
+EVENT_PROFILE_END = info(
+    "torchobs.profile.end",
+    "The profiler's trace was written.",
+    Attribute("reason", "why it ended", ("complete", "time", "memory", "interrupted")),
+    Attribute("steps", "number of steps profiled"),
+    Attribute("size", "bytes of the trace, compressed", unit="By"),
+    EVIDENCE,
+)
+EVENT_PROFILE_FAILED = warning(
+    "torchobs.profile.failed",
+    "A requested profile has no trace.",
+    Attribute(
+        "reason",
+        "why",
+        ("profiler_in_use", "no_step", "too_large", "no_room", "not_permitted", "temporary_directory", "error"),
+    ),
+    LACK,
+    Attribute("exception.type", "class of the exception, for an error"),
+    EVIDENCE,
+)
+# --- spans --------------------------------------------------------------------------------------------------------------------
+SPAN_RUN = span(
+    "torchobs.run",
+    "From init() to the begin of training (to the rank's end, if it does not train), at most an hour; the launcher's "
+    "TRACEPARENT is its parent. Its trace is the same on all ranks, and the spans of all other traces link to it.",
+    Attribute("reason", "how the rank ended, if within it without saying so itself"),
+)
+SPAN_SEGMENT = span(
+    "torchobs.segment",
+    "A part of the training: an epoch, epochs of together a minute, an hour of one, or an hour. A trace of its own, the same "
+    "on all ranks; it links to the run and to the previous segment.",
+    Attribute("epoch", "number of the epoch it begins in, from 1; absent without epochs"),
+    Attribute("part", "number of the hour within the epoch, from 0"),
+    Attribute("steps", "steps that ended in it"),
+    Attribute("reason", "how the rank ended, if within it without saying so itself"),
+)
+SPAN_PHASE = span(
+    "torchobs.phase",
+    "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
+    Attribute("phase", "the name given"),
+)
+SPAN_EPOCH = span(
+    "torchobs.epoch",
+    "A pass over the training loader, until the next one begins or the run ends. Not sent over OTLP if longer than an hour.",
+    Attribute("epoch", "its number, from 1"),
+    Attribute("steps", "steps that ended in it"),
+)
+SPAN_EVALUATION = span(
+    "torchobs.evaluation",
+    "An evaluation: between eval() and train(), or while batches are fetched with gradients disabled. All of 100 ms "
+    "or longer, and some shorter ones.",
+)
+SPAN_CHECKPOINT = span(
+    "torchobs.checkpoint",
+    "A save; an asynchronous one until it is complete. All of 100 ms or longer, and some shorter ones.",
+    Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
+    Attribute("size", "bytes this rank wrote", unit="By"),
+    Attribute("blocked_s", "for an asynchronous one: seconds for which training waited", unit="s"),
+)
+SPAN_RESTORE = span(
+    "torchobs.restore",
+    "torch.load or torch.distributed.checkpoint.load in the training thread, when it takes 100 ms or longer.",
+    Attribute("format", "what loaded", ("torch", "distributed")),
+)
+SPAN_STEP = span(
+    "torchobs.step",
+    "A training step, from the end of the last one: about one in ten seconds, by its number, so that it is the same on all "
+    "ranks; and some slow and anomalous ones, and ones with events. A trace of its own, the same on all ranks; it links to the "
+    "run and to its segment. If a step is not one fetch, backward and optimizer in sequence, its phases are sums, in "
+    "attributes (`forward_s` ...).",
+    Attribute("step", "its number"),
+    Attribute(
+        "reason",
+        "why it was recorded: user means that the application began a span in it",
+        ("sampled", "slow", "anomalous", "event", "user"),
+    ),
+    Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown", unit="s"),
+    Attribute("loss", "its loss"),
+    Attribute("grad_norm", "its gradient norm"),
+    Attribute("skipped", "true if the loss scaler skipped it"),
+    Attribute("ended", "false for one that the run's end interrupted"),
+)
+SPAN_STEP_PHASE = span("torchobs.step_phase", "A part of a step whose span is recorded.", PHASE)
+SPAN_COMPILE = span(
+    "torchobs.compile",
+    "A compilation: of a function, or of a graph's backward.",
+    Attribute("function", "its name"),
+    COMPILE_LOCATION,
+    Attribute("cause", "first, recompile or backward"),
+    Attribute("cached", "whether Inductor's code came from its cache; absent without a lookup"),
+)
+
+EVENTS: tuple[Event, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Event))
+SPANS: tuple[Span, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Span))
+EVENT_BY_NAME: dict[str, Event] = {event.name: event for event in EVENTS}
+
+
+def event_severity(name: str, attributes: Mapping[str, object]) -> Severity:
+    """Return the severity of an event: an anomaly's by its kind; info of Ctrl-C, unused layers, an application's own events."""
+    if attributes.get("exception.type") == "builtins.KeyboardInterrupt":
+        return Severity.INFO
+    kind, event = attributes.get("kind"), EVENT_BY_NAME.get(name)
+    if event is EVENT_ANOMALY and isinstance(kind, str):
+        return ANOMALY_SEVERITY.get(kind, event.severity)
+    if event is EVENT_UNMOVED_LAYERS and attributes.get("cause") == "unused":
+        return Severity.INFO
+    return event.severity if event else Severity.INFO
