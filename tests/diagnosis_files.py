@@ -66,4 +66,4 @@ def facts(
 
 def told(of: RankReport) -> dict[str, str]:
     """The diagnosis by kind."""
-    return {finding.kind: finding.text for finding in diagnose(of)}
+    return {finding.kind: finding.long for finding in diagnose(of)}

@@ -20,8 +20,9 @@ from typing import Any
 
 import torchobs
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
-from torchobs.diagnosis.health import INFO, Finding
+from torchobs.diagnosis.health import INFO
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.rank_report import Fact, RankReport
 
@@ -60,7 +61,7 @@ class Observed:
     def text(self, *kinds: str) -> str:
         """What the findings of some kinds say, those that are for information alone included."""
         told = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
-        return " ".join(finding.text for finding in told if finding.kind in kinds)
+        return " ".join(finding.long for finding in told if finding.kind in kinds)
 
     def events(self, event: catalog.Event, since: int = 0, **attributes: object) -> list[Fact]:
         """The events of that name from a step on whose attributes are these."""
@@ -77,7 +78,7 @@ class Observed:
             for fact in report.events
             if fact.name in QUIET and fact.text("cause") != "unused"
         ]
-        return [*told, *(f"{finding.kind}: {finding.text}" for finding in self.findings), *self.errors]
+        return [*told, *(f"{finding.kind}: {finding.long}" for finding in self.findings), *self.errors]
 
 
 class Look:

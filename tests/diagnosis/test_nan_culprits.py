@@ -720,4 +720,4 @@ def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:
     text = observed.text("nonfinite_origin")
     assert "of step 15 was born in nll_loss" in text
     assert IGNORED in text
-    assert observed.diagnosis.verdict.text.startswith("All well.")
+    assert observed.diagnosis.verdict.long.startswith("All well.")

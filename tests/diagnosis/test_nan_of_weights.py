@@ -115,7 +115,7 @@ def test_an_overflow_is_told_with_its_step(kind: type[Half], make: Any, interval
         ("overflow", "0.weight", AT)
     ]
     (report,), _ = load_reports(list(tmp_path.glob("*.flight")))
-    text = next(finding.text for finding in diagnose(report) if finding.kind == "nonfinite_origin")
+    text = next(finding.long for finding in diagnose(report) if finding.kind == "nonfinite_origin")
     assert text.startswith(
         f"The NaN or infinity of step {AT} is most likely gradients that overflowed in float16, in 0.weight and 5 more"
     )

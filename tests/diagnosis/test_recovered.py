@@ -63,7 +63,7 @@ def bad_batch(_model: nn.Module, number: int, x: torch.Tensor) -> None:
 def test_a_batch_that_was_skipped_is_past_after_fifty_healthy_steps() -> None:
     """On page, in ``inspect`` and in the report alike; the event says where it was, and the finding that it is over."""
     observed = trained(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 80)
-    assert observed.diagnosis.verdict.text.startswith("All well.")
+    assert observed.diagnosis.verdict.long.startswith("All well.")
     assert not observed.kinds()
     assert "Past: 1 loss that was not finite" in observed.diagnosis.health.text
     assert "It is past" in observed.text("nonfinite_origin")
@@ -104,7 +104,7 @@ def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: 
 def test_it_is_not_past_before() -> None:
     """Thirty steps may be luck."""
     observed = trained(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 30)
-    assert observed.diagnosis.verdict.text.startswith("Trouble.")
+    assert observed.diagnosis.verdict.long.startswith("Trouble.")
 
 
 def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
@@ -112,7 +112,7 @@ def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     observed = trained(model, bad_batch, AT + 80)
     assert model.training
-    assert observed.diagnosis.verdict.text.startswith("Trouble.")
+    assert observed.diagnosis.verdict.long.startswith("Trouble.")
     assert "1.running_mean held NaN or infinity" in observed.diagnosis.health.text
 
 
@@ -145,7 +145,7 @@ def test_a_weight_that_is_not_finite_stays_trouble_until_it_is(*, restored: bool
                 model.load_state_dict(good)
 
     observed = trained(model, ill, AT + 90)
-    assert observed.diagnosis.verdict.text.startswith("All well." if restored else "Trouble.")
+    assert observed.diagnosis.verdict.long.startswith("All well." if restored else "Trouble.")
     said = "table.weight held NaN or infinity, and was not found to be finite since."
     assert (said in observed.diagnosis.health.text) != restored
 
@@ -159,5 +159,5 @@ def test_a_training_that_never_recovers_stays_trouble() -> None:
             model.weight.data[0, 1] = NAN
 
     observed = trained(model, ill, AT + 90)
-    assert observed.diagnosis.verdict.text.startswith("Trouble.")
+    assert observed.diagnosis.verdict.long.startswith("Trouble.")
     assert "Past:" not in observed.diagnosis.health.text

@@ -43,7 +43,7 @@ def test_the_layer_of_an_explosion_is_named(run: Recording, flight_dir: Path, la
     grown = {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
     assert grown[layer] == pytest.approx(attributes["layer_norm"] / attributes["layer_usual"], rel=1e-6)
     (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
-    assert any(f"The gradient of layer {layer} grew most" in finding.text for finding in diagnose(report))
+    assert any(f"The gradient of layer {layer} grew most" in finding.long for finding in diagnose(report))
 
 
 def test_layers_that_grew_are_shown_for_ten_minutes(run: Recording) -> None:

@@ -311,7 +311,7 @@ def crash_in(flight_dir: Path, body: str, more: Mapping[str, str] | None = None)
 def said(flight_dir: Path) -> list[str]:
     """What is said of the one rank."""
     (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
-    return [finding.text for finding in diagnose(report)]
+    return [finding.long for finding in diagnose(report)]
 
 
 @pytest.mark.parametrize(

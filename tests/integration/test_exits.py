@@ -642,7 +642,7 @@ def test_the_signal_is_named(tmp_path: Path, flight_dir: Path, body: str) -> Non
     """Whose handler it was that left, raised, or was left by an exception; not of what training went on after."""
     status, reason, said = ENDS[body]
     found, error, report = run_handling(tmp_path, flight_dir, body)
-    text = diagnose(report)[0].text
+    text = diagnose(report)[0].long
     assert (found, report.reason) == (status, reason), error
     assert said in text or said == "in fail, called"
     assert not (said in {"in order", "in fail, called"} and "SIG" in text)
@@ -709,5 +709,5 @@ raise ConnectionResetError("by a worker")
     )
     assert done.returncode == 1
     (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
-    (text, *_) = [finding.text for finding in diagnose(report)]
+    (text, *_) = [finding.long for finding in diagnose(report)]
     assert 'ended by ConnectionResetError "by a worker" at' in text

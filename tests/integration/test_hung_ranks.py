@@ -91,7 +91,7 @@ def test_the_rank_that_sleeps_is_named(
 def findings(flight_dir: Path) -> list[str]:
     """What `torchobs inspect` finds of the ranks together."""
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
-    return [one.text for one in diagnose_run(reports).together]
+    return [one.long for one in diagnose_run(reports).together]
 
 
 def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(

@@ -54,7 +54,7 @@ def test_a_nan_leaves_a_history(extreme: Extreme, flight_dir: Path) -> None:
     assert name is not None
     assert told["attrs"]["evidence"] == name.id
     (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
-    found = {one.kind: one.text for one in numerics(report)}
+    found = {one.kind: one.long for one in numerics(report)}
     assert found["layer_history"] == f"What the layers put out around the nonfinite loss of step 36 is in {file.name}."
 
 
@@ -196,5 +196,5 @@ def test_inspect_says_what_was_not_looked_at(extreme: Extreme) -> None:
     writer = extreme.run.session.writer
     assert writer is not None
     (report,), _ = load_reports([Path(writer.path)])
-    found = {one.kind: one.text for one in numerics(report)}
+    found = {one.kind: one.long for one in numerics(report)}
     assert "3 of 3 layers" in found["activations_unread"]

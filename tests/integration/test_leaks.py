@@ -104,7 +104,7 @@ def test_inspect_says_what_leaked(run: Recording) -> None:
     writer = run.session.writer
     assert writer is not None
     (report,), _ = load_reports([Path(writer.path)])
-    found = {one.kind: one.text for one in pace(report)}
+    found = {one.kind: one.long for one in pace(report)}
     assert f"made at {__file__}:" in found["memory_leak"]
     assert "tensors float32[5, 77] on cpu" in found["memory_leak"]
 

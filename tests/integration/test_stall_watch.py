@@ -133,5 +133,5 @@ def test_a_run_that_is_killed_in_a_stall_shows_where_it_stood(start: Any, flight
     process.send_signal(signal.SIGKILL)
     process.wait()
     (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
-    texts = [finding.text for finding in diagnose_run([report]).by_rank[0]]
+    texts = [finding.long for finding in diagnose_run([report]).by_rank[0]]
     assert any(f"main thread was at {script}:6 in load" in text for text in texts), texts

@@ -411,7 +411,7 @@ def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
     assert not [*collectives.surplus(ranks), *health.waited_for(ranks)]
     assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
-    (text,) = (one.text for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
+    (text,) = (one.long for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
     assert "-g1" not in text
     apart = [*ranks[:1], hung("0-g1", WAITING), hung("1-g1", WAITING._replace(operation="broadcast"))]
@@ -495,7 +495,7 @@ def rank(number: int, *, gave_up: bool = False, seconds: float = END_S, **given:
 
 def told(*ranks: RankReport) -> str:
     """What is said first of the ranks together."""
-    return compare(ranks)[0].text
+    return compare(ranks)[0].long
 
 
 def test_the_one_of_many_that_is_elsewhere() -> None:
@@ -585,7 +585,7 @@ def test_a_rank_of_another_machine_is_named_by_its_number() -> None:
     assert told(*ranks) == (
         "A monitored barrier timed out after 4 s on rank 0. Rank 5 did not come, and is not among the files here."
     )
-    assert next(ending(ranks[0])).text.endswith(": a timeout after 4 s, it waited for rank 5, which did not come.")
+    assert next(ending(ranks[0])).long.endswith(": a timeout after 4 s, it waited for rank 5, which did not come.")
 
 
 def test_a_rank_that_failed_before_is_the_cause() -> None:

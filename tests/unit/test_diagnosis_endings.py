@@ -31,7 +31,7 @@ WRONG = [step(number, NAN) for number in range(20, 41)]
 def test_a_healthy_run_that_finished_has_one_sentence() -> None:
     """Nothing is said where there is nothing to say."""
     (only,) = diagnose(facts(steps(300), state="finished", reason="finished"))
-    assert only.text == "Rank 0 finished in order after step 300; it ran for 30 s since init()."
+    assert only.long == "Rank 0 finished in order after step 300; it ran for 30 s since init()."
     assert only.severity == "info"
 
 
@@ -39,7 +39,7 @@ def test_a_run_without_a_step_is_told_what_is_seen() -> None:
     """A loop that updates parameters by hand looks like that; the sentence says how it would be seen."""
     (only,) = diagnose(facts([], state="finished", reason="finished"))
     hint = "no optimizer of torch's stepped; where steps are made otherwise, torchobs.step() after each records them."
-    assert only.text.endswith(f", without a step: {hint}")
+    assert only.long.endswith(f", without a step: {hint}")
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -61,8 +61,8 @@ def test_what_a_run_without_a_step_lacks_is_told_unless_it_stepped_later(count: 
 )
 def test_of_a_part_without_steps_it_is_not_said_that_there_were_none(reason: str, said: str) -> None:
     """They may be in what is missing; by the totals it is known how far it came."""
-    assert diagnose(facts([], state="lost", reason=reason, partial=True))[0].text.startswith(said)
-    counted = diagnose(facts([], state="lost", reason=reason, partial=True, values={catalog.STEPS: 40}))[0].text
+    assert diagnose(facts([], state="lost", reason=reason, partial=True))[0].long.startswith(said)
+    counted = diagnose(facts([], state="lost", reason=reason, partial=True, values={catalog.STEPS: 40}))[0].long
     assert "after step 40" in counted
     assert "not in this part" not in counted
 
@@ -73,8 +73,8 @@ def test_of_a_part_without_its_live_words_the_end_is_not_known() -> None:
     part = facts(steps(50), reason="", partial=True, end_known=False, last_s=START_S + 3600, values=values)
     (only,) = diagnose(part)
     assert (only.kind, only.severity) == ("end_unknown", "warning")
-    assert only.text == "How rank 0 ended is not in this part of the file; it had come to step 50 at least."
-    assert diagnose(facts([], reason="", partial=True, end_known=False))[0].text.endswith("; nor are its steps.")
+    assert only.long == "How rank 0 ended is not in this part of the file; it had come to step 50 at least."
+    assert diagnose(facts([], reason="", partial=True, end_known=False))[0].long.endswith("; nor are its steps.")
     assert first_failed([part]) == (None, "")
 
 
@@ -117,7 +117,7 @@ def test_an_exception_of_a_worker_is_told_with_the_worker_and_who_waited_for_it(
         origin="DataLoader worker process 1", reraised="train.py:10 in main",
     )  # fmt: skip
     first = diagnose(facts(steps(50), state="failed", reason="exception", events=[event]))[0]
-    assert first.text == (
+    assert first.long == (
         "Rank 0 ended by KeyError at data.py:7 in load, in DataLoader worker process 1, awaited at train.py:10 in main, after "
         "step 50."
     )
@@ -133,7 +133,7 @@ def test_an_exception_is_told_with_its_place_and_its_root() -> None:
         fact(catalog.EVENT_EXCEPTION, 6.0, 60, exception__type="builtins.OSError", location="x.py:1 in g", thread="watchdog"),
     ]  # fmt: skip
     first = diagnose(facts(steps(50), state="failed", reason="exception", exit_code=1, events=events))[0]
-    assert first.text == (
+    assert first.long == (
         "Rank 0 ended by ValueError at net.py:7 in f, called at train.py:88 in main, after step 50. At its root was KeyError "
         "at data.py:3 in get."
     )
@@ -146,7 +146,7 @@ def test_an_exception_is_told_with_its_message_and_the_parameters_that_it_means(
         location="net.py:7 in f", unused=["head.weight", "head.bias"], unused_count=9, unused_of="Net",
     )  # fmt: skip
     report = facts(steps(50), state="failed", reason="exception", events=[raised])
-    assert diagnose(report)[0].text == (
+    assert diagnose(report)[0].long == (
         'Rank 0 ended by RuntimeError "bad shape" at net.py:7 in f, after step 50. '
         "Parameters of Net without a gradient: head.weight, head.bias and 7 more."
     )
@@ -163,7 +163,7 @@ def test_an_exception_is_told_with_its_message_and_the_parameters_that_it_means(
 def test_a_signal_that_ended_a_rank_is_named(code: int, said: str) -> None:
     """Who sent it, and what for, is not asserted but for SIGTERM."""
     (only,) = diagnose(facts(steps(50), state="failed", reason="terminated", exit_code=code))
-    assert only.text.startswith(f"Rank 0 {said}, in the phase")
+    assert only.long.startswith(f"Rank 0 {said}, in the phase")
     assert only.severity == "warning"
 
 
@@ -181,7 +181,7 @@ def test_a_thread_that_ended_by_an_exception_is_told_beside_the_end(reason: str)
     found = diagnose(facts(steps(31), state=state, reason=reason, events=events, last_s=START_S + 61.1))
     (thread,) = [finding for finding in found if finding.kind == "thread_exception"]
     assert thread.severity == "warning"
-    assert thread.text == (
+    assert thread.long == (
         "Thread 'prefetch' ended by ValueError at q.py:7 in pre, after step 31, 58 s before the end. So did 1 other "
         "thread before."
     )
@@ -235,7 +235,7 @@ def test_what_cost_the_training_is_a_warning_and_stands_in_the_summary() -> None
     """Nothing was learned in parameters that no optimizer has: such a run was not all well."""
     left = fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 4.0, 400, parameters=["actor.weight"], parameters_affected=1)
     run = facts(steps(900), state="finished", reason="finished", events=[left])
-    assert diagnose_run([run]).verdict.text.startswith("Worth a look. ")
+    assert diagnose_run([run]).verdict.long.startswith("Worth a look. ")
     assert any("in no optimizer: nothing was learned there" in line for line in summary_lines([run], []))
 
 
@@ -243,7 +243,7 @@ def test_a_run_that_a_person_interrupted_is_no_trouble() -> None:
     """Ctrl-C is what was wanted."""
     alone = {"world_size": 1, "local_world_size": 1}
     run = facts(steps(192), state="failed", reason="interrupted", exit_code=130, resource=alone)
-    assert diagnose_run([run]).verdict.text.startswith("All well. Interrupted by Ctrl-C after 19 s: 1 rank, 192 steps")
+    assert diagnose_run([run]).verdict.long.startswith("All well. Interrupted by Ctrl-C after 19 s: 1 rank, 192 steps")
 
 
 def test_left_out_parameters_are_taken_back() -> None:
@@ -270,7 +270,7 @@ def pace_of(phases: dict[str, float]) -> Throughput:
 
 def compared(*ranks: RankReport) -> dict[str, str]:
     """What is said of them, by kind."""
-    return {finding.kind: finding.text for finding in compare(ranks)}
+    return {finding.kind: finding.long for finding in compare(ranks)}
 
 
 def test_a_single_rank_is_compared_with_nobody() -> None:
@@ -384,11 +384,11 @@ def test_a_rank_whose_last_steps_may_not_be_written_is_not_told_to_be_behind() -
     assert "out_of_step" in compared(rank(0), rank(1, **{**killed, "last_s": START_S + 9.85}))
     assert "out_of_step" in compared(rank(0), rank(1, **{**killed, "unwritten": False}))
     whole = [rank(number, **killed) for number in range(2)]
-    assert diagnose_run(whole).verdict.text.startswith("Trouble. Ended: 2 ranks, 97 steps at least.")
-    assert diagnose_run(whole).by_rank[0][0].text.startswith("Rank 0 vanished without a word after step 97 at least, ")
+    assert diagnose_run(whole).verdict.long.startswith("Trouble. Ended: 2 ranks, 97 steps at least.")
+    assert diagnose_run(whole).by_rank[0][0].long.startswith("Rank 0 vanished without a word after step 97 at least, ")
     none = diagnose_run([facts(unwritten=True)])
-    assert none.verdict.text == "Trouble. Ended: 1 rank, no step written."
-    assert none.by_rank[0][0].text.startswith("Rank 0 vanished without a word before one of its steps was written: ")
+    assert none.verdict.long == "Trouble. Ended: 1 rank, no step written."
+    assert none.by_rank[0][0].long.startswith("Rank 0 vanished without a word before one of its steps was written: ")
 
 
 def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanished() -> None:

@@ -194,21 +194,21 @@ def test_where_a_value_was_born_is_past_when_the_training_has_recovered() -> Non
         return diagnose_run([alone(history, [*events, *more], values)])
 
     past = run()
-    assert past.verdict.text.startswith("All well.")
+    assert past.verdict.long.startswith("All well.")
     assert "Past: 1 loss that was not finite (step 101); the last 70 steps were healthy." in past.health.text
     other = replace(alone(history, [], {(catalog.ANOMALIES, "nonfinite_loss"): 3}), suffix="-1")  # whose reports are gone
     both = diagnose_run([alone(history, events, values), other])
     assert "Past: 3 losses that were not finite; the last " in both.health.text
     (origin,) = (one for one in past.by_rank[0] if one.kind == "nonfinite_origin")
-    assert (origin.severity, origin.text.endswith("It is past: the last 70 steps were healthy.")) == ("info", True)
+    assert (origin.severity, origin.long.endswith("It is past: the last 70 steps were healthy.")) == ("info", True)
     spoiled = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.1, 101, origin="parameter", parameter="bn.weight")
     mean = "bn.running_mean"
     rest = [fact(catalog.EVENT_NONFINITE_REST, 2.0, 160, parameters_affected=n, parameter=mean) for n in (2, 0)]
     for held, name in (([spoiled], "bn.weight"), ([rest[0]], mean), ([spoiled, rest[0]], mean)):
         found = run(*held)
-        assert found.verdict.text.startswith("Trouble.")
+        assert found.verdict.long.startswith("Trouble.")
         assert f"{name} held NaN or infinity, and was not found to be finite since." in found.health.text
-    assert run(spoiled, rest[1]).verdict.text.startswith("All well.")
+    assert run(spoiled, rest[1]).verdict.long.startswith("All well.")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_spikes_are_past_when_the_loss_has_come_back(kind: str, value: float, le
     values = {(catalog.ANOMALIES, kind): 5}
     found = diagnose_run([alone(history, events, values)])
     assert found.health.text.endswith("Past: 5 loss spikes (until step 105); the last 94 steps were healthy.") == is_past
-    assert found.verdict.text.startswith("All well." if is_past else "Worth a look.")
+    assert found.verdict.long.startswith("All well." if is_past else "Worth a look.")
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_layers_that_may_be_unused_on_purpose_are_information() -> None:
     findings = diagnose(facts(steps(300), events=[missing("unused", 101, "pooler")]))
     (found,) = [one for one in findings if one.kind == "unmoved_layers"]
     assert found.severity == "info"
-    assert found.text == (
+    assert found.long == (
         "1 layer of the optimizer had got no gradient by step 101 (pooler): unused, or cut off from the loss (detach, no_grad)."
     )
 
@@ -389,7 +389,7 @@ def test_gradients_that_are_all_zero_may_have_been_set_to_zero(zero: float) -> N
 
 def of_rate(history: Sequence[Step], **given: Any) -> dict[str, str]:
     """The findings by kind."""
-    return {finding.kind: finding.text for finding in learning_rate(facts(history, **given))}
+    return {finding.kind: finding.long for finding in learning_rate(facts(history, **given))}
 
 
 def with_losses(*losses: float, after: Sequence[float], **given: Any) -> list[Step]:

@@ -31,7 +31,7 @@ def test_checkpoints_that_could_not_be_saved_are_told(streak: float | None, seve
     values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 2, catalog.CHECKPOINT_FAILURE_STREAK: streak}
     found = diagnose(facts(steps(90), state="finished", reason="finished", events=events, values=values))
     (one,) = (finding for finding in found if finding.kind == "checkpoint_failed")
-    assert (one.text, one.severity) == (f"2 checkpoints could not be saved (OSError){more}", severity)
+    assert (one.long, one.severity) == (f"2 checkpoints could not be saved (OSError){more}", severity)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_full_file_system_is_told_as_the_cause(free: int | None, more: str) ->
     values: dict[Any, Any] = {(catalog.CHECKPOINTS, "failed"): 1, catalog.CHECKPOINT_FAILURE_STREAK: 1}
     found = diagnose(facts(steps(90), state="finished", reason="finished", events=[event], values=values))
     (one,) = (finding for finding in found if finding.kind == "checkpoint_failed")
-    assert one.text == f"1 checkpoint could not be saved (RuntimeError{more}). None was before."
+    assert one.long == f"1 checkpoint could not be saved (RuntimeError{more}). None was before."
 
 
 def test_what_is_lost_since_the_last_checkpoint_is_told() -> None:

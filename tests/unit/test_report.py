@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from pathlib import Path
 from typing import Any
 
 from tests.diagnosis_files import START_S, fact, facts, step, steps
-from torchobs import catalog, diagnosis
+from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.diagnosis.health import ANOMALIES, MISTAKES
+from torchobs.catalog.findings import KINDS
 from torchobs.diagnosis.load import Chosen
 from torchobs.flight.reader.reader import Distribution
 from torchobs.report import sections
 from torchobs.report.compare import Compared, compare, comparison_document, parsed, sentence
 from torchobs.report.content import Items, StripChart, Table
 from torchobs.report.page import page
-from torchobs.report.run import SECTIONS, Options, document, run_document
+from torchobs.report.run import Options, document, run_document
 from torchobs.report.sections import anomalies
 from torchobs.report.write import markdown
 
 GB = 1 << 30
-LATE = (
-    catalog.EVENT_OUT_OF_MEMORY, catalog.EVENT_GPU_LOST, catalog.EVENT_GPU_XID, catalog.EVENT_WORKER_DIED,
-    catalog.EVENT_SHARED_MEMORY_FULL, catalog.EVENT_CHECKPOINT_FAILED,
-)  # fmt: skip
-"""Events that are findings shortly before an end"""
 
 
-def written_kinds() -> set[str]:
-    """The kinds of all findings, as they stand in the code."""
-    found = {*ANOMALIES, *MISTAKES, "launcher", *(event.name.removeprefix("torchobs.") for event in LATE)}
-    for path in Path(diagnosis.__path__[0]).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
-                found |= {str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)}
-    return found - {"headline", "verdict"}
-
-
-def test_every_kind_of_finding_has_its_section() -> None:
-    """And no section a kind that no finding has."""
-    filed = [kind for kinds in SECTIONS.values() for kind in kinds]
-    assert sorted(filed) == sorted(written_kinds())
+def test_every_kind_of_finding_has_a_section_of_the_report() -> None:
+    """A finding leads to the data behind it."""
+    sections = {"training", "layers", "time", "memory", "compile", "ranks", "events"}
+    assert {kind.section for kind in KINDS.values()} == sections
 
 
 def test_a_slowdown_leads_to_where_the_time_went() -> None:

@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
 from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, bullets, flow, shares, style_for, table
@@ -21,7 +22,7 @@ from torchobs.config.options import Option
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
-from torchobs.diagnosis.health import ERROR, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, WARNING
 from torchobs.diagnosis.load import choose, default_directory
 from torchobs.diagnosis.rank_report import Fact, Point, RankReport, attribute_text, last_known
 from torchobs.diagnosis.stall import shown, stall, without_launcher
@@ -55,7 +56,7 @@ def report_lines(
     known = diagnose_run(ranks, launchers)
     lines = [*_heading(ranks, style), "", style("bold", "What happened")]
     for finding in (known.verdict, *known.together, *_shown_findings(ranks, known)):
-        lines += (style(_COLOURS.get(finding.severity, ""), line) for line in bullets([finding.text], style.width))
+        lines += (style(_COLOURS.get(finding.severity, ""), line) for line in bullets([finding.long], style.width))
     if len(ranks) > 1:
         lines += ["", style("bold", "Ranks"), *_ranks(ranks, style)]
     return [*lines, *_rank(ranks[known.principal], options, style, alone=len(ranks) == 1)]
@@ -89,7 +90,7 @@ def _shown_findings(ranks: Sequence[RankReport], known: RunDiagnosis) -> Iterato
     for _, group in groupby(sorted(rest), key=itemgetter(0, 1)):
         first, *more = (known.by_rank[index][0] for _, _, index in group)
         also = f" The same goes for {text_format.plural(len(more), 'more rank')}." if more else ""
-        yield first._replace(text=first.text + also)
+        yield first._replace(values={**first.values, "also": also})
 
 
 def _ranks(ranks: Sequence[RankReport], style: TerminalStyle) -> list[str]:

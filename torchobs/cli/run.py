@@ -268,12 +268,12 @@ def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) 
 
     known = diagnose_run(ranks, launchers)
     ended, *rest = known.by_rank[known.principal]
-    worst = [finding.text for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
+    worst = [finding.long for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
     times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
     whole = sum(times.values())
     large = {name: seconds for name, seconds in times.items() if whole and seconds >= _LEAST_NAMED * whole}
     went = ", ".join(shares(large, sys.maxsize, whole)).replace("  ", ", ")
-    return [known.verdict.text, ended.text, *worst, *([f"time since {ranks[known.principal].since}: {went}"] if went else [])]
+    return [known.verdict.long, ended.long, *worst, *([f"time since {ranks[known.principal].since}: {went}"] if went else [])]
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -221,7 +221,7 @@ def _verdict(statuses: Sequence[RankStatus], style: TerminalStyle) -> list[str]:
     severity = max((one.severity for one in found), key=lambda name: health.LEVELS[name].value, default=health.INFO)
     if severity == health.INFO:
         return []
-    line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(text_format.clean(one.text) for one in found)}"
+    line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(text_format.clean(one.long) for one in found)}"
     return [style("red" if severity == health.ERROR else "yellow", text_format.cut(line, style.width))]
 
 

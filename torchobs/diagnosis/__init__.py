@@ -1,1 +1,1 @@
-"""Diagnosis of a run from its flight files: loading, pure analysis, and findings in words."""
+"""Findings on ranks and runs: what happened, computed from their files; the words are in ``catalog.findings``."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+from torchobs.catalog.findings import Finding
 from torchobs.diagnosis import endings, from_events, hangs
 from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_ending, stalled_together
-from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health, standing_still
+from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Health, health, standing_still, stated
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.diagnosis.rank_report import RankReport
@@ -39,7 +40,7 @@ class RunDiagnosis(NamedTuple):
         found = worst(chain(self.together, *self.by_rank))
         level = max(self.health.level, LEVELS[found], key=lambda level: level.value)
         severity = next(name for name, one in LEVELS.items() if one is level)
-        return Finding(severity, "verdict", f"{BADGES[level]}. {self.health.headline}")
+        return stated(severity, "verdict", f"{BADGES[level]}. {self.health.headline}")
 
 
 def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> RunDiagnosis:
@@ -66,3 +67,9 @@ def diagnose(report: RankReport) -> list[Finding]:
 def worst(findings: Iterable[Finding]) -> str:
     """Return the worst severity among them."""
     return min((finding.severity for finding in findings), key=_ORDER.index, default=INFO)
+
+
+def findings(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> list[Finding]:
+    """Return all findings on a run of one rank or more: on its ranks together, then on each."""
+    found = diagnose_run(ranks, launchers)
+    return [*found.together, *chain.from_iterable(found.by_rank)]

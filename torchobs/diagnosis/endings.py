@@ -9,11 +9,12 @@ from itertools import chain
 from statistics import median
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect import hangs as detect_hang
 from torchobs.detect.disagreement import drifted
 from torchobs.detect.hangs import PATIENT_PHASES, Blamed
 from torchobs.diagnosis import hangs, health, text_format
-from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, stated
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.diagnosis.stall import Stall, place, stall, stalled, without_launcher
 from torchobs.diagnosis.status import RankStatus, compared, started_here
@@ -105,7 +106,7 @@ def _timed_out(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         verb = "is" if len(absent) == 1 else "are"
         who = text_format.capital(text_format.ranks(absent, _MOST_NAMED))
         text = f"{text} {who} did not come, and {verb} not among the files here."
-    yield Finding(ERROR, "collective_timeout", text)
+    yield stated(ERROR, "collective_timeout", text)
 
 
 def _statuses(ranks: Sequence[RankReport]) -> list[RankStatus]:
@@ -189,7 +190,7 @@ def ending(report: RankReport) -> Iterator[Finding]:
         return
     if not report.end_known:
         known = f"it had come to step {report.last_step:,} at least" if report.last_step else "nor are its steps"
-        yield Finding(WARNING, "end_unknown", f"How rank {report.rank} ended is not in this part of the file; {known}.")
+        yield stated(WARNING, "end_unknown", f"How rank {report.rank} ended is not in this part of the file; {known}.")
         return
     tell = {
         "exception": _exception,
@@ -210,8 +211,8 @@ def launcher_ending(report: RankReport) -> Iterator[Finding]:
     """Yield how a process that only started the ranks ended, if that was a failure."""
     if report.state not in {"alive", "finished"}:
         found = next(ending(report))
-        text = found.text.removeprefix(f"Rank {report.rank} ").replace(f", {_where(report)}", "")
-        yield found._replace(kind="launcher", text=f"The process that started the ranks {text}")
+        text = found.long.removeprefix(f"Rank {report.rank} ").replace(f", {_where(report)}", "")
+        yield stated(found.severity, "launcher", f"The process that started the ranks {text}")
 
 
 def _where(report: RankReport) -> str:
@@ -226,12 +227,12 @@ def _where(report: RankReport) -> str:
 def _living(report: RankReport) -> Finding:
     quiet = f"{text_format.duration(max(0.0, report.last_s - report.progress_s))} without a step{_phase(report)}"
     if report.state == "hung":
-        return Finding(ERROR, "hung", f"Rank {report.rank} hangs {_where(report)}: {quiet}.")
+        return stated(ERROR, "hung", f"Rank {report.rank} hangs {_where(report)}: {quiet}.")
     if report.state == "unresponsive":
         last = text_format.moment(report.last_s)
         text = f"Rank {report.rank} is there, but gave no sign of life since {last}{_phase(report)}"
-        return Finding(ERROR, "unresponsive", f"{text}: stopped, or stuck with the interpreter's lock held.")
-    return Finding(INFO, "alive", f"Rank {report.rank} is running, {_where(report)}.")
+        return stated(ERROR, "unresponsive", f"{text}: stopped, or stuck with the interpreter's lock held.")
+    return stated(INFO, "alive", f"Rank {report.rank} is running, {_where(report)}.")
 
 
 def _finished(report: RankReport) -> Finding:
@@ -239,26 +240,26 @@ def _finished(report: RankReport) -> Finding:
     told = _signal(report)
     told = f"; {told} had told it to end" if told else ""
     if not report.last_step and report.partial:
-        return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}; {_NO_STEPS}.")
+        return stated(INFO, "finished", f"Rank {report.rank} finished in order after {length}; {_NO_STEPS}.")
     if not report.last_step:
         hint = "no optimizer of torch's stepped; where steps are made otherwise, torchobs.step() after each records them"
         if report.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
-        return Finding(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")
-    return Finding(INFO, "finished", f"Rank {report.rank} finished in order {_where(report)}; it ran for {length}{told}.")
+        return stated(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")
+    return stated(INFO, "finished", f"Rank {report.rank} finished in order {_where(report)}; it ran for {length}{told}.")
 
 
 def _exception(report: RankReport) -> Finding:
     raised = report.main_exceptions
     if not raised:
         text = f"Rank {report.rank} ended by an exception {_where(report)}; which one is not in the file."
-        return Finding(ERROR, "exception", text)
+        return stated(ERROR, "exception", text)
     last = raised[-1]
     handler = f", raised by the handler of {last.text('signal')}" if last.text("signal") else ""
     text = f"Rank {report.rank} ended by {_raised(last, '')}{handler}, {_where(report)}{_waited(last)}."
     if last.text("cause.type") and _raised(last, "cause.") != _raised(last, ""):
         text += f" At its root was {_raised(last, 'cause.')}."
-    return Finding(ERROR, "exception", f"{text}{_unused(last)}")
+    return stated(ERROR, "exception", f"{text}{_unused(last)}")
 
 
 def _unused(fact: Fact) -> str:
@@ -281,7 +282,7 @@ def _raised(fact: Fact, of: str) -> str:
 
 def _interrupted(report: RankReport) -> Finding:
     text = f"Rank {report.rank} was interrupted (Ctrl-C, SIGINT) {_where(report)}"
-    return Finding(INFO, "interrupted", f"{text}{_left_by(report)}.")
+    return stated(INFO, "interrupted", f"{text}{_left_by(report)}.")
 
 
 def _terminated(report: RankReport) -> Finding:
@@ -290,13 +291,13 @@ def _terminated(report: RankReport) -> Finding:
         text = f"Rank {report.rank} was terminated by {signal.Signals(number).name} {_where(report)}"
     else:
         text = f"Rank {report.rank} was told to end (SIGTERM: by the scheduler, the launcher or a person) {_where(report)}"
-    return Finding(WARNING, "terminated", f"{text}{_phase(report)}{_left_by(report)}.")
+    return stated(WARNING, "terminated", f"{text}{_phase(report)}{_left_by(report)}.")
 
 
 def _exit_code(report: RankReport) -> Finding:
     handler = f" on {_signal(report)}, which it handled" if _signal(report) else ""
     text = f"Rank {report.rank} left with exit status {report.exit_code}{handler}, {_where(report)}."
-    return Finding(ERROR, "exit_code", text)
+    return stated(ERROR, "exit_code", text)
 
 
 def _signal(report: RankReport) -> str:
@@ -319,15 +320,15 @@ def _crashed(report: RankReport) -> Finding:
     own = without_launcher(report.crash)
     at = f"at {place(own)}" if own else "in a thread that ran no Python code"
     text = f"Rank {report.rank} crashed {at} ({name}, {meaning}), {_where(report)}{_phase(report)}."
-    return Finding(ERROR, "crashed", text)
+    return stated(ERROR, "crashed", text)
 
 
 def _lost(report: RankReport) -> Finding:
     text = f"Rank {report.rank} vanished without a word {_where(report)}{_phase(report)}"
     if not report.same_boot and not report.copied:
-        return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
+        return stated(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
     more = ", or it went on after this copy was made" if report.copied else ""
-    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL), os._exit or a crash{more}.")
+    return stated(ERROR, "lost", f"{text}: killed (SIGKILL), os._exit or a crash{more}.")
 
 
 def _out_of_memory(report: RankReport) -> Finding:
@@ -341,7 +342,7 @@ def _out_of_memory(report: RankReport) -> Finding:
     if memory.machine >= state.FULL_MACHINE:
         evidence.append(f"{text_format.percent(memory.machine)} of the machine's memory was taken")
     text = f"Rank {report.rank} was likely killed for memory {_where(report)}{_phase(report)}"
-    return Finding(ERROR, "out_of_memory", f"{text}: {text_format.joined(evidence)}.")
+    return stated(ERROR, "out_of_memory", f"{text}: {text_format.joined(evidence)}.")
 
 
 def _phase(report: RankReport) -> str:
@@ -363,7 +364,7 @@ def _complaints(report: RankReport) -> Iterator[Finding]:
         if late:
             age = max(0.0, report.last_s - late[-1].time_s)
             severity = WARNING if event in {catalog.EVENT_SHARED_MEMORY_FULL, catalog.EVENT_CHECKPOINT_FAILED} else ERROR
-            yield Finding(severity, event.name.removeprefix("torchobs."), f"{_complaint(late[-1])}, {_before(age)} the end.")
+            yield stated(severity, event.name.removeprefix("torchobs."), f"{_complaint(late[-1])}, {_before(age)} the end.")
 
 
 def _complaint(fact: Fact) -> str:
@@ -398,7 +399,7 @@ def _threads(report: RankReport) -> Iterator[Finding]:
     text = (
         f"Thread '{last.text('thread')}' ended by {_raised(last, '')}{during}, {_before(max(0.0, report.last_s - last.time_s))}"
     )
-    yield Finding(WARNING, "thread_exception", f"{text} the end.{also}")
+    yield stated(WARNING, "thread_exception", f"{text} the end.{also}")
 
 
 def _device_memory(fact: Fact) -> str:
@@ -448,7 +449,7 @@ def _drifted(ranks: Sequence[RankReport], together: Sequence[RankStatus]) -> Ite
     """Yield the ranks whose weights differ, with their learning rates."""
     found = drifted({rank.rank: rank.replicas.weights for rank in together})
     for finding in health.weights_apart(together) if found else ():
-        yield finding._replace(text=f"{finding.text}{_rates(ranks, found[0] if found else 0)}")
+        yield stated(finding.severity, finding.kind, f"{finding.long}{_rates(ranks, found[0] if found else 0)}")
 
 
 def _rates(ranks: Sequence[RankReport], since: int) -> str:
@@ -599,7 +600,7 @@ def _first_to_fail(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for team in labels.teams(ranks):
         _, text = first_failed(team)
         if text and (len(_failed(team)) > 1 or len(_failed(ranks)) == 1):
-            yield Finding(ERROR, "first_failed", text)
+            yield stated(ERROR, "first_failed", text)
 
 
 def _failed(ranks: Sequence[RankReport]) -> list[RankReport]:
@@ -615,7 +616,7 @@ def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     expected = started_here(ranks)
     if len(ranks) < expected:
         text = f"{len(ranks):,} of the {expected:,} ranks of this machine are here: the others never started to record."
-        yield Finding(WARNING, "ranks_missing", text)
+        yield stated(WARNING, "ranks_missing", text)
 
 
 def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
@@ -627,7 +628,7 @@ def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."
         if furthest - least.last_step > 1:
             text += f" {text_format.plural(len(behind), 'rank')} behind."
-        yield Finding(INFO, "out_of_step", text)
+        yield stated(INFO, "out_of_step", text)
 
 
 def _may_lack_steps(report: RankReport, ranks: Sequence[RankReport]) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.health import ERROR, INFO, UNTIL_A_STEP, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, UNTIL_A_STEP, WARNING, stated
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import mistakes_of, summary_of
 
@@ -59,7 +60,7 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
                 optimizer=fact.text("optimizer", 80),
                 passes=f"{fact.count('backward_passes'):,}",
             )
-            yield Finding(WARNING, fact.text("kind"), said)
+            yield stated(WARNING, fact.text("kind"), said)
     for fact in report.events_named(catalog.EVENT_LEFT_OUT_PARAMETERS)[-1:]:
         if not fact.count("parameters_affected"):
             break  # trained since then
@@ -70,11 +71,11 @@ def loop_mistakes(report: RankReport) -> Iterator[Finding]:
         )
         question = " Is its step() missing?" if optimizer else ""
         text = f"{_parameters(fact)} got gradients but {are} {where}: nothing was learned there.{question}"
-        yield Finding(WARNING, "left_out", text)
+        yield stated(WARNING, "left_out", text)
     for fact in report.events_named(catalog.EVENT_OTHER_THREAD)[:1]:
         thread = fact.text("thread", 40)
         text = f"Two threads trained at the same time: steps of thread {thread} are not recorded, nor in any number here."
-        yield Finding(WARNING, "other_thread", text)
+        yield stated(WARNING, "other_thread", text)
 
 
 def _parameters(fact: Fact) -> str:
@@ -92,7 +93,7 @@ def origins(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
     is_past = bool(kinds) and kinds <= past.keys() and not summary_of(report.events).spoiled
     healthy = healthy_since(min(past[kind] for kind in kinds)) if is_past else ""
     for fact in report.events_named(catalog.EVENT_NONFINITE_ORIGIN)[:3]:
-        yield Finding(INFO if is_past else ERROR, "nonfinite_origin", _sentences(fact) + healthy)
+        yield stated(INFO if is_past else ERROR, "nonfinite_origin", _sentences(fact) + healthy)
 
 
 def healthy_since(steps: int | None) -> str:
@@ -171,16 +172,16 @@ def activations(report: RankReport) -> Iterator[Finding]:
         if missing:
             why = text_format.joined([f"{count:,} {_WHY[name]}" for name, count in missing.items()])
             text = f"What {sum(missing.values()):,} of {every:,} layers put out was not looked at: {why}."
-            yield Finding(INFO, "activations_unread", text)
+            yield stated(INFO, "activations_unread", text)
     dead = report.events_named(catalog.EVENT_DEAD_UNITS)
     if dead:
         layers = [f"{each.count('units_dead'):,} of {each.count('units'):,} units of {each.text('layer')}" for each in dead]
         steps = text_format.plural(max(each.count("steps") for each in dead), "step")
         text = f"Dead units: {text_format.joined(layers, 3)} gave zero for every sample of up to {steps}, and learn nothing."
-        yield Finding(WARNING, "dead_units", text)
+        yield stated(WARNING, "dead_units", text)
     for fact in report.events_named(catalog.EVENT_LAYER_HISTORY)[-1:]:
         files = [left.name for left in report.left if left.id == fact.text("evidence")]
         if files:
             kind = text_format.clean(fact.text("kind").replace("_", " "), 40)
             text = f"What the layers put out around the {kind} of step {fact.step:,} is in {files[0]}."
-            yield Finding(INFO, "layer_history", text)
+            yield stated(INFO, "layer_history", text)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
+from torchobs.catalog.findings import Finding, finding
 from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.learning import NEGLIGIBLE, ZeroRate, is_stuck
@@ -80,14 +81,9 @@ LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOS
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
 
-class Finding(NamedTuple):
-    """A statement about a run for people; ``kind`` identifies its subject for programs and is stable."""
-
-    severity: str
-    kind: str
-    text: str
-    gist: str = ""
-    """the same without figures that change all the time, if it has any"""
+def stated(severity: str, kind: str, text: str, gist: str = "") -> Finding:
+    """Return a finding in these words; ``gist``: without figures that change all the time, if it has any."""
+    return finding(kind, severity=LEVELS[severity], text=text, gist=gist or text)
 
 
 class Health(NamedTuple):
@@ -106,7 +102,7 @@ def health(run: RunStatus) -> Health:
     head = headline(run)
     found = [head, *findings(run)]
     level = max((LEVELS[one.severity] for one in found), key=lambda level: level.value)
-    return Health(level, " ".join(one.text for one in found), " ".join(one.gist or one.text for one in found), head.text)
+    return Health(level, " ".join(one.long for one in found), " ".join(one.short for one in found), head.long)
 
 
 def findings(run: RunStatus) -> list[Finding]:
@@ -120,7 +116,7 @@ def headline(run: RunStatus) -> Finding:
     if not up:
         word, ranks = _end(run.ranks), text_format.plural(len(run.ranks), "rank")
         known = ", ".join(filter(None, [ranks, _steps_done(run), _loss(run, "last loss")]))
-        return Finding(INFO, "headline", f"{word}: {known}.", f"{word}.")
+        return stated(INFO, "headline", f"{word}: {known}.", f"{word}.")
     alive = [rank for rank in up if rank.state != "unresponsive"]
     still = standing_still(run)
     word = _activity(run, alive) if any(rank.recorded for rank in alive) else "Not recorded" if alive else "Not responding"
@@ -131,7 +127,7 @@ def headline(run: RunStatus) -> Finding:
     speed = text_format.rate(min(speeds), "steps") if speeds and run.steps and not still else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
-    return Finding(severity, "headline", f"{word}: {known}.", f"{gist}, {ranks}.")
+    return stated(severity, "headline", f"{word}: {known}.", f"{gist}, {ranks}.")
 
 
 def _end(ranks: Sequence[RankStatus]) -> str:
@@ -202,7 +198,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     missing = expected - len(ranks)
     if missing > 0:
         text = f"{text_format.plural(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
-        yield Finding(WARNING, "ranks_missing", text)
+        yield stated(WARNING, "ranks_missing", text)
     for team in labels.teams(ranks):
         yield from disagreeing(team)
         yield from weights_apart(team)
@@ -235,7 +231,7 @@ def _deaths(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         how = "failed{ago}: {exception}" if exception else ENDINGS.get(reason, "was lost{ago}")
         how = how if len(dead) == 1 else how.replace("was ", "were ")
         text, gist = (how.format(ago=when, exception=exception) for when in (f" {ago} ago", ""))
-        yield Finding(WARNING if request else ERROR, "ended", f"{who} {text}.", f"{who} {gist}.")
+        yield stated(WARNING if request else ERROR, "ended", f"{who} {text}.", f"{who} {gist}.")
 
 
 def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -243,22 +239,22 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if hung:
         who, since = _ranks(hung), text_format.span(max(rank.progress_age_s or 0.0 for rank in hung))
         verb = "hangs" if len(hung) == 1 else "hang"
-        yield Finding(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
+        yield stated(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
         yield from waited_for(ranks)
     silent = [rank for rank in ranks if rank.state == "unresponsive"]
     if silent:
         who, since = _ranks(silent), text_format.span(max(rank.beat_age_s for rank in silent))
         verb = "does not respond" if len(silent) == 1 else "do not respond"
-        yield Finding(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
+        yield stated(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
 
 
 def waited_for(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield the ranks that the others of a hung replica group wait for, and who called another collective than the others."""
     found = hangs.blamed(ranks)
     if found:
-        yield Finding(ERROR, "waited_for", hangs.sentences(ranks, found))
+        yield stated(ERROR, "waited_for", hangs.sentences(ranks, found))
     for text in hangs.mismatches(ranks):
-        yield Finding(ERROR, "collectives_differ", text)
+        yield stated(ERROR, "collectives_differ", text)
 
 
 def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -266,7 +262,7 @@ def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     off = [rank for rank in ranks if rank.up and not rank.recorded]
     if off:
         verb = "does" if len(off) == 1 else "do"
-        yield Finding(WARNING, "unrecorded", f"{_ranks(off)} {verb} not record steps: switched off.")
+        yield stated(WARNING, "unrecorded", f"{_ranks(off)} {verb} not record steps: switched off.")
 
 
 def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -283,7 +279,7 @@ def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     text = "Ranks do not agree: DDP averages the gradient, and"
     end = "They do not train one model: is the last backward of a step within no_sync(), or model.module called?"
     gist = f"{text} its norm is not the same on {_ranks([rank for rank in ranks if rank.rank in odd]).lower()}. {end}"
-    yield Finding(ERROR, "ranks_disagree", f"{text} {where}. {end}", gist)
+    yield stated(ERROR, "ranks_disagree", f"{text} {where}. {end}", gist)
 
 
 def weights_apart(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -296,7 +292,7 @@ def weights_apart(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     before = f" (in step {alike:,} they were)" if alike else ""
     named = f"{'ranks' if len(odd) > 1 else 'rank'} {text_format.joined(odd, 2 * _MOST_NAMED)}"
     text = f"Ranks do not train one model: in step {since:,} the weights of {named} are {same}"
-    yield Finding(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.")
+    yield stated(ERROR, "weights_differ", f"{text}{before}, and DDP averages gradients alone.")
 
 
 def batches_alike(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -307,9 +303,7 @@ def batches_alike(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if since is not None:
         text = f"All ranks train on the same data: from step {since:,} on their batches were the same, and their losses are"
         how = "give the data loader a DistributedSampler, and call its set_epoch() in each epoch"
-        yield Finding(
-            WARNING, "same_batches", f"{text} equal to the last bit. Each rank repeats the work of the others: {how}."
-        )
+        yield stated(WARNING, "same_batches", f"{text} equal to the last bit. Each rank repeats the work of the others: {how}.")
 
 
 def zero_learning_rate(found: ZeroRate) -> Finding:
@@ -324,7 +318,7 @@ def zero_learning_rate(found: ZeroRate) -> Finding:
         gist = f"The learning rate was below {rate} {since}, after {text_format.number(found.highest)}"
         then = f"{steps} may have changed next to nothing. Is a scheduler that counts epochs stepped in each batch?"
     text = f"{gist}: {then}"
-    return Finding(WARNING, "zero_learning_rate", text, f"{gist}.")
+    return stated(WARNING, "zero_learning_rate", text, f"{gist}.")
 
 
 def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -332,14 +326,14 @@ def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         affected = [rank for rank in ranks if rank.up and kind in rank.anomalies]
         if affected:
             severity = ERROR if catalog.ANOMALY_SEVERITY[kind] is Severity.ERROR else WARNING
-            yield Finding(severity, kind, f"{ANOMALIES[kind]}{_where(affected, ranks)}.")
+            yield stated(severity, kind, f"{ANOMALIES[kind]}{_where(affected, ranks)}.")
 
 
 def _lost(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield runs that ended with a non-finite loss: their result is unusable, even if they finished in order."""
     lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
     if lost and not any(rank.up for rank in ranks):
-        yield Finding(ERROR, "nonfinite_loss", f"The loss was not finite at the end{_where(lost, ranks)}.")
+        yield stated(ERROR, "nonfinite_loss", f"The loss was not finite at the end{_where(lost, ranks)}.")
 
 
 def _spoiled(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -349,7 +343,7 @@ def _spoiled(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if spoiled and not shown:
         name = spoiled[0].events.spoiled
         text = f"{name} held NaN or infinity{_where(spoiled, ranks)}, and was not found to be finite since."
-        yield Finding(ERROR, "nonfinite_parameters", text)
+        yield stated(ERROR, "nonfinite_parameters", text)
 
 
 def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -369,12 +363,12 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         notable = any(number >= LEAST_NOTABLE.get(kind, 1) for kind, number in (recent if ended else lately).items())
         word = "There have been" if ended else "Lately:" if notable else "Earlier:"
         text = f"{word} {text_format.joined(what)}."
-        yield Finding(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
+        yield stated(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
     if past:
         what = [f"{number:,} {PAST[kind][number > 1]}{_last_step(ranks, kind, number)}" for kind, number in past.items()]
         healthy = min(rank.past[kind] for rank in ranks for kind in past if kind in rank.past)
         text = f"Past: {text_format.joined(what)}; the last {healthy:,} steps were healthy."
-        yield Finding(INFO, "past_anomalies", text, "Past: anomalies.")
+        yield stated(INFO, "past_anomalies", text, "Past: anomalies.")
 
 
 def _last_step(ranks: Sequence[RankStatus], kind: str, number: int) -> str:
@@ -393,7 +387,7 @@ def _skips(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         gist = f"The loss scaler {'skips' if any(rank.up for rank in stuck) else 'skipped'} every step{_where(stuck, ranks)}"
         text = f"{gist}: {max(rank.skip_streak for rank in stuck):,} in a row, in which nothing was learned."
         collapsed = any(rank.scale is not None and rank.scale < 1 for rank in stuck)
-        yield Finding(ERROR if collapsed else WARNING, "amp_skips", text, f"{gist}.")
+        yield stated(ERROR if collapsed else WARNING, "amp_skips", text, f"{gist}.")
 
 
 def _growing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -403,7 +397,7 @@ def _growing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         if growing:
             gist = f"{space.capitalize()} memory grows with the steps{_where(growing, ranks)}"
             left = text_format.span(min(rank.full_in_s[space] for rank in growing))
-            yield Finding(WARNING, "memory_growth", f"{gist}, and is full in {left}.", f"{gist}.")
+            yield stated(WARNING, "memory_growth", f"{gist}, and is full in {left}.", f"{gist}.")
 
 
 def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -414,14 +408,14 @@ def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if gpus := sorted({gpu for rank in ranks if rank.up for gpu in rank.failed_gpus}):
         verb = "has" if len(gpus) == 1 else "have"
         named = text_format.joined([text_format.clean(gpu) for gpu in gpus], _MOST_NAMED)
-        yield Finding(ERROR, "gpu_failed", f"{text_format.plural(len(gpus), 'GPU')} {verb} failed: {named}.")
+        yield stated(ERROR, "gpu_failed", f"{text_format.plural(len(gpus), 'GPU')} {verb} failed: {named}.")
     died = [rank for rank in ranks if rank.workers_died]
     if died:
         workers = text_format.plural(sum(rank.workers_died for rank in died), "worker")
         lately = any(rank.lately.get(WORKER_DIED) for rank in died) and any(rank.state != "finished" for rank in ranks)
         word = "" if lately or not any(rank.up for rank in ranks) else "Earlier: "
         text = f"{word}{workers} of data loaders died{_where(died, ranks)}."
-        yield Finding(WARNING if lately else INFO, "workers_died", text)
+        yield stated(WARNING if lately else INFO, "workers_died", text)
 
 
 def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -429,7 +423,7 @@ def _mistakes(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     stepped = any(rank.steps for rank in ranks)
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.events.mistakes):
         if not (kind in UNTIL_A_STEP and stepped):
-            yield Finding(WARNING, kind, MISTAKES[kind])
+            yield stated(WARNING, kind, MISTAKES[kind])
 
 
 def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -438,7 +432,7 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if layers:
         stuck = max((rank.events.stuck for rank in ranks), key=lambda stuck: sum(one.layers for one in stuck))
         text = f"{text_format.plural(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing."
-        yield Finding(WARNING, "unmoved_layers", stuck_layers(stuck) if stuck else text)
+        yield stated(WARNING, "unmoved_layers", stuck_layers(stuck) if stuck else text)
 
 
 def stuck_layers(stuck: Sequence[StuckLayers]) -> str:
@@ -461,11 +455,11 @@ def failed_saves(ranks: Sequence[RankStatus], why: str = "", last_good: str = "N
     text = f"{text_format.plural(saves, 'checkpoint')} could not be saved{f' ({why})' if why else ''}"
     last = [rank.saves_failed_last for rank in ranks if rank.saves_failed]
     if any(last):
-        yield Finding(ERROR, "checkpoint_failed", f"{text}. {last_good}", "Checkpoints cannot be saved.")
+        yield stated(ERROR, "checkpoint_failed", f"{text}. {last_good}", "Checkpoints cannot be saved.")
     elif None in last:  # of a damaged file
-        yield Finding(WARNING, "checkpoint_failed", f"{text}.", "Checkpoints could not be saved.")
+        yield stated(WARNING, "checkpoint_failed", f"{text}.", "Checkpoints could not be saved.")
     else:
-        yield Finding(INFO, "checkpoint_failed", f"{text}; a later one was.", "Checkpoints could not be saved for a time.")
+        yield stated(INFO, "checkpoint_failed", f"{text}; a later one was.", "Checkpoints could not be saved for a time.")
 
 
 def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -473,7 +467,7 @@ def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     functions = max((rank.given_up for rank in ranks), default=0)
     if functions:
         text = f"torch.compile has given {text_format.plural(functions, 'function')} up, recompiled again and again."
-        yield Finding(WARNING, "compile_failure", text)
+        yield stated(WARNING, "compile_failure", text)
 
 
 def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -485,7 +479,7 @@ def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         most = max(rank.waiting or 0.0 for rank in starved)
         share = f": {text_format.percent(most)} of the time of its steps" if most else ""
         gist = f"Training {verb} for its data{_where(starved, there)}"
-        yield Finding(WARNING, "data", f"{gist}{share}.", f"{gist}.")
+        yield stated(WARNING, "data", f"{gist}{share}.", f"{gist}.")
 
 
 def slowest(ranks: Sequence[RankStatus], *, detailed: bool = False) -> Iterator[Finding]:
@@ -499,14 +493,14 @@ def slowest(ranks: Sequence[RankStatus], *, detailed: bool = False) -> Iterator[
         if detailed:
             own, others = text_format.duration(found.own_s), text_format.duration(found.others_s)
             text += f" It took {own} a step for {phase}, and the others {others}, who waited."
-        yield Finding(WARNING, "slowest_rank", text, f"Rank {rank.rank} {verb} slower than the others in {phase}.")
+        yield stated(WARNING, "slowest_rank", text, f"Rank {rank.rank} {verb} slower than the others in {phase}.")
 
 
 def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield the probes that failed and are off."""
     off = sorted({probe for rank in ranks for probe in rank.probes_off})
     if off:
-        yield Finding(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")
+        yield stated(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")
 
 
 def _where(affected: Sequence[RankStatus], ranks: Sequence[RankStatus]) -> str:

@@ -8,12 +8,13 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, is_stuck
 from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, LEFT, START, WARM_UP, are_long, ended_away, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.from_events import activations, healthy_since, loop_mistakes, origins
-from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding, zero_learning_rate
+from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, stated, zero_learning_rate
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins, zero_rate_of
 from torchobs.diagnosis.status import StuckLayers, past_in, stuck_layers_in, stuck_layers_of
 
@@ -71,7 +72,7 @@ def numerics(report: RankReport) -> Iterator[Finding]:
     yield from activations(report)
     for fact in report.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
-        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: torch copies no value from {kind}.")
+        yield stated(INFO, "device_unread", f"Loss and gradient norm were not recorded: torch copies no value from {kind}.")
 
 
 def _onset(steps: Sequence[Step]) -> int | None:
@@ -90,14 +91,14 @@ def _nonfinite_loss(report: RankReport, onset: int) -> Finding:
     first = all(before.loss is None for before in steps[:onset])
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
     if first and step.step > 1:
-        return Finding(ERROR, "nonfinite_loss", _long_ago(report, step, name))
+        return stated(ERROR, "nonfinite_loss", _long_ago(report, step, name))
     if first:
-        return Finding(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
+        return stated(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
     text, note = f"The loss turned {name} in step {step.step:,}{_cause(steps, onset)}", _rate_note(steps, onset)
     text += "." if note else f"{_with_rate(step)}."
     wasted = steps[-1].step - step.step
     after = f" It trained on for {text_format.plural(wasted, 'step')} with it." if wasted else ""
-    return Finding(ERROR, "nonfinite_loss", f"{text}{note}{after}")
+    return stated(ERROR, "nonfinite_loss", f"{text}{note}{after}")
 
 
 def _long_ago(report: RankReport, step: Step, name: str) -> str:
@@ -215,13 +216,13 @@ def _spikes(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
         # single ones are ordinary, unless the learning rate explains them
         severity = WARNING if (note or count >= LEAST_NOTABLE[kind]) and kind not in past else INFO
         text = f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{_layer(first)}{known}"
-        yield Finding(severity, kind, text + healthy_since(past.get(kind)))
+        yield stated(severity, kind, text + healthy_since(past.get(kind)))
     count = int(report.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(report, count) else "and whether it recovered is not in this part of the file"
         text = f"The loss was not finite in {text_format.plural(count, 'step')}, {then}."
         severity = INFO if "nonfinite_loss" in past else WARNING
-        yield Finding(severity, "nonfinite_loss", text + healthy_since(past.get("nonfinite_loss")))
+        yield stated(severity, "nonfinite_loss", text + healthy_since(past.get("nonfinite_loss")))
 
 
 def _layer(fact: Fact) -> str:
@@ -277,7 +278,7 @@ def _layers(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
     hint += healthy_since(past.get("nonfinite_gradient"))
     severity = INFO if scaled or "nonfinite_gradient" in past else WARNING
-    yield Finding(severity, "nonfinite_gradient", text + hint)
+    yield stated(severity, "nonfinite_gradient", text + hint)
 
 
 def _measured(steps: Sequence[Step], number: int | None) -> bool:
@@ -300,7 +301,7 @@ def _vanished(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
         of = f"the {report.norms:,} measured" if report.norms >= count else "those measured"
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of {of}.{zeros}"
         severity = INFO if "gradient_vanishing" in past else WARNING
-        yield Finding(severity, "gradient_vanishing", text + healthy_since(past.get("gradient_vanishing")))
+        yield stated(severity, "gradient_vanishing", text + healthy_since(past.get("gradient_vanishing")))
 
 
 def _unmoved(report: RankReport) -> Iterator[Finding]:
@@ -310,14 +311,14 @@ def _unmoved(report: RankReport) -> Iterator[Finding]:
             unused = stuck_layers_in(fact)._replace(at="")
             layers = text_format.plural(unused.layers, "layer") + " of the optimizer"
             text = f"{layers} had got no gradient by step {fact.step or 0:,}{_names(unused)}"
-            yield Finding(INFO, "unmoved_layers", f"{text}: unused, or cut off from the loss (detach, no_grad).")
+            yield stated(INFO, "unmoved_layers", f"{text}: unused, or cut off from the loss (detach, no_grad).")
     stuck = stuck_layers_of(report.events)
     if not stuck:
         return
     causes = [_STUCK[one.cause].format(at=one.at, names=_names(one), step=f"{one.step or 0:,}") for one in stuck]
     count, total = sum(one.layers for one in stuck), max(one.total for one in stuck)
     text = f"{count:,} of {text_format.plural(total, 'layer')} learned nothing: {'; '.join(causes)}."
-    yield Finding(WARNING, "unmoved_layers", text)
+    yield stated(WARNING, "unmoved_layers", text)
 
 
 def _names(stuck: StuckLayers) -> str:
@@ -332,18 +333,18 @@ def _scaler(report: RankReport) -> Iterator[Finding]:
     least = min(report.by_attribute(catalog.AMP_SCALE).values(), default=None)
     if report.events_named(catalog.EVENT_AMP_SCALE_COLLAPSED):
         text = f"The loss scale collapsed (it ended at {text_format.number(least)}): no scale makes the gradients finite."
-        yield Finding(ERROR, "amp_scale_collapsed", text)
+        yield stated(ERROR, "amp_scale_collapsed", text)
     elif is_stuck(streak, least):
         text = f"The loss scaler skipped the last {text_format.plural(int(streak), 'step')}: nothing was learned in them."
-        yield Finding(WARNING, "amp_skips", text)
+        yield stated(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
-        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.plural(skipped, 'step')} of {steps:,}.")
+        yield stated(WARNING, "amp_skips", f"The loss scaler skipped {text_format.plural(skipped, 'step')} of {steps:,}.")
     for fact in report.events_named(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
         limit, scale = text_format.number(fact.number("limit")), text_format.number(fact.number("scale"))
         text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."
-        yield Finding(WARNING, "clipped_scaled", text)
+        yield stated(WARNING, "clipped_scaled", text)
     if report.events_named(catalog.EVENT_AMP_UNSCALED):
-        yield Finding(
+        yield stated(
             WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."
         )
 
@@ -356,7 +357,7 @@ def _scheduler(report: RankReport) -> Iterator[Finding]:
     }
     for fact in report.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
         text = how.get(fact.text("kind"), "was used wrongly")
-        yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")
+        yield stated(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")
 
 
 def learning_rate(report: RankReport) -> Iterator[Finding]:
@@ -384,7 +385,7 @@ def _too_high(report: RankReport) -> Iterator[Finding]:
     value = f": in step {last.step:,} it was {text_format.number(last.loss)}" if last is not None else ""
     rate = max((step.learning_rate for step in steps[:WARM_UP] if step.learning_rate), default=None) if is_start else None
     suspect = f" The learning rate, {text_format.number(rate)}, is a suspect." if rate is not None else ""
-    yield Finding(WARNING, "diverged", f"{text}{value}.{suspect}")
+    yield stated(WARNING, "diverged", f"{text}{value}.{suspect}")
 
 
 def _ended_away(steps: Sequence[Step]) -> bool:

@@ -8,10 +8,11 @@ from operator import itemgetter
 from statistics import fmean, median
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect import speed
 from torchobs.detect.hangs import LEAST_S
 from torchobs.diagnosis import health, text_format
-from torchobs.diagnosis.health import INFO, WARNING, Finding
+from torchobs.diagnosis.health import INFO, WARNING, stated
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
@@ -48,7 +49,7 @@ def _unsaved(report: RankReport) -> Iterator[Finding]:
             return  # the event may be among the missing ones
         if ran_s >= _LEAST_LOSS_S and report.rank == "0":
             text = f"No checkpoint was seen: all of its {text_format.duration(ran_s)} are lost, unless something unseen saved."
-            yield Finding(WARNING, "no_checkpoint", text)
+            yield stated(WARNING, "no_checkpoint", text)
         return
     later = sum(step.end_s > saved_s for step in report.steps)
     more = "" if later < len(report.steps) and not report.partial else " or more"
@@ -56,10 +57,10 @@ def _unsaved(report: RankReport) -> Iterator[Finding]:
     age_s = report.last_s - saved_s
     when = f"{text_format.duration(age_s)} before the end" if age_s >= state.BEAT_S else "at the end"
     if not later and not more:
-        yield Finding(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
+        yield stated(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
         return
     text = f"The last checkpoint was complete {when}"
-    yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.plural(later, 'step')}{more} must be done again.")
+    yield stated(INFO, "checkpoint_age", f"{text}: {text_format.plural(later, 'step')}{more} must be done again.")
 
 
 def _not_saved(report: RankReport) -> Iterator[Finding]:
@@ -95,7 +96,7 @@ def _held_up(report: RankReport) -> Iterator[Finding]:
     more = f"; so did {text_format.plural(len(long) - 1, 'more step')}" if len(long) > 1 else ""
     span, normal = text_format.duration(seconds), text_format.duration(usual_s)
     text = f"Step {step.step:,} took {span}, where {normal} was usual, most of it in the phase"
-    yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # e.g. a stopped process, a file system, a debugger prompt
+    yield stated(INFO, "held_up", f"{text} {phase}{more}.")  # e.g. a stopped process, a file system, a debugger prompt
 
 
 def _slowed(report: RankReport) -> Iterator[Finding]:
@@ -112,7 +113,7 @@ def _slowed(report: RankReport) -> Iterator[Finding]:
     now, usual = text_format.duration(now_s), text_format.duration(usual_s)
     text = f"Its last {len(late):,} steps ({took}) took {now} each, usual was {usual}"
     share = text_format.percent(min(1.0, excess_s / (now_s - usual_s)))
-    yield Finding(WARNING, "slowdown", f"{text}; {share} of the difference is {phase}.")
+    yield stated(WARNING, "slowdown", f"{text}; {share} of the difference is {phase}.")
 
 
 def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, float]:
@@ -133,7 +134,7 @@ def _waited(report: RankReport) -> Iterator[Finding]:
             hint = f" Most of it was one wait of {text_format.duration(longest_s)}, in step {at:,}: something stalled there."
         elif report.value(catalog.DATA_BATCHES_READY) == 0:
             hint = " Its workers had no batch ready at the end: more workers, or less work for each."
-        yield told._replace(text=told.text + hint)
+        yield stated(told.severity, told.kind, told.long + hint)
 
 
 def _grew(report: RankReport) -> Iterator[Finding]:
@@ -141,9 +142,9 @@ def _grew(report: RankReport) -> Iterator[Finding]:
         where = "Device" if fact.text("space") == "device" else "Host"
         grown, left = text_format.size(fact.number("per_step")), text_format.duration(fact.number("time_to_limit"))
         text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
-        yield Finding(WARNING, "memory_growth", text)
+        yield stated(WARNING, "memory_growth", text)
     for fact in report.events_named(catalog.EVENT_MEMORY_LEAK)[-1:]:
-        yield Finding(WARNING, "memory_leak", _leaked(fact))
+        yield stated(WARNING, "memory_leak", _leaked(fact))
 
 
 def _leaked(fact: Fact) -> str:
@@ -164,12 +165,12 @@ def _recompiled(report: RankReport) -> Iterator[Finding]:
         times = max(again[location], fact.count("recompiles"))  # reported at the fourth, then once a minute
         why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
         text = f"torch.compile compiled {location} again and again ({times:,} times): {why}."
-        yield Finding(WARNING, "recompile_storm", text)
+        yield stated(WARNING, "recompile_storm", text)
     count = len(report.events_named(catalog.EVENT_COMPILE_FAILED))
     if count:
         last = report.events_named(catalog.EVENT_COMPILE_FAILED)[-1]
         text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
-        yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
+        yield stated(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
     yield from _broken(report)
 
 
@@ -179,7 +180,7 @@ def _broken(report: RankReport) -> Iterator[Finding]:
     if told:
         places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
         more = f", and {text_format.plural(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
-        yield Finding(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
+        yield stated(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
 
 
 def _changed(report: RankReport) -> Iterator[Finding]:
@@ -195,7 +196,7 @@ def _changed(report: RankReport) -> Iterator[Finding]:
         what = "the next model, fold or trial, or a part that begins late"
         text = f"It began to train parameters that it had not trained before{again}{when} ({what})"
         judged = "before and after it" if changes == 1 else "from one to the next"
-        yield Finding(INFO, "model_changes", f"{text}: losses and step times {judged} are judged apart.")
+        yield stated(INFO, "model_changes", f"{text}: losses and step times {judged} are judged apart.")
 
 
 def _unseen(report: RankReport) -> Iterator[Finding]:
@@ -207,4 +208,4 @@ def _unseen(report: RankReport) -> Iterator[Finding]:
     dropped = {what: int(count) for what, count in report.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())
-        yield Finding(INFO, "dropped", f"Did not fit the file: {items}.")
+        yield stated(INFO, "dropped", f"Did not fit the file: {items}.")

@@ -9,9 +9,10 @@ from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, stated
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.reader import Distribution
@@ -173,7 +174,7 @@ def stalled(report: RankReport) -> Iterator[Finding]:
     severity = ERROR if found.hung or found.lock_held else INFO if patient or habitual or not found.long else WARNING
     text = _held(found, report) if found.lock_held else _quiet(found, report)
     awaited = _awaited(report) if found.phase == "data" else ""
-    yield Finding(severity, "stalled", f"{text} {_where(found, report)}{awaited}")
+    yield stated(severity, "stalled", f"{text} {_where(found, report)}{awaited}")
 
 
 def _quiet(found: Stall, report: RankReport) -> str:

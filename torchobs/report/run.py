@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
+from torchobs.catalog.findings import Finding
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
-from torchobs.diagnosis.health import ANOMALIES, BADGES, LEVELS, MISTAKES, Finding
+from torchobs.diagnosis.health import BADGES, LEVELS
 from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, last_known, units
 from torchobs.diagnosis.stall import stall
@@ -40,28 +41,6 @@ from torchobs.report.content import (
 )
 from torchobs.report.sections import points_of
 
-SECTIONS = {
-    "training": {
-        *ANOMALIES, *MISTAKES, "nonfinite_parameters", "nonfinite_origin", "past_anomalies",
-        "zero_learning_rate", "scheduler_misused",
-        "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "other_thread",
-        "device_unread",
-    },
-    "layers": {"unmoved_layers", "dead_units", "activations_unread", "layer_history"},
-    "time": {"data", "held_up", "slowdown", "stalled", "checkpoint_age", "no_checkpoint", "checkpoint_failed"},
-    "memory": {"memory_growth", "memory_leak", "out_of_memory", "memory.out_of_memory", "memory.shared_full"},
-    "compile": {"recompile_storm", "graph_breaks", "compile_failure"},
-    "ranks": {
-        "first_failed", "slowest_rank", "out_of_step", "ranks_missing", "ranks_disagree", "weights_differ", "same_batches",
-        "collective_timeout", "collectives_differ", "waited_for",
-    },
-    "events": {
-        "alive", "finished", "ended", "end_unknown", "interrupted", "terminated", "exception", "exit_code", "crashed", "lost",
-        "hung", "unresponsive", "unrecorded", "launcher", "thread_exception", "dropped", "probes_off", "gpu_failed",
-        "workers_died", "checkpoint.failed", "data.worker_died", "gpu.lost", "gpu.xid",
-    },
-}  # fmt: skip
-"""Kinds of findings by the section that has the data behind them"""
 _MOST_EVENTS = 200
 _MOST_LINES, _MOST_ROWS = 8, 256
 _LONGEST = 4000
@@ -121,18 +100,14 @@ def _sections(every: Sequence[RankReport], known: RunDiagnosis) -> Iterator[Sect
 
 def _findings(every: Sequence[RankReport], known: RunDiagnosis, names: set[str]) -> Items:
     found = [*known.together, *known.by_rank[known.principal]]
-    told = {finding.text for finding in found}
+    told = {finding.long for finding in found}
     others = [
         finding
         for index, report in enumerate(every)
         for finding in known.by_rank[index][:1]
-        if index != known.principal and finding.text not in told and report.state not in {"alive", "finished"}
+        if index != known.principal and finding.long not in told and report.state not in {"alive", "finished"}
     ]
-    return Items(tuple(Item(one.severity, one.text, _place(one.kind, names)) for one in (*found, *others)))
-
-
-def _place(kind: str, names: set[str]) -> str:
-    return next((name for name, kinds in SECTIONS.items() if kind in kinds and name in names), "")
+    return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in (*found, *others)))
 
 
 def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
@@ -397,7 +372,7 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
 
 
 def _finding(finding: Finding) -> dict[str, str]:
-    return {"severity": finding.severity, "kind": finding.kind, "text": finding.text}
+    return {"severity": finding.severity, "kind": finding.kind, "text": finding.long}
 
 
 def _step(step: Step) -> dict[str, Any]:

@@ -22,7 +22,6 @@ RECORDS = 256
 """Number of records to read; more do not change the result."""
 WINDOW_S = 60.0
 LEAST_STEPS = 8
-_TENTH = 0.1
 
 
 class Throughput(NamedTuple):
@@ -107,13 +106,6 @@ def speed(found: Throughput | None) -> dict[str, float | None] | None:
         "steps": found.steps,
         "window_s": found.window_s,
     }
-
-
-def in_figures(per_s: float) -> str:
-    """Format a rate with at least three digits: ``0.0214``, ``1.90``, ``45,300``."""
-    if not isfinite(per_s) or 0 < abs(per_s) < _TENTH:
-        return f"{per_s:.3g}"
-    return f"{per_s:,.{max(0, 3 - len(str(int(abs(per_s)))))}f}"
 
 
 def _latest(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
