@@ -25,7 +25,7 @@ import torchobs
 from bench.meter import Floor
 from bench.peers import interval_of_median
 from bench.workloads import WORKLOADS
-from torchobs.probes.core import patch
+from torchobs.taps import patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

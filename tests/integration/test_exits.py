@@ -370,7 +370,7 @@ def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir:
 
 WATCHED = """
 from IPython.core.interactiveshell import InteractiveShell
-from torchobs.probes.core.patch import RESTORED, active
+from torchobs.taps.patch import RESTORED, active
 InteractiveShell.instance().run_cell("import torchobs; torchobs.init()")
 assert RESTORED not in [patch.check() for patch in active()]
 """

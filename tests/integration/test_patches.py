@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.probes.core import patch
+from torchobs.taps import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,7 +173,7 @@ def layers(function: Any) -> int:
     found = 0
     while function is not None:
         code = getattr(function, "__code__", None)
-        found += code is not None and "/torchobs/probes/" in code.co_filename
+        found += code is not None and "/torchobs/" in code.co_filename
         function = getattr(function, "__wrapped__", None)
     return found
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.probes.core.safe_point import SafePoint
 from torchobs.probes.core.training_state import TrainingState
+from torchobs.taps.taps import SafePoint
 
 if TYPE_CHECKING:
     import pytest

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchobs.probes.core import training_state
-from torchobs.probes.core.training_state import LONGEST_S, Captures, ThreadFrames
+from torchobs.probes.core.training_state import LONGEST_S, Captures
+from torchobs.taps import taps
+from torchobs.taps.taps import ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +145,7 @@ def test_all_threads_have_all_their_frames() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, enabled: object) -> None:
     """Also when what is done with the frames raises."""
-    monkeypatch.setattr(training_state, "_COLLECTS_MEANWHILE", True)
+    monkeypatch.setattr(taps, "_COLLECTS_MEANWHILE", True)
     try:
         (gc.enable if enabled else gc.disable)()
         with pytest.raises(KeyError, match="False"), ThreadFrames():

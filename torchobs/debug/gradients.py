@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.debug import tensors
 from torchobs.debug.findings import told
-from torchobs.probes.core.safe_point import remove_hooks, remove_later
 from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients
 from torchobs.probes.nonfinite.probe import skips_by_itself
@@ -23,6 +22,7 @@ from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 from torchobs.support.process_group import greatest, is_shared
 from torchobs.support.result import Result
+from torchobs.taps.taps import remove_hooks, remove_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

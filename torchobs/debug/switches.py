@@ -23,7 +23,6 @@ from torchobs.debug.steps import Collector, activations, monitor_step
 from torchobs.debug.stopping import Validation, early_stopping, finish
 from torchobs.detect.speed import BEGINS
 from torchobs.flight.metrics.totals import Word
-from torchobs.probes.core.safe_point import remove_hooks, remove_later
 from torchobs.probes.core.torch_profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
@@ -31,6 +30,7 @@ from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.model_calls import walk
 from torchobs.support.references import living
 from torchobs.support.result import Result
+from torchobs.taps.taps import remove_hooks, remove_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,24 +1,26 @@
 """Installs, enables and disables probes.
 
 A disabled probe leaves no hook behind. One that is disabled while training runs stops recording at once; hooks are removed
-and installed in the training thread, at its next backward pass (:mod:`torchobs.probes.core.safe_point`).
+and installed in the training thread, at its next backward pass (:mod:`torchobs.taps.taps`).
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.safe_point import remove_later
 from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.taps.patch import LOST, RESTORED, active
+from torchobs.taps.taps import remove_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from torchobs.probes import ProbeFactories
     from torchobs.probes.core.context import Probe, ProbeContext
-    from torchobs.probes.core.safe_point import SafePoint
+    from torchobs.taps.patch import Patch
+    from torchobs.taps.taps import SafePoint
 
 Callbacks = list[tuple[str, "Callable[[], None]"]]
 _STEP_PROBES = frozenset({"step", "phases", "data"})
@@ -106,3 +108,42 @@ class ProbeManager:
         call(CircuitBreaker(name), self._probes[name].remove)
         del self._probes[name]  # only now: what a signal's handler raises leaves it to be removed the next time
         self._context.hooks.unregister(name)
+
+
+class PatchWatch:
+    """Checks every ten seconds that our patches are in place: other tools that restore their own originals remove them.
+
+    In the sampler thread.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+
+    def observe(self) -> None:
+        """Restore removed patches with a warning; where that is not possible, report the probe as disabled."""
+        for patch in active():
+            state = patch.check()
+            if state == LOST:
+                self._report_lost(patch)
+            elif state is not None and state != RESTORED:
+                off = self._context.breaker(patch.probe).is_open
+                self._context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": patch.probe})
+            elif state is not None:
+                self._context.warn_limited(
+                    f"patch {patch.location}",
+                    f"another tool had replaced {patch.location}, so that probe {patch.probe!r} saw nothing of it; "
+                    "it does again",
+                )
+
+    def _report_lost(self, patch: Patch) -> None:
+        context, by = self._context, _name(vars(patch.owner).get(patch.attribute))
+        context.set_gauge(catalog.PROBE_DISABLED, 1.0, {"probe": patch.probe})
+        attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.location} by {by}"}
+        context.event(catalog.EVENT_PROBE_DISABLED, attributes)
+        what = f"{patch.location} was replaced by {by}, which does not call what was there before"
+        context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
+
+
+def _name(replaced_by: Any) -> str:
+    kind = replaced_by if hasattr(replaced_by, "__qualname__") else type(replaced_by)
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"

@@ -1,6 +1,6 @@
 """Profiles on request: ``torch.profiler`` over some steps, as a Chrome trace beside the flight file.
 
-A profile starts and ends in the training thread when a backward pass begins (:mod:`torchobs.probes.core.safe_point`): there is
+A profile starts and ends in the training thread when a backward pass begins (:mod:`torchobs.taps.taps`): there is
 no cost without a request, and a trace of n steps holds n of each phase. A thread of its own writes the trace, because
 compressing takes seconds. It makes way for the application's own profiler (:mod:`torchobs.probes.core.torch_profiler`).
 """

@@ -27,8 +27,6 @@ from torchobs.probes import factories
 from torchobs.probes.compile.compile import DynamoRules
 from torchobs.probes.core.context import Hooks, ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
-from torchobs.probes.core.patch import PatchWatch
-from torchobs.probes.core.safe_point import SafePoint
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
@@ -38,7 +36,7 @@ from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.details import GaugeHistory, RunDetails
 from torchobs.runtime.notebook import NotebookStatus, PageAddress, in_notebook
-from torchobs.runtime.probe_manager import ProbeManager
+from torchobs.runtime.probe_manager import PatchWatch, ProbeManager
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spans import RunSpan, trace_attributes
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
@@ -49,6 +47,7 @@ from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.rank_log import OWN, name_rank, remove_rank, set_level
 from torchobs.support.references import let_tensors_be_swapped
+from torchobs.taps.taps import SafePoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -30,10 +30,10 @@ from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import BadFlightFileError
 from torchobs.flight.reader import reader
 from torchobs.identity.launchers import LAUNCHED_BY
-from torchobs.probes.core.patch import Patch
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.process_group import rank_and_size
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """Wrappers that ``torch.compile`` may trace: inside a compiled region they act as the wrapped function.
 
-Everything below ``torchobs.probes`` is marked for Dynamo as not to be traced (``DynamoRules``), and calling it is an
-error under ``fullgraph=True``. Functions that users compile with their own code, such as clipping, are therefore
-wrapped here.
+Everything below ``torchobs.probes`` and ``torchobs.taps`` is marked for Dynamo as not to be traced (``DynamoRules``), and
+calling it is an error under ``fullgraph=True``. Functions that users compile with their own code, such as clipping, are
+therefore wrapped here.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.learning import QUIET_S, Recompiles
-from torchobs.probes.core.patch import Patch
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 
-SKIPPED = ("torchobs.probes", "torchobs.flight", "torchobs.support.error_guard", "torchobs.runtime.session")
+SKIPPED = ("torchobs.probes", "torchobs.taps", "torchobs.flight", "torchobs.support.error_guard", "torchobs.runtime.session")
 
 
 class DynamoRules:

@@ -1,1 +1,1 @@
-"""What probes share: context, step recorder, phase timeline, patches, asynchronous reads from a device."""
+"""What probes share: context, step recorder, phase timeline, asynchronous reads from a device."""

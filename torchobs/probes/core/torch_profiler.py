@@ -15,10 +15,10 @@ from threading import RLock, current_thread, get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torchobs.probes.core.patch import Patch
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.references import living
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

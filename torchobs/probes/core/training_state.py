@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import deque
@@ -10,12 +9,12 @@ from threading import get_ident
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.detect.hangs import loop_lines
+from torchobs.taps.taps import ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, FrameType
 
-_COLLECTS_MEANWHILE = sys.version_info[:2] == (3, 11)
 LONGEST_S = 60.0
 """A capture without an end for so long has failed: the sampler goes on"""
 _PATIENCE_S, _REST_S = 0.2, 0.0005
@@ -30,32 +29,6 @@ _DEEPEST = 128
 
 Places = tuple[tuple["CodeType", int], ...]
 """Code and current instruction offset of each frame of a stack, innermost first"""
-
-
-class ThreadFrames:
-    """Gives the innermost frame of each thread, by identifier, without a crash of the interpreter.
-
-    Python 3.11 makes the object of a frame when it is asked for, by ``sys._current_frames()`` or ``f_back``, and may collect
-    garbage as it makes it. A finalizer lets other threads run then, whose frames are gone when it goes on: it hangs with a lock
-    of the interpreter's held (python/cpython#106883), or reads freed memory (#99110). So nothing is collected for as long, some
-    microseconds. Before, frames were objects already; since 3.12 garbage is collected between two instructions alone (#97922).
-
-    It is no generator: the frame of one that is suspended has no ``f_back``, and it would be this thread's innermost.
-    """
-
-    __slots__ = ("_held_back",)
-
-    def __enter__(self) -> dict[int, FrameType]:
-        """Return the frames."""
-        self._held_back = _COLLECTS_MEANWHILE and gc.isenabled()
-        if self._held_back:
-            gc.disable()
-        return sys._current_frames()
-
-    def __exit__(self, *_: object) -> None:
-        """Let garbage be collected again, if it was."""
-        if self._held_back:
-            gc.enable()
 
 
 class Captures:

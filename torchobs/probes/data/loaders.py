@@ -22,7 +22,6 @@ from torchobs import catalog
 from torchobs.detect.speed import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
 from torchobs.probes.data.batch_sizes import batch_sizes
 from torchobs.probes.data.replica_batches import ReplicaBatches
@@ -32,6 +31,7 @@ from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

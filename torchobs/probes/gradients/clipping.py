@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.device_scalars import is_on_device
-from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.norms import Clipping, completed_total, from_norms, is_l2
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
+from torchobs.taps.patch import Patch, once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.probes.core.capture_results import CapturedResults
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
     from torchobs.probes.gradients.devices import Devices
     from torchobs.probes.gradients.norms import Measurement
     from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.taps.capture_results import CapturedResults
 
     Measure = Callable[[list[Any]], Measurement | None]
 
@@ -70,7 +70,7 @@ class ClipWatch:
         """Wrap the clipping functions that this torch has."""
         import torch  # torch is optional until training begins
 
-        from torchobs.probes.core.capture_results import CapturedResults
+        from torchobs.taps.capture_results import CapturedResults
 
         self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
         self._graph_being_made = graph_being_made()

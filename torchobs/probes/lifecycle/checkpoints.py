@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.context import LONG_NS, span_limiter
-from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.core.timeline import CHECKPOINT, PIN, UNPIN
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.taps.patch import Patch, once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,9 +19,9 @@ from math import nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.lifecycle.exits import root_cause
 from torchobs.support.import_hooks import imported
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

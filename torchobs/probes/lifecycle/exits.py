@@ -28,7 +28,6 @@ from torchobs.detect import hangs
 from torchobs.flight.format.layout import Exit
 from torchobs.identity.identity import exit_status
 from torchobs.identity.provenance import redacted_text
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.timeline import BACKWARD, DATA, OPTIMIZER
 from torchobs.probes.core.training_state import LeftPhase
 from torchobs.probes.memory.device_memory import host_shortage
@@ -36,6 +35,7 @@ from torchobs.probes.memory.source_lines import is_installed
 from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call, settle
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

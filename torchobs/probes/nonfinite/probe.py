@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.detect.spikes import HEALTHY
-from torchobs.probes.core.patch import Patch
-from torchobs.probes.core.safe_point import remove_hooks
 from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames, is_users, locals_of
@@ -37,6 +35,8 @@ from torchobs.probes.nonfinite.origin import (
 )
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.taps.patch import Patch
+from torchobs.taps.taps import remove_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.object_index import ObjectIndex
-from torchobs.probes.core.patch import Patch
-from torchobs.probes.core.safe_point import remove_hooks
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.references import subclasses
+from torchobs.taps.patch import Patch
+from torchobs.taps.taps import remove_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

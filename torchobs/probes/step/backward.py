@@ -15,9 +15,9 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

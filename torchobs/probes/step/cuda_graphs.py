@@ -13,8 +13,8 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext

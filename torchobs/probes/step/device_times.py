@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.pinned_buffers import EventPool
-from torchobs.probes.core.safe_point import remove_hooks
 from torchobs.probes.core.timeline import (
     BACKWARD,
     DATA,
@@ -36,6 +34,8 @@ from torchobs.probes.core.timeline import (
     PIN,
     TRAIN,
 )
+from torchobs.taps.patch import Patch
+from torchobs.taps.taps import remove_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,9 +14,9 @@ from torchobs.detect.hangs import idle_from
 from torchobs.flight.metrics.fold import clear_credit, credit, credited
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.context import LONG_NS, span_limiter
-from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVAL, EVALUATION, FORWARD, OTHER, TRAIN
 from torchobs.support.graph_safe import outside_of_graphs
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
-from torchobs.probes.core.safe_point import remove_hooks
 from torchobs.probes.core.step_recorder import ModelChanges
 from torchobs.probes.core.timeline import (
     BACKWARD_ENDS,
@@ -27,13 +26,13 @@ from torchobs.probes.core.timeline import (
     LONG_TRACE,
     STEP_BEGINS,
 )
-from torchobs.probes.core.training_state import ThreadFrames
 from torchobs.probes.optimizer.optimizer import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.never_stepped import NeverStepped
 from torchobs.support.error_guard import call
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
+from torchobs.taps.taps import ThreadFrames, remove_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

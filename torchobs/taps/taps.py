@@ -8,30 +8,68 @@ optimizer hook is running when the training thread begins a backward pass.
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 from collections import deque
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchobs.probes.core.patch import Patch
-from torchobs.probes.core.training_state import ThreadFrames
 from torchobs.support.after_fork import renew_in_child
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
 
-    from torchobs.probes.core.training_state import TrainingState
+
+_COLLECTS_MEANWHILE = sys.version_info[:2] == (3, 11)
+
+
+class ThreadFrames:
+    """Gives the innermost frame of each thread, by identifier, without a crash of the interpreter.
+
+    Python 3.11 makes the object of a frame when it is asked for, by ``sys._current_frames()`` or ``f_back``, and may collect
+    garbage as it makes it. A finalizer lets other threads run then, whose frames are gone when it goes on: it hangs with a lock
+    of the interpreter's held (python/cpython#106883), or reads freed memory (#99110). So nothing is collected for as long, some
+    microseconds. Before, frames were objects already; since 3.12 garbage is collected between two instructions alone (#97922).
+
+    It is no generator: the frame of one that is suspended has no ``f_back``, and it would be this thread's innermost.
+    """
+
+    __slots__ = ("_held_back",)
+
+    def __enter__(self) -> dict[int, FrameType]:
+        """Return the frames."""
+        self._held_back = _COLLECTS_MEANWHILE and gc.isenabled()
+        if self._held_back:
+            gc.disable()
+        return sys._current_frames()
+
+    def __exit__(self, *_: object) -> None:
+        """Let garbage be collected again, if it was."""
+        if self._held_back:
+            gc.enable()
+
 
 _left: list[RemovableHandle] = []
 _patches: list[Patch] = []
 
 
+class Training(Protocol):
+    """The training thread, as the session knows it."""
+
+    thread: int
+    backwards: int
+    captures: Any
+
+
 class SafePoint:
     """Queue of tasks for the next backward. One per session, since two patches would have to be undone in order."""
 
-    def __init__(self, training: TrainingState) -> None:
+    def __init__(self, training: Training) -> None:
         self._training = training
         self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None

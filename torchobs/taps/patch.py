@@ -14,13 +14,10 @@ from threading import RLock
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs import catalog
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torchobs.probes.core.context import ProbeContext
 
     MakeReplacement = Callable[[Any], Any]
 
@@ -214,45 +211,6 @@ def _of_object(found: Any) -> Iterator[Any]:
     held = getattr(found, "__dict__", None)
     if isinstance(held, dict) and not str(type(found).__module__).startswith(("torch.", "torchobs.")):
         yield from list(held.values())[:_MOST_ITEMS]
-
-
-class PatchWatch:
-    """Checks every ten seconds that our patches are in place: other tools that restore their own originals remove them.
-
-    In the sampler thread.
-    """
-
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
-
-    def observe(self) -> None:
-        """Restore removed patches with a warning; where that is not possible, report the probe as disabled."""
-        for patch in active():
-            state = patch.check()
-            if state == LOST:
-                self._report_lost(patch)
-            elif state is not None and state != RESTORED:
-                off = self._context.breaker(patch.probe).is_open
-                self._context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": patch.probe})
-            elif state is not None:
-                self._context.warn_limited(
-                    f"patch {patch.location}",
-                    f"another tool had replaced {patch.location}, so that probe {patch.probe!r} saw nothing of it; "
-                    "it does again",
-                )
-
-    def _report_lost(self, patch: Patch) -> None:
-        context, by = self._context, _name(vars(patch.owner).get(patch.attribute))
-        context.set_gauge(catalog.PROBE_DISABLED, 1.0, {"probe": patch.probe})
-        attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.location} by {by}"}
-        context.event(catalog.EVENT_PROBE_DISABLED, attributes)
-        what = f"{patch.location} was replaced by {by}, which does not call what was there before"
-        context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
-
-
-def _name(replaced_by: Any) -> str:
-    kind = replaced_by if hasattr(replaced_by, "__qualname__") else type(replaced_by)
-    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
 
 
 renew_in_child(sys.modules[__name__], _mutex=RLock)

@@ -1,0 +1,1 @@
+"""Each seam of torch, touched once."""
