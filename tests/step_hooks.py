@@ -85,8 +85,8 @@ class StepHooks:
         self.hooks.takes_loss.register(self.breaker, self.take_loss, guarded=True)
         self.data_probe: Any = loaders.DataProbe()
         self.data_probe._context, self.data_probe._grad_enabled = context, lambda: self.gradients
-        self.fetch: Any = self.data_probe._watched_next(_act)
-        self.backward: Any = watch._watched(_act_given)
+        self.fetch: Any = self.data_probe._watched_next(_act, (), None)
+        self.backward: Any = watch._watched(_act_given, (), None)
         probe = self.step_probe = steps.StepProbe(self.rates)
         probe._context, probe._recorder, probe._training, probe._before_step = (
             context, self.recorder, self.training, self.hooks.before_step,

@@ -215,12 +215,11 @@ def test_a_hook_that_waits_in_vain_goes_again(timed: Timed) -> None:
     """No optimizer steps any more: the patches stay for a minute."""
     timed.probe.sample()
     loss_of(timed.model).backward()
-    assert timed.probe._patches
+    assert timed.probe._subscriptions
     timed.now += LONGEST_S + 1
     timed.probe.sample()
     loss_of(timed.model).backward()
-    assert not timed.probe._patches
-    assert not timed.probe._handles
+    assert not timed.probe._subscriptions
 
 
 def test_nothing_is_put_in_place_without_cuda(flight_dir: Path) -> None:
@@ -230,7 +229,7 @@ def test_nothing_is_put_in_place_without_cuda(flight_dir: Path) -> None:
         probe = manager._probes[DeviceTimeProbe.name]
         for _ in range(3):
             probe.sample()
-        assert not probe._patches
+        assert not probe._subscriptions
         assert probe._state == ""
 
 

@@ -38,7 +38,7 @@ LACKING: dict[str, set[str]] = {
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": {"distributed"},
     "torch.nn.utils.clip_grad._get_total_norm": set(),
     "torch.optim.lr_scheduler._enable_get_lr_call": {"schedulers"},
-    "torch.optim.optimizer.register_optimizer_step_post_hook": {"step"},
+    "torch.optim.optimizer.register_optimizer_step_post_hook": {"step", "amp"},
     "torch.optim.optimizer.register_optimizer_step_pre_hook": {"step", "amp"},
     "torch.utils.data.dataloader._BaseDataLoaderIter": {"data"},
     "torch.utils.weakref": set(),

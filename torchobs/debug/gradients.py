@@ -22,7 +22,7 @@ from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 from torchobs.support.process_group import greatest, is_shared
 from torchobs.support.result import Result
-from torchobs.taps.taps import remove_hooks, remove_later
+from torchobs.taps import taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -253,24 +253,21 @@ def require_positive(threshold: Any) -> None:
 
 _lock = Lock()
 renew_in_child(sys.modules[__name__], _lock=Lock)
-_handles: list[Any] = []
+_unsubscribe: list[Callable[[], None]] = []
 _wanted = 0
 
 
 def watch_steps(note: Callable[[Any], None]) -> None:
     """Call ``note`` with the norm of the gradients, a tensor, before each optimizer step, until :func:`unwatch_steps`."""
-    global _handles, _wanted  # noqa: PLW0603  # the hook is one for the process
+    global _wanted  # noqa: PLW0603  # the subscription is one for the process
     torch: Any = imported("torch")
     with _lock:
         _wanted += 1
-        if _handles or torch is None:
+        if _unsubscribe or torch is None:
             return
 
-        handles: list[Any] = []
-
-        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            del args, kwargs
-            if handles is not _handles or torch.compiler.is_compiling():  # removed, but not by torch yet
+        def before_step(optimizer: Any) -> None:
+            if torch.compiler.is_compiling():
                 return
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             # a fused optimizer under a loss scaler unscales in its kernel
@@ -278,21 +275,16 @@ def watch_steps(note: Callable[[Any], None]) -> None:
             if norm is not None:
                 note(norm)
 
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        handles.append(register_optimizer_step_pre_hook(before_step))
-        _handles = handles
+        _unsubscribe.append(taps.OPTIMIZER_STEP.subscribe(before_step))
 
 
 def unwatch_steps() -> None:
-    """Undo one :func:`watch_steps`; the last one removes the hook."""
-    global _handles, _wanted  # noqa: PLW0603  # as above
+    """Undo one :func:`watch_steps`."""
+    global _wanted  # noqa: PLW0603  # as above
     with _lock:
         _wanted -= 1
-        if not _wanted and _handles:
-            handles, _handles = _handles, []
-            remove_hooks(handles)
-            remove_later()
+        if not _wanted and _unsubscribe:
+            _unsubscribe.pop()()
 
 
 def norm_of_model(model: Any) -> Any:
@@ -341,8 +333,7 @@ class NanGuard:
         """Remove the hooks. Idempotent."""
         handles, self._handles = self._handles, []
         if handles:
-            remove_hooks(handles)
-            remove_later()
+            taps.remove_hooks(handles)
         self._give_back()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:

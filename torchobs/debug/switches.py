@@ -30,7 +30,7 @@ from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.model_calls import walk
 from torchobs.support.references import living
 from torchobs.support.result import Result
-from torchobs.taps.taps import remove_hooks, remove_later
+from torchobs.taps import taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -519,7 +519,7 @@ class _Watch:
         self._probes: dict[str, SwitchProbe] = {}
         self._session: Any = None
         self._context: Any = None
-        self._handles: list[Any] = []
+        self._unsubscribe: Callable[[], None] | None = None
         self._model_handles: list[Any] = []
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Steps by optimizer; the training's steps are those of the one that steps most"""
@@ -553,9 +553,9 @@ class _Watch:
             if probe is not None:
                 _guarded(f"the switch {name} is not put back", getattr(probe, "remove", int))  # also of one that has failed
         if not self._probes and self._session is not None:
-            handles, self._handles = self._handles, []
-            _guarded("hooks stay", remove_hooks, handles)
-            _guarded("hooks stay", remove_later)
+            if self._unsubscribe is not None:
+                _guarded("hooks stay", self._unsubscribe)
+            self._unsubscribe = None
             for hooks in (self._context.hooks.takes_loss, self._context.hooks.ends):
                 hooks.unregister(_NAME)
             self._session = self._context = None
@@ -573,28 +573,21 @@ class _Watch:
         return [probe for probe in self._probes.values() if probe.is_due(self.steps)]
 
     def _install(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
         session = current()
         if self._session is None and session is not None and session.context is not None:
             self._session, self._context = session, session.context
             session.context.hooks.takes_loss.register(session.context.breaker(_NAME), self._take_loss)
             session.context.hooks.ends.register(CircuitBreaker(_NAME), disable)
-            handles = self._handles = []
-            handles += [
-                register_optimizer_step_pre_hook(self._hook(self._before, handles)),
-                register_optimizer_step_post_hook(self._hook(self._after, handles)),
-            ]
+            self._unsubscribe = taps.OPTIMIZER_STEP.subscribe(self._hook(self._before), self._hook(self._after))
 
-    def _hook(self, function: Callable[[Any], None], handles: list[Any]) -> Callable[[Any, Any, Any], None]:
-        """Return a hook that does nothing while compiling, nor once it is removed, which may be later than it was asked for."""
+    def _hook(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a hook that does nothing while compiling."""
         breaker = CircuitBreaker(_NAME)
 
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def hook(optimizer: Any) -> None:
             import torch
 
-            del args, kwargs
-            if handles is self._handles and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling():
                 call(breaker, self._note_step, function, optimizer)
                 _log("all switches are off", breaker)
 

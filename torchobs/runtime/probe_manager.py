@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.taps.patch import LOST, RESTORED, active
-from torchobs.taps.taps import remove_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -81,8 +80,6 @@ class ProbeManager:
         self._safe_point.close()
         for name in reversed(list(self._probes)):
             self._remove(name)
-        if self._started:
-            call(CircuitBreaker("hooks"), remove_later)
 
     def _has_changes(self) -> bool:
         return any((name in self._off) == (name in self._probes) for name in self._factories)
@@ -100,7 +97,6 @@ class ProbeManager:
             if name not in self._off and name not in self._probes:
                 context.breakers[name] = CircuitBreaker(name)  # hooks that could not be removed stay inert
                 self.install(make())
-        call(CircuitBreaker("hooks"), remove_later)
         if self._probes.keys() & _STEP_PROBES != before:
             call(CircuitBreaker("switches"), context.recorder.restart)
 

@@ -1,8 +1,12 @@
-"""Run tasks in the training thread where hooks can be added and removed: at the next outermost ``torch.autograd.backward``.
+"""The seams of torch that several need: each is replaced once, by its leader, and others subscribe to it.
 
-Torch iterates over its hook dictionaries while it calls the hooks, and a change meanwhile is a ``RuntimeError`` in the user's
-``optimizer.step()``; so no other thread may add or remove hooks. Replacing an attribute is safe from any thread, and no
-optimizer hook is running when the training thread begins a backward pass.
+A seam is patched when its leader or the first subscriber comes, and restored when the last one goes. The leader's code is
+inlined in the replacement: a call without subscribers, as in nearly every step, costs one truth test more. Another tool's
+patch of the same seam stays in force wherever it stands (:mod:`torchobs.taps.patch`).
+
+Torch has hooks of its own for the steps of optimizers. It iterates over its dictionary of hooks while it calls them, and raises
+``RuntimeError`` in the user's ``step()`` when one is added or removed meanwhile. So those that come and go share one pair of
+hooks, and what cannot be removed at once is removed at the beginning of the next backward pass.
 """
 
 from __future__ import annotations
@@ -12,50 +16,245 @@ import gc
 import os
 import sys
 from collections import deque
-from threading import Lock, get_ident
+from threading import Lock, RLock, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchobs.support.after_fork import renew_in_child
-from torchobs.taps.patch import Patch
+from torchobs.support.references import subclasses
+from torchobs.taps.patch import Patch, once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
 
+    Places = Callable[[], Iterable[tuple[Any, str]]]
+    Remove = Callable[[], None]
+    Surround = Callable[..., Any]
+    """``surround(call, *args, **kwargs)`` returns what ``call(*args, **kwargs)`` does"""
+    MakeShared = Callable[[Any, Any, Any], Any]
+    """Returns the leader's replacement of an original, which calls ``divert`` instead if ``busy`` is true"""
 
 _COLLECTS_MEANWHILE = sys.version_info[:2] == (3, 11)
 
 
-class ThreadFrames:
-    """Gives the innermost frame of each thread, by identifier, without a crash of the interpreter.
+class Tap:
+    """A seam: functions of torch with a leader. ``places``: yields owners and attributes; ``nests``: see :class:`Patch`."""
 
-    Python 3.11 makes the object of a frame when it is asked for, by ``sys._current_frames()`` or ``f_back``, and may collect
-    garbage as it makes it. A finalizer lets other threads run then, whose frames are gone when it goes on: it hangs with a lock
-    of the interpreter's held (python/cpython#106883), or reads freed memory (#99110). So nothing is collected for as long, some
-    microseconds. Before, frames were objects already; since 3.12 garbage is collected between two instructions alone (#97922).
+    def __init__(self, places: Places, *, nests: bool = False) -> None:
+        self._places, self._nests = places, nests
+        self._patches: dict[tuple[Any, str], Patch] = {}
+        self._make: Callable[[Any], Any] | None = None
+        self._probe = ""
 
-    It is no generator: the frame of one that is suspended has no ``f_back``, and it would be this thread's innermost.
-    """
+    def lead(self, make: Callable[[Any], Any], probe: str) -> None:
+        """Replace the functions by what ``make`` returns for each original. ``probe``: see :class:`Patch`."""
+        self._make, self._probe = once(make), probe
+        self.renew()
 
-    __slots__ = ("_held_back",)
+    def renew(self) -> None:
+        """Replace functions that have come since."""
+        if (make := self._make) is None:
+            return
+        for owner, name in self._places():
+            if (owner, name) not in self._patches:
+                self._patches[owner, name] = Patch(owner, name, make, probe=self._probe, nests=self._nests)
 
-    def __enter__(self) -> dict[int, FrameType]:
-        """Return the frames."""
-        self._held_back = _COLLECTS_MEANWHILE and gc.isenabled()
-        if self._held_back:
-            gc.disable()
-        return sys._current_frames()
-
-    def __exit__(self, *_: object) -> None:
-        """Let garbage be collected again, if it was."""
-        if self._held_back:
-            gc.enable()
+    def leave(self) -> None:
+        """Restore the functions. Idempotent."""
+        self._make = None
+        while self._patches:
+            self._patches.popitem()[1].undo()
 
 
-_left: list[RemovableHandle] = []
-_patches: list[Patch] = []
+class SharedTap(Tap):
+    """A seam with subscribers around the leader's replacement, the last one outermost. From any thread."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places, nests=True)
+        self._subscribers: list[Surround] = []
+        self._is_led = False
+        self._lock = RLock()
+        renew_in_child(self, _lock=RLock)
+
+    def lead_shared(self, make: MakeShared, probe: str) -> None:
+        """Replace the functions by what ``make(original, busy, divert)`` returns."""
+        with self._lock:
+            self._is_led = True
+            self._replace(make, probe)
+
+    def leave(self) -> None:
+        """End the lead; the functions are restored unless there are subscribers."""
+        with self._lock:
+            self._is_led = False
+            if self._subscribers:
+                self._replace(_unled, "")
+            else:
+                super().leave()
+
+    def subscribe(self, surround: Surround) -> Remove:
+        """Have ``surround`` called around the functions; return what ends that."""
+        with self._lock:
+            self._subscribers.append(surround)
+            if not self._patches:
+                self._replace(_unled, "")
+        return functools.partial(self._unsubscribe, surround)
+
+    def _unsubscribe(self, surround: Surround) -> None:
+        with self._lock:
+            if surround in self._subscribers:
+                self._subscribers.remove(surround)
+            if not self._subscribers and not self._is_led:
+                super().leave()
+
+    def _replace(self, make: MakeShared, probe: str) -> None:
+        super().leave()
+        # a replacement that another tool still calls has no subscribers from now on
+        before, self._subscribers = self._subscribers, self._subscribers.copy()
+        before.clear()
+        subscribers = self._subscribers
+
+        def make_shared(original: Any) -> Any:
+            return make(original, subscribers, functools.partial(_surrounded, subscribers, make(original, (), None)))
+
+        super().lead(make_shared, probe)
+
+
+def _unled(original: Any, busy: Any, divert: Any) -> Any:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return divert(*args, **kwargs) if busy else original(*args, **kwargs)
+
+    return replacement
+
+
+def _surrounded(subscribers: list[Surround], call: Any, *args: Any, **kwargs: Any) -> Any:
+    for surround in tuple(subscribers):
+        call = functools.partial(surround, call)
+    return call(*args, **kwargs)
+
+
+class OptimizerSteps:
+    """The steps of all optimizers, by torch's global hooks."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._leader: list[RemovableHandle] = []
+        self._subscribers: list[tuple[Callable[[Any], object], Callable[[Any], object]]] = []
+        self._lock = RLock()
+        renew_in_child(self, _lock=RLock)
+
+    def lead(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Call these hooks, as torch defines them, before the subscribers."""
+        self._leader = _register(before, after)
+
+    def leave(self) -> None:
+        """Remove them. Idempotent."""
+        handles, self._leader = self._leader, []
+        remove_hooks(handles)
+
+    def subscribe(
+        self, before: Callable[[Any], object] = lambda _: None, after: Callable[[Any], object] = lambda _: None
+    ) -> Remove:
+        """Call ``before(optimizer)`` and ``after(optimizer)`` in each step; return what ends that, at once, in any thread."""
+        with self._lock:
+            if not self._handles:
+                self._subscribers = []
+                self._handles = _register(*_hooks_of(self._subscribers))
+            pair = before, after
+            self._subscribers.append(pair)
+        return functools.partial(self._unsubscribe, pair)
+
+    def _unsubscribe(self, pair: tuple[Callable[[Any], object], Callable[[Any], object]]) -> None:
+        with self._lock:
+            if pair not in self._subscribers:
+                return
+            self._subscribers.remove(pair)
+            if not self._subscribers:
+                handles, self._handles = self._handles, []
+                remove_hooks(handles)
+
+
+def _register(before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def _hooks_of(subscribers: list[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        for before, _ in tuple(subscribers):
+            before(optimizer)
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        for _, after in tuple(subscribers):
+            after(optimizer)
+
+    return before_step, after_step
+
+
+# -- the seams; torch is optional until training begins -------------------------------------------------------------------
+
+
+def _backward() -> Iterator[tuple[Any, str]]:
+    import torch
+
+    yield torch.autograd, "backward"
+
+
+def _engine() -> Iterator[tuple[Any, str]]:
+    import torch
+
+    variable, kind = torch.autograd.Variable, getattr(torch._C, "_ImperativeEngine", None)
+    if kind is not None and type(variable._execution_engine) is kind:  # another tool's stand-in is left alone
+        yield variable, "_execution_engine"
+
+
+def _fetch() -> Iterator[tuple[Any, str]]:
+    from torch.utils.data import dataloader
+
+    yield dataloader._BaseDataLoaderIter, "__next__"
+
+
+def _clipping(name: str, alias: str) -> Places:
+    """Return the places of a function of ``clip_grad``, where torch has it, and of the same in ``torch.nn.utils``."""
+
+    def places() -> Iterator[tuple[Any, str]]:
+        import torch
+
+        utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
+        original = getattr(clip, name, None)
+        is_alias = getattr(utils, alias, None) is original
+        if original is not None:
+            yield clip, name
+            if is_alias:
+                yield utils, alias
+
+    return places
+
+
+def _scaler(name: str) -> Places:
+    """Return the places of a method of ``GradScaler``, there and in each subclass that overrides it."""
+
+    def places() -> Iterator[tuple[Any, str]]:
+        from torch.amp import grad_scaler
+
+        for owner in subclasses(grad_scaler.GradScaler):
+            if name in vars(owner):
+                yield owner, name
+
+    return places
+
+
+BACKWARD, ENGINE, FETCH = SharedTap(_backward), Tap(_engine), SharedTap(_fetch)
+OPTIMIZER_STEP = OptimizerSteps()
+TOTAL_NORM = Tap(_clipping("_get_total_norm", "get_total_norm"))
+CLIP_BY_NORM = Tap(_clipping("_clip_grads_with_norm_", "clip_grads_with_norm_"))
+CLIP_BY_VALUE = Tap(_clipping("clip_grad_value_", "clip_grad_value_"), nests=True)
+SCALER = {name: Tap(_scaler(name), nests=name == "step") for name in ("step", "scale", "unscale_", "update")}
 
 
 class Training(Protocol):
@@ -67,12 +266,15 @@ class Training(Protocol):
 
 
 class SafePoint:
-    """Queue of tasks for the next backward. One per session, since two patches would have to be undone in order."""
+    """Tasks for the training thread's next outermost backward pass, where hooks can be added and removed; for one session.
+
+    No other thread may do that, and no optimizer's hook is running when the training thread begins a backward pass.
+    """
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._tasks: deque[Callable[[], object]] = deque()
-        self._patch: Patch | None = None
+        self._unsubscribe: Remove | None = None
         self._closed = False
         self._arming = Lock()
         renew_in_child(self, _arming=Lock)
@@ -80,33 +282,23 @@ class SafePoint:
 
     def arm(self, task: Callable[[], object]) -> None:
         """Queue a task, which must not raise, unless it is queued already, or this is closed. A task may queue itself again."""
-        import torch  # torch is optional until training begins
-
         with self._arming:
             if self._closed:
                 return
             if task not in self._tasks:
                 self._tasks.append(task)
-            if self._patch is not None:
-                return
-            self._patch = Patch(torch.autograd, "backward", self._watched)
+            if self._unsubscribe is None:
+                self._unsubscribe = BACKWARD.subscribe(self._before_backward)
 
-    def _watched(self, original: Any) -> Any:
-        import torch  # as above
+    def _before_backward(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch  # torch is optional until training begins
 
-        # our own watch of backward passes, put back after another tool's patch, may be in front, and has set ``backwards``
-        graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1 if not self._training.backwards else 0)
-
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            training = self._training
-            if self._patch is not None and get_ident() == training.thread and graph_task() < 0:  # in no other backward pass
-                # within the capture of a CUDA graph a task could end it: NCCL's flight recorder queries events
-                for due in self._take() if not training.captures.in_progress() else ():
-                    due()
-            return original(*args, **kwargs)
-
-        return backward
+        training, graph_task = self._training, getattr(torch._C, "_current_graph_task_id", lambda: -1)
+        is_outermost = get_ident() == training.thread and not training.backwards and graph_task() < 0
+        # within the capture of a CUDA graph a task could end it: NCCL's flight recorder queries events
+        for due in self._take() if is_outermost and not training.captures.in_progress() else ():
+            due()
+        return call(*args, **kwargs)
 
     def close(self) -> None:
         """Drop all tasks, and take no more: the sampler's last round comes after the hooks' end. Idempotent."""
@@ -114,50 +306,39 @@ class SafePoint:
         self._take()
 
     def _take(self) -> list[Callable[[], object]]:
-        """Return the tasks, and reset: a task that is armed from now on makes a new patch."""
+        """Return the tasks, and reset: a task that is armed from now on subscribes again."""
         if self._pid != os.getpid():
             return []  # in a forked child the lock may be held by a thread of the parent
         with self._arming:
-            self._undo()
+            unsubscribe, self._unsubscribe = self._unsubscribe, None
+            if unsubscribe is not None:
+                unsubscribe()
             due = list(self._tasks)
             self._tasks.clear()
             return due
 
-    def _undo(self) -> None:
-        patch, self._patch = self._patch, None
-        if patch is not None:
-            patch.undo()
+
+# -- removing torch's hooks ------------------------------------------------------------------------------------------------
+
+_left: list[RemovableHandle] = []
+_waiting: list[Remove] = []
 
 
 def remove_hooks(handles: Iterable[RemovableHandle]) -> None:
-    """Remove them now, unless torch is calling optimizer hooks in any thread; :func:`remove_later` does it then.
-
-    torch iterates over its dictionary of hooks while it calls them, and raises ``RuntimeError`` in the user's ``step()`` when
-    one is removed meanwhile, be it by a hook of the user's. They stay until the next backward pass then, without effect.
-    """
+    """Remove optimizers' hooks now or, if torch is calling such hooks in any thread, when the next backward pass begins."""
     _left.extend(handles)
+    if _left and not _hooks_run():
+        _remove_left()
+    elif _left and not _waiting:
+        _waiting.append(BACKWARD.subscribe(_removing))
+
+
+def _removing(call: Any, *args: Any, **kwargs: Any) -> Any:
     if not _hooks_run():
         _remove_left()
-
-
-def remove_later() -> None:
-    """Have what is left removed when the next backward pass begins. Called last, when all patches of the same are undone."""
-    import torch  # torch is optional until training begins
-
-    if _left and not _patches:
-        _patches.append(Patch(torch.autograd, "backward", _removing))
-
-
-def _removing(original: Any) -> Any:
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if _patches and not _hooks_run():
-            _remove_left()
-            while _patches:
-                _patches.pop().undo()
-        return original(*args, **kwargs)
-
-    return backward
+        while _waiting:
+            _waiting.pop()()
+    return call(*args, **kwargs)
 
 
 def _remove_left() -> None:
@@ -184,3 +365,29 @@ def _calls_hooks(frame: Any, file: str) -> bool:
                 return True
         called, frame = code, frame.f_back
     return False
+
+
+class ThreadFrames:
+    """Gives the innermost frame of each thread, by identifier, without a crash of the interpreter.
+
+    Python 3.11 makes the object of a frame when it is asked for, by ``sys._current_frames()`` or ``f_back``, and may collect
+    garbage as it makes it. A finalizer lets other threads run then, whose frames are gone when it goes on: it hangs with a lock
+    of the interpreter's held (python/cpython#106883), or reads freed memory (#99110). So nothing is collected for as long, some
+    microseconds. Before, frames were objects already; since 3.12 garbage is collected between two instructions alone (#97922).
+
+    It is no generator: the frame of one that is suspended has no ``f_back``, and it would be this thread's innermost.
+    """
+
+    __slots__ = ("_held_back",)
+
+    def __enter__(self) -> dict[int, FrameType]:
+        """Return the frames."""
+        self._held_back = _COLLECTS_MEANWHILE and gc.isenabled()
+        if self._held_back:
+            gc.disable()
+        return sys._current_frames()
+
+    def __exit__(self, *_: object) -> None:
+        """Let garbage be collected again, if it was."""
+        if self._held_back:
+            gc.enable()

@@ -31,6 +31,7 @@ from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.taps import taps
 from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
@@ -54,39 +55,34 @@ class DataProbe:
     __slots__ = ("__dict__", "_depth")  # the compiled part has it in place
 
     def __init__(self) -> None:
-        self._patches: list[Patch] = []
         self._depth = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         import torch
-        from torch.utils.data import dataloader
 
         self._context, self._grad_enabled = context, torch.is_grad_enabled
         self._starvation = StarvationWatch(context)
-        base = dataloader._BaseDataLoaderIter
-        self._patches = [Patch(base, "__next__", self._watched_next, probe=self.name, nests=True)]
+        taps.FETCH.lead_shared(self._watched_next, self.name)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        for patch in self._patches:
-            patch.undo()
+        taps.FETCH.leave()
 
     def sample(self) -> None:
         """Update the starvation verdict."""
         self._starvation.sample()
 
-    def _watched_next(self, original: Any) -> Any:
+    def _watched_next(self, original: Any, busy: Any, divert: Any) -> Any:
         context, recorder, training = self._context, self._context.recorder, self._context.training
         breaker, grad_enabled = context.breaker(self.name), self._grad_enabled
         trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
         relieve, thread_id, clock = breaker.guard(recorder.relieve), get_ident, monotonic_ns
-        run = self._compiled(original, breaker)
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if run is not None and (batch := run(iterator)) is not ELSEWHERE:
-                return batch
+            if busy:
+                return divert(iterator)
             if self._depth or breaker.is_open or thread_id() != training.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
@@ -109,14 +105,23 @@ class DataProbe:
                     context.record_overhead("data", 2 * (clock() - (trace[-1] >> 4)))  # the part before the fetch is as long
             return batch
 
-        return watched
+        held = trace, recorder.arguments, grad_enabled, original, ELSEWHERE
+        made = make_hook(context.writer.native, "PlainFetch", (recorder, training, self, breaker), held)
+        return watched if made is None else _compiled(original, busy, divert, made.run, watched)
 
-    def _compiled(self, original: Any, breaker: CircuitBreaker) -> Callable[[Any], Any] | None:
-        """Return what calls ``original`` and records nearly every fetch, or says ``ELSEWHERE``; if it is compiled."""
-        recorder, training = self._context.recorder, self._context.training
-        held = recorder.trace, recorder.arguments, self._grad_enabled, original, ELSEWHERE
-        made = make_hook(self._context.writer.native, "PlainFetch", (recorder, training, self, breaker), held)
-        return made.run if made is not None else None
+
+def _compiled(original: Any, busy: Any, divert: Any, run: Callable[[Any], Any], in_python: Callable[[Any], Any]) -> Any:
+    """Return what records nearly every fetch by ``run``, and leaves others to ``in_python``."""
+
+    @functools.wraps(original)
+    def watched(iterator: Any) -> Any:
+        if busy:
+            return divert(iterator)
+        if (batch := run(iterator)) is not ELSEWHERE:
+            return batch
+        return in_python(iterator)
+
+    return watched
 
 
 class StarvationWatch:

@@ -11,6 +11,7 @@ and a limit that is on a device, to which nothing is compared.
 from __future__ import annotations
 
 import functools
+from functools import partial
 from math import inf
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.gradients.norms import Clipping, completed_total, from_norms, is_l2
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
-from torchobs.taps.patch import Patch, once
+from torchobs.taps import taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +52,6 @@ class ClipWatch:
     ) -> None:
         self._context, self._scaling, self._pace, self._measure, self._devices = context, scaling, pace, measure, devices
         self._seen: list[Clipping] = []
-        self._patches: list[Patch] = []
         self.limit: float | None = None
         """The threshold of the last clipping by norm; ``None`` if it is on a device"""
         self.value: float | None = None
@@ -74,28 +74,14 @@ class ClipWatch:
 
         self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
         self._graph_being_made = graph_being_made()
-        utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
-        for name, alias, watched in (
-            ("_get_total_norm", "get_total_norm", self._watched_total),
-            ("_clip_grads_with_norm_", "clip_grads_with_norm_", self._watched_clip),
-        ):
-            original = getattr(clip, name, None)
-            if original is None:
-                continue
-            has_alias = getattr(utils, alias, None) is original
-            make = _not_compiled(watched)
-            self._patches.append(Patch(clip, name, make, probe=breaker.probe))
-            if has_alias:
-                self._patches.append(Patch(utils, alias, make, probe=breaker.probe))
-        by_value = _not_compiled(self._watched_value)
-        self._patches += [
-            Patch(owner, "clip_grad_value_", by_value, probe=breaker.probe, nests=True) for owner in (clip, utils)
-        ]
+        taps.TOTAL_NORM.lead(partial(_not_compiled, self._watched_total), breaker.probe)
+        taps.CLIP_BY_NORM.lead(partial(_not_compiled, self._watched_clip), breaker.probe)
+        taps.CLIP_BY_VALUE.lead(partial(_not_compiled, self._watched_value), breaker.probe)
 
     def remove(self) -> None:
-        """Undo the patches. Idempotent."""
-        for patch in reversed(self._patches):
-            patch.undo()
+        """Restore them. Idempotent."""
+        for tap in (taps.TOTAL_NORM, taps.CLIP_BY_NORM, taps.CLIP_BY_VALUE):
+            tap.leave()
 
     def take(self, optimizer: Any, count: Callable[[Any, int], int]) -> Clipping | None:
         """Return, once, the last clipping of as many gradients as the optimizer has; older ones are dropped.
@@ -137,7 +123,7 @@ class ClipWatch:
             self.decide(clipping.total, lambda value: limit < value < inf)
         clipping.scale = float(scale) if scale.is_cpu else scale.detach()
         if self.misused is None and self.limit is not None:
-            self._context.device.take(scale, functools.partial(self._note_misuse, self.limit))
+            self._context.device.take(scale, partial(self._note_misuse, self.limit))
 
     def _note_misuse(self, limit: float, scale: float) -> None:
         if scale != 1.0:
@@ -314,5 +300,5 @@ class ClipWatch:
         self.value = float(clip_value) if self._clamped else None
 
 
-def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return once(lambda original: outside_of_graphs(original, watched(original)))
+def _not_compiled(watched: Callable[[Any], Any], original: Any) -> Any:
+    return outside_of_graphs(original, watched(original))

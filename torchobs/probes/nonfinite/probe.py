@@ -35,8 +35,7 @@ from torchobs.probes.nonfinite.origin import (
 )
 from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support.rate_limit import RateLimiter
-from torchobs.taps.patch import Patch
-from torchobs.taps.taps import remove_hooks
+from torchobs.taps import taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -366,25 +365,20 @@ class NonfiniteRaiser:
 
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker, trace: Callable[[Any], object]) -> None:
         """``trace``: called with an optimizer whose gradients are not finite; it calls :meth:`expect`."""
-        import torch  # torch is optional until training begins
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
         self._context, self._trace = context, trace
         self._pending: NonFiniteError | None = None
         look = breaker.guard(self._look_at_gradients)
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            del args, kwargs
+        def before(optimizer: Any) -> None:
             look(optimizer)
             self._raise_pending()
 
-        self._patch = Patch(torch.autograd, "backward", self._watched)
-        self._handles = [register_optimizer_step_pre_hook(before)]
+        self._subscriptions = [taps.BACKWARD.subscribe(self._around_backward), taps.OPTIMIZER_STEP.subscribe(before)]
 
     def remove(self) -> None:
-        """Remove hook and wrapper."""
-        remove_hooks(self._handles)
-        self._patch.undo()
+        """Raise nothing from now on."""
+        for unsubscribe in self._subscriptions:
+            unsubscribe()
 
     def expect(self, what: str, origin: NonfiniteOrigin | None) -> None:
         """Have an error raised at the next place for it."""
@@ -401,13 +395,10 @@ class NonfiniteRaiser:
         if error is not None:
             raise error
 
-    def _watched(self, original: Any) -> Any:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._raise_pending()
-            return result
-
-        return backward
+    def _around_backward(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        self._raise_pending()
+        return result
 
 
 def skips_by_itself(optimizer: Any) -> bool:

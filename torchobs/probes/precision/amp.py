@@ -20,15 +20,12 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
-from torchobs.support.references import subclasses
+from torchobs.taps import taps
 from torchobs.taps.patch import Patch
-from torchobs.taps.taps import remove_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
     from importlib.abc import MetaPathFinder
-
-    from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
@@ -287,36 +284,38 @@ class AmpProbe:
 
     def __init__(self, scaling: LossScaling) -> None:
         self._scaling = scaling
-        self._patches: list[Patch] = []
-        self._patched: set[type] = set()
         self._handle: MetaPathFinder | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._unsubscribe: Callable[[], None] | None = None
         self._autocast: AutocastWatch | None = None
         self._in_scaler_step = self._optimizer_called = self._removed = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        from torch.amp import grad_scaler  # torch is optional until training begins
-
-        self._context, self._scaler = context, grad_scaler.GradScaler
+        self._context = context
         self._loss_scaled, self._unscales = context.hooks.loss_scaled.listeners, context.hooks.unscales.listeners
         self._overflows, self._scales = Overflows(context), LossScales(context)
         self._breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._note_called_safely = self._breaker.guard(self._note_called)
         self._watch_optimizers_safely = self._breaker.guard(self._watch_optimizers)
-        self._patch_all()
-        self._handle = after_import(SHARDED, self._breaker.guard(self._patch_all))
+        watched = {
+            "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
+            "update": self._watched_update,
+        }  # fmt: skip
+        for name, make in watched.items():
+            taps.SCALER[name].lead(make, self.name)
+        self._handle = after_import(SHARDED, self._breaker.guard(self._renew))
         self._autocast = AutocastWatch(context, self._breaker)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._removed = True
         cancel(self._handle)
-        remove_hooks(self._hooks)
+        if self._unsubscribe is not None:
+            self._unsubscribe()
         if self._autocast is not None:
             self._autocast.remove()
-        for patch in reversed(self._patches):
-            patch.undo()
+        for tap in taps.SCALER.values():
+            tap.leave()
 
     def sample(self) -> None:
         """Publish the scales; count steps that fused optimizers have skipped."""
@@ -324,24 +323,15 @@ class AmpProbe:
         self._scales.sample()
 
     def observe(self) -> None:
-        """Patch scaler classes defined since the last call; check autocast."""
-        if not self._removed:  # the rank's last round comes after ``remove``
-            self._patch_all()
+        """Watch scaler classes defined since the last call; check autocast."""
+        self._renew()
         if self._autocast is not None:
             self._autocast.observe(scaled=self._scales.seen)
 
-    def _patch_all(self) -> None:
-        """Patch ``GradScaler`` and each subclass that overrides a patched method, once."""
-        watched = {
-            "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
-            "update": self._watched_update,
-        }  # fmt: skip
-        for owner in subclasses(self._scaler):
-            if owner in self._patched:
-                continue
-            self._patched.add(owner)
-            for name in vars(owner).keys() & watched.keys():
-                self._patches.append(Patch(owner, name, watched[name], probe=self.name, nests=name == "step"))
+    @staticmethod
+    def _renew() -> None:
+        for tap in taps.SCALER.values():
+            tap.renew()
 
     def _watched_step(self, original: Any) -> Any:
         note = self._breaker.guard(self._after_step)
@@ -352,7 +342,7 @@ class AmpProbe:
             off = self._in_scaler_step or self._breaker.is_open or not getattr(scaler, "_enabled", False)
             if off or self._graph_being_made():
                 return original(scaler, optimizer, *args, **kwargs)
-            if not self._hooks:
+            if self._unsubscribe is None:
                 self._watch_optimizers_safely()
             self._in_scaler_step, self._optimizer_called = True, False
             try:
@@ -400,12 +390,9 @@ class AmpProbe:
 
     def _watch_optimizers(self) -> None:
         """Hook optimizers from the first scaler step on, so that other trainings do not pay for it."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        self._unsubscribe = taps.OPTIMIZER_STEP.subscribe(self._before_optimizer)
 
-        self._hooks.append(register_optimizer_step_pre_hook(self._before_optimizer))
-
-    def _before_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        del args, kwargs
+    def _before_optimizer(self, optimizer: Any) -> None:
         if self._in_scaler_step and not self._optimizer_called and not self._removed:  # a subclass's step calls its parent's
             self._optimizer_called = True
             self._note_called_safely(optimizer)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
-from torchobs.taps.patch import Patch
+from torchobs.taps import taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,29 +35,22 @@ class BackwardWatch:
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         self._context, self._training, self._breaker = context, context.training, breaker
         self._end_pass = breaker.guard(self._pass_ends)
-        self._patches: list[Patch] = []
 
     def install(self) -> None:
         """Wrap ``torch.autograd.backward`` and the engine."""
-        import torch
+        taps.BACKWARD.lead_shared(self._watched, self._breaker.probe)
+        taps.ENGINE.lead(self._watched_engine, self._breaker.probe)
 
-        breaker = self._breaker
-        variable, kind = torch.autograd.Variable, getattr(torch._C, "_ImperativeEngine", None)
-        self._patches = [Patch(torch.autograd, "backward", self._watched, probe=breaker.probe, nests=True)]
-        if kind is not None and type(variable._execution_engine) is kind:  # another tool's stand-in is left alone
-            self._patches.append(Patch(variable, "_execution_engine", self._watched_engine, probe=breaker.probe))
-
-    def _watched(self, original: Any) -> Any:
+    def _watched(self, original: Any, busy: Any, divert: Any) -> Any:
         training, breaker, hooks, recorder = self._training, self._breaker, self._context.hooks, self._context.recorder
         note, end_pass = recorder.trace.append, self._end_pass
         takes_loss, modes, is_made = hooks.takes_loss.listeners, dispatch_modes(), graph_being_made()
         notify, thread_id, clock = breaker.guard(hooks.after_closure_backward.notify), get_ident, monotonic_ns
-        run = self._compiled(original)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if run is not None and (result := run(args, kwargs)) is not ELSEWHERE:
-                return result
+            if busy:
+                return divert(*args, **kwargs)
             if training.backwards or breaker.is_open or thread_id() != training.thread or (modes() and is_made()):
                 if not training.backwards and thread_id() != training.thread:
                     recorder.note_unseen()
@@ -80,21 +73,33 @@ class BackwardWatch:
                     if recorder.in_pass:
                         end_pass()
 
-        return backward
+        return self._compiled(original, busy, divert, backward) or backward
 
     def _pass_ends(self) -> None:
         """End a backward pass in which optimizers have stepped."""
         self._context.hooks.pass_ends.notify()
         self._context.recorder.end_pass()
 
-    def _compiled(self, original: Any) -> Callable[..., Any] | None:
-        """Return what calls ``original`` and records nearly every backward pass, or says ``ELSEWHERE``; if it is compiled."""
+    def _compiled(self, original: Any, busy: Any, divert: Any, in_python: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return what records nearly every backward pass, and leaves others to ``in_python``; ``None`` if not compiled."""
         context, owners = self._context, (self._training, self._breaker, self._context.recorder)
         held = (
             context.recorder.trace, context.hooks.takes_loss.listeners, dispatch_modes(), original, ELSEWHERE, self._end_pass,
         )  # fmt: skip
         made = make_hook(context.writer.native, "PlainBackward", owners, held)
-        return made.run if made is not None else None
+        if made is None:
+            return None
+        run = made.run
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if busy:
+                return divert(*args, **kwargs)
+            if (result := run(args, kwargs)) is not ELSEWHERE:
+                return result
+            return in_python(*args, **kwargs)
+
+        return backward
 
     def _watched_engine(self, engine: Any) -> Any:
         """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
@@ -143,8 +148,8 @@ class BackwardWatch:
 
     def remove(self) -> None:
         """Restore them."""
-        for patch in reversed(self._patches):
-            patch.undo()
+        taps.ENGINE.leave()
+        taps.BACKWARD.leave()
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ evaluation, a checkpoint, a compilation or a phase of the script's own in it is 
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from itertools import pairwise
@@ -34,14 +33,12 @@ from torchobs.probes.core.timeline import (
     PIN,
     TRAIN,
 )
-from torchobs.taps.patch import Patch
-from torchobs.taps.taps import remove_hooks
+from torchobs.taps import taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-    from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.pinned_buffers import DeviceEvent
@@ -89,8 +86,8 @@ class DeviceTimeProbe:
         self._marks: list[Mark] = []
         self._stream: Any = None
         """The stream of the marks"""
-        self._handles: list[RemovableHandle] = []
-        self._patches: list[Patch] = []
+        self._subscriptions: list[Callable[[], None]] = []
+        """What ends each"""
         self._state = ""
         """"": no step is being timed; "asked" for at the next safe point; "waits" for the end of the step before; "timed";
         "done": all its events are recorded"""
@@ -119,7 +116,7 @@ class DeviceTimeProbe:
         if not self._state and self._clock() - self._since_s >= EVERY_S and self._is_used():
             self._state, self._since_s = "asked", self._clock()
             self._context.at_backward(self._at_safe_point)
-        elif self._state == "done" or (self._patches and self._clock() - self._since_s > LONGEST_S):
+        elif self._state == "done" or (self._subscriptions and self._clock() - self._since_s > LONGEST_S):
             self._context.at_backward(self._at_safe_point)
 
     # -- in the training thread --------------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ class DeviceTimeProbe:
             if self._device is not None:
                 self._step = self._recorder.step
                 self._hook()
-        elif self._handles or self._marks:  # done, or without an end
+        elif self._subscriptions or self._marks:  # done, or without an end
             self._unhook()
             self._take()
         spent[self.name] = spent.get(self.name, 0) + time.monotonic_ns() - begun_ns
@@ -150,26 +147,15 @@ class DeviceTimeProbe:
         return None
 
     def _hook(self) -> None:
-        import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-        from torch.utils.data import dataloader
-
-        self._handles = [
-            register_optimizer_step_pre_hook(lambda *_: self._before_safely()),
-            register_optimizer_step_post_hook(lambda *_: self._after_safely()),
+        self._subscriptions = [
+            taps.OPTIMIZER_STEP.subscribe(lambda _: self._before_safely(), lambda _: self._after_safely()),
+            taps.BACKWARD.subscribe(self._around_backward),
+            taps.FETCH.subscribe(self._around_fetch),
         ]
-        self._patches = [
-            Patch(torch.autograd, "backward", self._watched_backward),
-            Patch(dataloader._BaseDataLoaderIter, "__next__", self._watched_next),
-        ]  # both nest in those of other probes, and are gone before any of them is
 
     def _unhook(self) -> None:
-        patches, self._patches = self._patches, []
-        for patch in reversed(patches):
-            patch.undo()
-        handles, self._handles = self._handles, []
-        if handles:
-            remove_hooks(handles)
+        while self._subscriptions:
+            self._subscriptions.pop()()
 
     def _mark(self, phase: int) -> None:
         """Record an event where a phase begins."""
@@ -189,7 +175,7 @@ class DeviceTimeProbe:
         """Time no more of this step."""
         if self._device is not None:
             self._events.release(self._device, *(mark.event for mark in self._marks))
-        self._marks, self._state = [], "done" if self._handles else ""
+        self._marks, self._state = [], "done" if self._subscriptions else ""
 
     def _take(self) -> None:
         """Take the times if the device has come to the end of the step."""
@@ -227,31 +213,23 @@ class DeviceTimeProbe:
             self._drop()
         self._mark(BACKWARD)
 
-    def _watched_backward(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._training.backwards or not self._is_here():
-                return original(*args, **kwargs)
-            self._backward_safely()
-            result = original(*args, **kwargs)
-            self._mark_safely(OPTIMIZER if self._training.in_closure else OTHER)
-            return result
+    def _around_backward(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._training.backwards or not self._is_here():
+            return call(*args, **kwargs)
+        self._backward_safely()
+        result = call(*args, **kwargs)
+        self._mark_safely(OPTIMIZER if self._training.in_closure else OTHER)
+        return result
 
-        return backward
-
-    def _watched_next(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def fetch(iterator: Any) -> Any:
-            if self._depth or not self._is_here():
-                return original(iterator)
-            self._mark_safely(DATA)
-            self._depth, phase = 1, OTHER  # the loader may be exhausted
-            try:
-                batch = original(iterator)
-                phase = FORWARD
-            finally:
-                self._depth = 0
-                self._mark_safely(phase)
-            return batch
-
-        return fetch
+    def _around_fetch(self, call: Any, iterator: Any) -> Any:
+        if self._depth or not self._is_here():
+            return call(iterator)
+        self._mark_safely(DATA)
+        self._depth, phase = 1, OTHER  # the loader may be exhausted
+        try:
+            batch = call(iterator)
+            phase = FORWARD
+        finally:
+            self._depth = 0
+            self._mark_safely(phase)
+        return batch

@@ -32,14 +32,14 @@ from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.never_stepped import NeverStepped
 from torchobs.support.error_guard import call
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
-from torchobs.taps.taps import ThreadFrames, remove_hooks
+from torchobs.taps import taps
+from torchobs.taps.taps import ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import FrameType
 
     import torch
-    from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.optimizer.optimizer import RateSource
@@ -60,7 +60,6 @@ class StepProbe:
 
     def __init__(self, rates: RateSource) -> None:
         self._rates = rates
-        self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
         """Nesting depth of running steps, and the id of the outermost optimizer"""
         self._given = self._untraced = False
@@ -74,8 +73,6 @@ class StepProbe:
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
         self._context, self._recorder, self._training = context, context.recorder, context.training
         self._before_step, self._steps_within = context.hooks.before_step, context.hooks.steps_within.listeners
         breaker, self._modes, self._graph_being_made = context.breaker(self.name), dispatch_modes(), graph_being_made()
@@ -87,13 +84,11 @@ class StepProbe:
         self._backward.install()
         self._graphs.install()
         before, after = self._compiled(breaker, self._plain_before(breaker), self._plain_after(breaker))
-        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        taps.OPTIMIZER_STEP.lead(before, after)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        handles, self._handles = self._handles, []
-        if handles:
-            remove_hooks(handles)
+        taps.OPTIMIZER_STEP.leave()
         self._never_stepped.remove()
         self._backward.remove()
         self._graphs.remove()
