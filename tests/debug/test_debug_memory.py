@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.debug.models import Slope, hooks
 from torchobs import debug, guard, tune
-from torchobs.support.model_state import Buffers
+from torchobs.tensors.running import Buffers
 
 
 def wide() -> torch.nn.Sequential:

@@ -13,7 +13,7 @@ from tests.diagnosis.observing import Look, Observed, observe
 from tests.diagnosis.planting import Verdict, notes
 from tests.diagnosis.random_trainings import OPTIMIZERS, Loss, Setup, Training, build
 from torchobs import catalog
-from torchobs.probes.gradients.parameter_names import layer_of
+from torchobs.tensors.names import layer_of
 
 
 def _item(loss: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
 from torchobs.debug import trace_nan
 from torchobs.probes.nonfinite.backward import likely_node
-from torchobs.probes.nonfinite.graph import read_graph
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
+from torchobs.tensors.graph import read_graph
 
 AT = 5
 Step = Callable[[nn.Module, int], torch.Tensor]

@@ -18,7 +18,7 @@ from tests.diagnosis.sick_models import BACKWARD, FORWARD, TRAININGS, Planted, S
 from tests.training import Recording, recording
 from torchobs import catalog, debug
 from torchobs.flight.reader import reader
-from torchobs.probes.nonfinite.values import Condition, bad_elements, condition, statistics
+from torchobs.tensors.values import Condition, bad_elements, condition, statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.activations import Extreme, by_hand, hooks, outputs_of, perceptron, trainer
 from tests.training import loss_of, recording
 from torchobs import catalog
-from torchobs.probes.activations.statistics import MOST_ELEMENTS, NUMBERS, ActivationStats, combine, first_tensor, numbers
+from torchobs.tensors.statistics import MOST_ELEMENTS, NUMBERS, ActivationStats, combine, first_tensor, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

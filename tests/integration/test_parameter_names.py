@@ -6,7 +6,6 @@ import copy
 import gc
 import sys
 from math import log
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,17 +13,13 @@ import torch
 
 from tests.training import recording
 from torchobs.detect.spikes import LASTING, judge_low
-from torchobs.probes.gradients import parameter_names as module_of_names
 from torchobs.probes.gradients.layers import TrackedLayer, choose
-from torchobs.probes.gradients.parameter_names import LONGEST, ParameterNames, clean, layer_of
 from torchobs.support.error_guard import CircuitBreaker
+from torchobs.tensors import names as module_of_names
+from torchobs.tensors.names import LONGEST, ParameterNames, clean, layer_of
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-HOST: Any = SimpleNamespace(recorder=SimpleNamespace(metered=False), spend=lambda *_: None)
-"""All of a host that is asked"""
 
 
 @pytest.fixture
@@ -32,7 +27,7 @@ def names() -> Any:
     """Names, with torch's hooks in place."""
     breaker = CircuitBreaker("gradients")
     found = ParameterNames(lambda: None)
-    found.built_modules.install(HOST, breaker)
+    found.built_modules.install(breaker)
     yield found
     found.built_modules.remove()
     assert not breaker.errors
@@ -87,7 +82,7 @@ def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], m
     monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
     model = Net()
     names = ParameterNames(lambda: None)
-    names.built_modules.install(HOST, CircuitBreaker("gradients"))
+    names.built_modules.install(CircuitBreaker("gradients"))
     try:
         twin = copy.deepcopy(model)
         assert called(names, twin)[0] == "scale"

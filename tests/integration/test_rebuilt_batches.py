@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchobs.guard.recovery import on_cpu, split
-from torchobs.support.model_calls import rebuilt, walk
+from torchobs.tensors.batches import rebuilt, walk
 
 
 class Held(MutableMapping[str, Any]):

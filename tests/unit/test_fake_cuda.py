@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.core.pinned_buffers import Cuda
 from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.norms import Measurement, count_on_device, device_norms, from_norms, host_norms, largest, measure
+from torchobs.tensors.device_reads import Cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ import torch
 from torchobs import debug
 from torchobs.debug.switches import model_of
 from torchobs.probes.memory.leak import count_objects
-from torchobs.support.references import living, living_optimizers, types_of_objects
+from torchobs.tensors.references import living, living_optimizers, types_of_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchobs import debug, tune
-from torchobs.support.model_state import evaluating, training
+from torchobs.tensors.running import evaluating, training
 
 if TYPE_CHECKING:
     from collections.abc import Callable

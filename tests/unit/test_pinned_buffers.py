@@ -10,7 +10,7 @@ import torch
 
 from tests.slow_device import SlowDevice
 from torchobs.probes.core.device_scalars import DeviceValues
-from torchobs.probes.core.pinned_buffers import UNSET, UNSET_32, Buffer, PendingCopies
+from torchobs.tensors.device_reads import UNSET, UNSET_32, Buffer, PendingCopies
 
 
 @pytest.mark.parametrize("value", [2.5, 0.0, -0.0, math.inf, math.nan, 5e-324])

@@ -6,8 +6,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchobs.support.model_state import leaves_of, nodes_of
 from torchobs.taps.patch import Patch
+from torchobs.tensors.running import leaves_of, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,9 +12,9 @@ from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.compile import REMEDIES, read_break, read_failure, read_guard
 from torchobs.runtime.session import current
-from torchobs.support.model_calls import call
-from torchobs.support.model_state import state_kept
 from torchobs.support.result import Result
+from torchobs.tensors.batches import call
+from torchobs.tensors.running import state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

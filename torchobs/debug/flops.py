@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.memory import loss_of
 from torchobs.debug.tensors import require_module
-from torchobs.support.model_calls import call
-from torchobs.support.model_state import state_kept
 from torchobs.support.result import Result
+from torchobs.tensors.batches import call
+from torchobs.tensors.running import state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable

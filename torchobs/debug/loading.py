@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import told
 from torchobs.support.arguments import is_whole
-from torchobs.support.model_calls import walk
-from torchobs.support.model_state import generators, length, random_states_kept
 from torchobs.support.result import Result
+from torchobs.tensors.batches import walk
+from torchobs.tensors.running import generators, length, random_states_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -15,11 +15,11 @@ from torchobs.debug.backward_passes import beside_grad, running_modules
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
-from torchobs.support.model_calls import call, is_sequence, rebuilt, walk
-from torchobs.support.model_state import state_kept
-from torchobs.support.references import collections_paused, living, types_of_objects
 from torchobs.support.result import Result, fill
 from torchobs.support.tensor_parts import storages
+from torchobs.tensors.batches import call, is_sequence, rebuilt, walk
+from torchobs.tensors.references import collections_paused, living, types_of_objects
+from torchobs.tensors.running import state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -18,24 +18,24 @@ from torchobs import catalog
 from torchobs.debug.backward_passes import checkpoints_kept, running_modules
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
 from torchobs.debug.tensors import require_module, wide
-from torchobs.probes.gradients.parameter_names import clean
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.forward import MASKABLE, RESHAPING
 from torchobs.probes.nonfinite.locate import Place, memory_of
 from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, OriginKind, attributes_of
-from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
-from torchobs.support.model_calls import call, is_sequence, walk
-from torchobs.support.model_state import state_kept
 from torchobs.support.process_group import is_shared
+from torchobs.tensors.batches import call, is_sequence, walk
+from torchobs.tensors.names import clean
+from torchobs.tensors.running import state_kept
+from torchobs.tensors.values import Condition, TensorStatistics, bad_elements, condition, statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
 
-    from torchobs.probes.nonfinite.graph import GraphNode
+    from torchobs.tensors.graph import GraphNode
 
 
 class CallSites(TorchFunctionMode):

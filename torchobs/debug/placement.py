@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import told
 from torchobs.debug.tensors import bytes_of, require_module, require_optimizer
-from torchobs.support.model_calls import walk
-from torchobs.support.model_state import state_kept, wants_gradients
 from torchobs.support.result import Result
+from torchobs.tensors.batches import walk
+from torchobs.tensors.running import state_kept, wants_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

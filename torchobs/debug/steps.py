@@ -15,9 +15,9 @@ from torchobs.debug import operations, tensors
 from torchobs.debug.findings import found, history, told
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, require_positive, start_gradients
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
-from torchobs.support.model_calls import call, walk
-from torchobs.support.model_state import evaluating
 from torchobs.support.result import Result
+from torchobs.tensors.batches import call, walk
+from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ from torchobs import api, catalog
 from torchobs.debug.findings import found, record_series
 from torchobs.debug.tensors import wide
 from torchobs.support.arguments import is_number, is_text, is_whole
-from torchobs.support.model_state import evaluating
 from torchobs.support.result import Result, fill
+from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

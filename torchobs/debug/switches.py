@@ -27,10 +27,10 @@ from torchobs.probes.core.torch_profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
-from torchobs.support.model_calls import walk
-from torchobs.support.references import living
 from torchobs.support.result import Result
 from torchobs.taps import taps
+from torchobs.tensors.batches import walk
+from torchobs.tensors.references import living
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -41,7 +41,7 @@ _OTHER_RANKS = "on this rank or another: gradients are averaged"
 _UNNAMED = "unnamed"
 """A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``)"""
 _REGIONS = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
-"""Nodes of the graph that stand for many operators (``probes.nonfinite.graph.OPAQUE``)"""
+"""Nodes of the graph that stand for many operators (``tensors.graph.OPAQUE``)"""
 _WHY = {
     "compiled": "in a module that torch.compile has compiled",
     "silent": "not called as modules: in a compiled function, or of a model that is not trained any more",

@@ -15,8 +15,8 @@ from torchobs.guard.contracts import Contract, dense_values, rounded
 from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record, recovered
 from torchobs.guard.recovery import free_memory
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.model_calls import SEQUENCES, parts_of, with_parts
 from torchobs.support.result import Result
+from torchobs.tensors.batches import SEQUENCES, parts_of, with_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

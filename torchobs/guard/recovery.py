@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from torchobs.detect.spikes import LossBaseline
 from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
 from torchobs.support.arguments import are_exceptions, is_number, is_whole
-from torchobs.support.model_calls import rebuilt, walk
-from torchobs.support.model_state import Buffers
 from torchobs.support.process_group import gradient_sync, greatest, is_shared
 from torchobs.support.result import Result
+from torchobs.tensors.batches import rebuilt, walk
+from torchobs.tensors.running import Buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

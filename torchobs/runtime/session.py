@@ -46,8 +46,8 @@ from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.rank_log import OWN, name_rank, remove_rank, set_level
-from torchobs.support.references import let_tensors_be_swapped
 from torchobs.taps.taps import SafePoint
+from torchobs.tensors.references import let_tensors_be_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -20,7 +20,6 @@ from threading import Lock, RLock, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchobs.support.after_fork import renew_in_child
-from torchobs.support.references import subclasses
 from torchobs.taps.patch import Patch, once
 
 if TYPE_CHECKING:
@@ -234,6 +233,17 @@ def _clipping(name: str, alias: str) -> Places:
                 yield utils, alias
 
     return places
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """Yield a class and all that inherit from it, each before its own subclasses."""
+    waiting, seen = [base], set[int]()
+    while waiting:
+        kind = waiting.pop()
+        if id(kind) not in seen:
+            seen.add(id(kind))
+            yield kind
+            waiting += type.__subclasses__(kind)[::-1]
 
 
 def _scaler(name: str) -> Places:

@@ -25,9 +25,9 @@ from torch._C._profiler import _EventType
 from torchobs import api, catalog
 from torchobs.probes.core.torch_profiler import ProfilerBusyError, recorded
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.model_calls import call
-from torchobs.support.model_state import Buffers, generators, leaves_of, random_states_kept
 from torchobs.support.result import Result
+from torchobs.tensors.batches import call
+from torchobs.tensors.running import Buffers, generators, leaves_of, random_states_kept
 from torchobs.tune.difference import outputs, pair_of
 from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.techniques import FAILURES, first_line

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.support.model_calls import call, walk
-from torchobs.support.model_state import evaluating, state_kept, wants_gradients
 from torchobs.support.result import Result
+from torchobs.tensors.batches import call, walk
+from torchobs.tensors.running import evaluating, state_kept, wants_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

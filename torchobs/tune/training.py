@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.import_hooks import imported
-from torchobs.support.model_calls import call, rebuilt
-from torchobs.support.model_state import length, samplers
 from torchobs.support.process_group import gradient_sync
+from torchobs.tensors.batches import call, rebuilt
+from torchobs.tensors.running import length, samplers
 from torchobs.tune import checkpoint_file
 from torchobs.tune.choices import amp_dtype, outermost, repeated_blocks
 from torchobs.tune.difference import described, pair_of

@@ -30,22 +30,22 @@ from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.flight.files import artifacts
 from torchobs.flight.writer.series_table import LAYERS
-from torchobs.probes.activations.statistics import FIELDS, MOST_ELEMENTS, NUMBERS, SAMPLED, combine, first_tensor, numbers
-from torchobs.probes.core.pinned_buffers import PendingCopies
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL, SamplingInterval
 from torchobs.probes.gradients.layers import WIDER
-from torchobs.probes.gradients.parameter_names import all_modules, clean, layer_of, roots
 from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.tensors.device_reads import PendingCopies
+from torchobs.tensors.names import all_modules, clean, layer_of, roots
+from torchobs.tensors.statistics import FIELDS, MOST_ELEMENTS, NUMBERS, SAMPLED, combine, first_tensor, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.metrics.totals import Anomaly
-    from torchobs.probes.activations.statistics import ActivationStats
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.pinned_buffers import PendingCopy
+    from torchobs.tensors.device_reads import PendingCopy
+    from torchobs.tensors.statistics import ActivationStats
 
 
 EXTREME = 3

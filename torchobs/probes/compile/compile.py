@@ -44,7 +44,14 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 
-SKIPPED = ("torchobs.probes", "torchobs.taps", "torchobs.flight", "torchobs.support.error_guard", "torchobs.runtime.session")
+SKIPPED = (
+    "torchobs.probes",
+    "torchobs.taps",
+    "torchobs.tensors",
+    "torchobs.flight",
+    "torchobs.support.error_guard",
+    "torchobs.runtime.session",
+)
 
 
 class DynamoRules:

@@ -1,7 +1,7 @@
 """Read scalars from a device without synchronising: copy them asynchronously, deliver them once they have arrived.
 
 A value is first stored in memory of its device, which is one launch; what was stored in a tenth of a second is then sent in one
-copy. Arrival is detected by :mod:`torchobs.probes.core.pinned_buffers`. Nothing is read while the stream is being captured into
+copy. Arrival is detected by :mod:`torchobs.tensors.device_reads`. Nothing is read while the stream is being captured into
 a graph.
 """
 
@@ -11,14 +11,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.core.pinned_buffers import Buffer, Cuda
+from torchobs.tensors.device_reads import Buffer, Cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from torchobs.probes.core.pinned_buffers import Device
+    from torchobs.tensors.device_reads import Device
 
 _SLOTS = 1024
 EVERY_S = 0.1

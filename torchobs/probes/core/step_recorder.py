@@ -47,7 +47,7 @@ from torchobs.probes.core.timeline import (
     replay,
 )
 from torchobs.support.rate_limit import RateLimiter
-from torchobs.support.references import TensorReference
+from torchobs.tensors.references import TensorReference
 
 if TYPE_CHECKING:
     from collections import deque

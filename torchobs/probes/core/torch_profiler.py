@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call
-from torchobs.support.references import living
 from torchobs.taps.patch import Patch
+from torchobs.tensors.references import living
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.core.pinned_buffers import EventPool, PendingCopies
+from torchobs.tensors.device_reads import EventPool, PendingCopies
 
 if TYPE_CHECKING:
     import torch
 
-    from torchobs.probes.core.pinned_buffers import Device, DeviceEvent, PendingCopy
+    from torchobs.tensors.device_reads import Device, DeviceEvent, PendingCopy
 
 _MOST_TIMED = 64
 """Pending device timings that are kept; of a device that is further behind, the last ones"""
@@ -153,7 +153,7 @@ class Batch:
 
 
 class BatchPart(NamedTuple):
-    """Numbers of one optimizer in a batch, on their way as a :class:`~torchobs.probes.core.pinned_buffers.PendingCopy`."""
+    """Numbers of one optimizer in a batch, on their way as a :class:`~torchobs.tensors.device_reads.PendingCopy`."""
 
     batch: Batch
     begin: int

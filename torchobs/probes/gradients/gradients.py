@@ -97,7 +97,7 @@ class GradientProbe:
         hooks.after_closure_backward.register(breaker, self._after_backward)
         hooks.pass_ends.register(breaker, self._devices.flush)
         hooks.watched.register(breaker, names.watch)
-        names.built_modules.install(context, breaker)
+        names.built_modules.install(breaker)
         context.modules[:] = [names.outermost]
         self.level_changed(hooks.level.value)
         self._clip.install(breaker)

@@ -27,8 +27,8 @@ from torchobs.flight.writer.series_table import LAYERS
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.norms import Measurement, flat, measure
-from torchobs.probes.gradients.parameter_names import ParameterNames, layer_of
-from torchobs.support.references import TensorReference
+from torchobs.tensors.names import ParameterNames, layer_of
+from torchobs.tensors.references import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

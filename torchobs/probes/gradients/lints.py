@@ -16,9 +16,9 @@ from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.timeline import BACKWARD_ENDS
-from torchobs.probes.gradients.parameter_names import clean
-from torchobs.probes.nonfinite.graph import accumulator_of
-from torchobs.support.references import TensorReference, living_optimizers
+from torchobs.tensors.graph import accumulator_of
+from torchobs.tensors.names import clean
+from torchobs.tensors.references import TensorReference, living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.clipping import ClipWatch
-    from torchobs.probes.gradients.parameter_names import ParameterNames
     from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.tensors.names import ParameterNames
 
 MAX_SOUND_LOOKS = 3
 """Sound looks after which a lint ends that can be refuted"""

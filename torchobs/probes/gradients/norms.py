@@ -16,15 +16,15 @@ from math import hypot, inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.core.device_scalars import is_on_device
-from torchobs.probes.core.pinned_buffers import wide
 from torchobs.probes.gradients.devices import Timing
+from torchobs.tensors.device_reads import wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from weakref import ref
 
-    from torchobs.probes.core.pinned_buffers import PendingCopy
     from torchobs.probes.gradients.devices import BatchPart, Devices
+    from torchobs.tensors.device_reads import PendingCopy
 
     Part = tuple[Callable[[], float | None], float]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from weakref import ref
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.pinned_buffers import PendingCopy
     from torchobs.probes.gradients.devices import Devices
+    from torchobs.tensors.device_reads import PendingCopy
 
 FIRST = 16
 _PARAMETERS, _ELEMENTS = 16, 8

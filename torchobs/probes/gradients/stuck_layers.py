@@ -29,8 +29,8 @@ from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL
-from torchobs.probes.gradients.parameter_names import layer_of
-from torchobs.support.references import TensorReference
+from torchobs.tensors.names import layer_of
+from torchobs.tensors.references import TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

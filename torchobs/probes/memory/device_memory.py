@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
-from torchobs.probes.gradients.parameter_names import all_modules, clean, layer_of, roots
 from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict, Suspicion
 from torchobs.support.error_guard import call
 from torchobs.support.tensor_parts import stored
+from torchobs.tensors.names import all_modules, clean, layer_of, roots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -31,7 +31,8 @@ from torchobs.probes.memory.process_memory import ProcessStats
 from torchobs.probes.memory.source_lines import innermost
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
-from torchobs.support.references import collections_paused, objects_of, subclasses, types_of_objects
+from torchobs.taps.taps import subclasses
+from torchobs.tensors.references import collections_paused, objects_of, types_of_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.values import Condition, condition, plain
+from torchobs.tensors.values import Condition, condition, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from torchobs.probes.nonfinite.graph import GraphNode
     from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.tensors.graph import GraphNode
 
 LEAST_AGREEMENT = 0.6
 """A node explains the gradients if those below it and those that are not finite have this share in common"""

@@ -13,13 +13,13 @@ from math import prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.nonfinite.graph import OPAQUE, size_of
-from torchobs.probes.nonfinite.values import Condition, condition, may_overflow
+from torchobs.tensors.graph import OPAQUE, size_of
+from torchobs.tensors.values import Condition, condition, may_overflow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.probes.nonfinite.graph import GraphNode
+    from torchobs.tensors.graph import GraphNode
 
 STRONG = frozenset({
     "log", "log2", "log10", "log1p", "div", "reciprocal", "exp", "exp2", "expm1", "pow", "sqrt", "rsqrt", "acos", "asin",

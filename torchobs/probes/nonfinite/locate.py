@@ -15,15 +15,15 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.gradients.parameter_names import all_modules, clean, roots
 from torchobs.probes.memory.source_lines import is_installed
-from torchobs.probes.nonfinite.graph import OPAQUE
+from torchobs.tensors.graph import OPAQUE
+from torchobs.tensors.names import all_modules, clean, roots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from torchobs.probes.nonfinite.graph import GraphNode
+    from torchobs.tensors.graph import GraphNode
 
 _PREPARING = frozenset({"t", "to_copy", "view", "transpose", "expand", "permute", "reshape", "unsqueeze"})
 _INNER = frozenset({"module", "_orig_mod", "_orig_mod.module", "module._orig_mod"})

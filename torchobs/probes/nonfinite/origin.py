@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torchobs.probes.gradients.parameter_names import roots
 from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
 from torchobs.probes.nonfinite.forward import Birth, first_birth, given_size, is_mean_of_nothing
-from torchobs.probes.nonfinite.graph import OPAQUE, GraphNode, read_graph
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
-from torchobs.probes.nonfinite.values import (
+from torchobs.support.process_group import rank_and_size
+from torchobs.support.result import Result
+from torchobs.tensors.graph import OPAQUE, GraphNode, read_graph
+from torchobs.tensors.names import roots
+from torchobs.tensors.values import (
     Condition,
     TensorStatistics,
     bad_elements,
@@ -26,8 +28,6 @@ from torchobs.probes.nonfinite.values import (
     is_finite,
     statistics,
 )
-from torchobs.support.process_group import rank_and_size
-from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -33,9 +33,9 @@ from torchobs.probes.nonfinite.origin import (
     of_parameters,
     user_frames,
 )
-from torchobs.probes.nonfinite.values import Condition, condition
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps import taps
+from torchobs.tensors.values import Condition, condition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_recorder import StepRecorder
-    from torchobs.probes.nonfinite.graph import GraphNode
     from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.tensors.graph import GraphNode
 
 _log = logging.getLogger("torchobs")
 TRACE_EVERY_S, TRACES_AT_ONCE = 60.0, 3

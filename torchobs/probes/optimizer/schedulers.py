@@ -14,8 +14,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.support.references import subclasses
 from torchobs.taps.patch import Patch
+from torchobs.taps.taps import subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.pinned_buffers import EventPool
 from torchobs.probes.core.timeline import (
     BACKWARD,
     DATA,
@@ -34,6 +33,7 @@ from torchobs.probes.core.timeline import (
     TRAIN,
 )
 from torchobs.taps import taps
+from torchobs.tensors.device_reads import EventPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.pinned_buffers import DeviceEvent
+    from torchobs.tensors.device_reads import DeviceEvent
 
 EVERY_S = 1.0
 LONGEST_S = 60.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.timeline import BACKWARD_ENDS
-from torchobs.support.references import TensorReference, living_optimizers
+from torchobs.tensors.references import TensorReference, living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

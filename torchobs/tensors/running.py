@@ -81,9 +81,9 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module._buffers, name, buffer, None if buffer is None else _unrepeated(buffer.detach()).clone())  # noqa: SLF001  # no setter
+            (module._buffers, name, buffer, None if buffer is None else _unrepeated(buffer.detach()).clone())  # no setter
             for module in model.modules()
-            for name, buffer in module._buffers.items()  # noqa: SLF001  # with those that are None
+            for name, buffer in module._buffers.items()  # with those that are None
         ]
 
     def put_back(self) -> None:

@@ -20,6 +20,8 @@ from itertools import chain, compress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torchobs.taps.taps import subclasses
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -62,17 +64,6 @@ def objects_of(classes: set[int]) -> Iterator[Any]:
 def types_of_objects() -> Iterator[type]:
     """Return an iterator over the class of each living object: to be used up as that of :func:`objects_of`."""
     return map(type, _every(map(gc.get_objects, (None,))))
-
-
-def subclasses(base: type) -> Iterator[type]:
-    """Yield a class and all that inherit from it, each before its own subclasses."""
-    waiting, seen = [base], set[int]()
-    while waiting:
-        kind = waiting.pop()
-        if id(kind) not in seen:
-            seen.add(id(kind))
-            yield kind
-            waiting += type.__subclasses__(kind)[::-1]
 
 
 class TensorReference(weakref.ref[Any]):

@@ -13,17 +13,16 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from itertools import islice
-from time import monotonic, monotonic_ns
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchobs.support.graph_safe import no_hook_in_graphs
-from torchobs.support.references import TensorReference, living
+from torchobs.tensors.references import TensorReference, living
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
 
 MAX_SCANS = 8
@@ -152,11 +151,11 @@ class BuiltModules:
         self._modules: dict[int, ref[Any]] = {}
         self._handles: list[Any] = []
 
-    def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+    def install(self, breaker: CircuitBreaker) -> None:
         """Register the hooks. A compiled region that assigns a module or a parameter includes them; they do nothing there."""
         from torch.nn.modules import module
 
-        note = no_hook_in_graphs(self._registration_hook(context, breaker))
+        note = no_hook_in_graphs(self._registration_hook(breaker))
         self._handles = [
             module.register_module_parameter_registration_hook(note),
             module.register_module_module_registration_hook(note),
@@ -172,19 +171,16 @@ class BuiltModules:
         """Return the living modules. From any thread."""
         return [module for known in list(self._modules.values()) if (module := known()) is not None]
 
-    def _registration_hook(self, context: ProbeContext, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
+    def _registration_hook(self, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
         """Return the hook: for a known module one lookup, and nothing that can raise.
 
         FSDP1 with ``use_orig_params`` assigns every module's parameters anew, twice in each step.
         """
-        modules, recorder, add = self._modules, context.recorder, breaker.guard(self._add)
+        modules, add = self._modules, breaker.guard(self._add)
 
         def note(module: Any, _name: str, _value: object) -> None:
-            begun_ns = monotonic_ns() if recorder.metered else 0
             if id(module) not in modules:
                 add(module)
-            if begun_ns:
-                context.record_overhead(breaker.probe, monotonic_ns() - begun_ns)
 
         return note
 

@@ -1,0 +1,1 @@
+"""The user's tensors, models and batches, read without waiting and without harm."""
