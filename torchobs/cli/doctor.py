@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import http.client
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -41,8 +40,7 @@ from torchobs.node import election
 _DESCRIPTION = """\
 Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
 which probes work (by a training of five steps in another process), which flight directory is used and why, its permissions and
-free space, the exporter, the OTLP endpoint, shared memory, the memory limit, GPUs, optional packages, misspelt environment
-variables. It changes nothing."""
+free space, the exporter, the OTLP endpoint, shared memory, GPUs, misspelt environment variables. It changes nothing."""
 
 _EXAMPLES = """\
 examples:
@@ -61,16 +59,6 @@ LEAST_TORCH = (2, 4)
 _LEAST_SHM = 1 << 30
 _OWN_DIRECTORY = "set TORCHOBS_DIR to a local directory of your own"
 _WANTS_CERTIFICATE = "it closes connections without a client certificate"
-_EXTRAS = {
-    "exporter": (
-        *("bcrypt", "msgspec", "prometheus_client", "starlette", "urllib3", "uvicorn", "yaml"),
-        *("google.rpc", "opentelemetry.proto"),
-    ),
-    "otlp-grpc": ("grpc",),
-    "report": ("matplotlib",),
-}
-
-
 _STEPS, _LIMIT_S = 5, 120
 _TRAINING = f"""
 import torch, torchobs
@@ -128,25 +116,22 @@ def examine(*, training: bool) -> Iterator[Check]:
     chosen, _ = settings.resolve({}, environ)
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
     version = torch_version()
-    yield Check("torchobs", OK, __version__)
     yield system()
     yield torch(version)
     if not chosen.enabled:
         yield Check("torchobs", WARN, "switched off by the environment", "unset TORCHOBS_ENABLED and OTEL_SDK_DISABLED")
     yield from variables(environ)
-    pod = kubernetes(environ)
-    yield from [pod] if pod else []
+    yield from kubernetes(environ)
     yield directory(flight_dir, runtime_dir)
     path = location.find_existing(flight_dir, runtime_dir)
-    yield space(path, chosen.file_size)
+    if path is not None:
+        yield space(path, chosen.file_size)
     yield exporter(path, str(chosen.exporter_address or settings.EXPORTER_ADDRESS))
     yield from otlp_endpoint(environ)
     yield shared_memory()
-    yield memory_limit()
     yield gpus()
-    yield from extras()
     if training and version is not None:
-        yield from selftest(places(path or flight_dir))
+        yield from selftest((None, "/dev/shm"))  # noqa: S108  # a private directory is created below it
 
 
 def lines_of(check: Check, style: TerminalStyle) -> list[str]:
@@ -159,28 +144,27 @@ def lines_of(check: Check, style: TerminalStyle) -> list[str]:
 
 def summary(found: Sequence[Check]) -> str:
     """Return the last line, which counts the problems."""
-    fails, warns = (sum(check.status == status for check in found) for status in (FAIL, WARN))
-    if not fails and not warns:
-        return "All is well."
-    told = [text_format.plural(fails, "failure")] if fails else []
-    return f"{text_format.joined([*told, text_format.plural(warns, 'warning')] if warns else told)}: each has its remedy above."
+    counts = ((FAIL, "failure"), (WARN, "warning"))
+    numbers = [(sum(check.status == status for check in found), word) for status, word in counts]
+    problems = text_format.joined([text_format.plural(number, word) for number, word in numbers if number])
+    return f"{problems}: each has its remedy above." if problems else "All is well."
 
 
-def system(platform: str = sys.platform, version: tuple[int, ...] = sys.version_info[:3]) -> Check:
+def system(platform: str = sys.platform) -> Check:
     """Check that torchobs supports this system."""
-    text = f"Python {'.'.join(map(str, version))} on {platform}"
+    text = f"{__version__}, Python {'.'.join(map(str, sys.version_info[:3]))} on {platform}"
     if platform not in {"linux", "darwin"}:
         remedy = "torchobs records on Linux, and on macOS; here init() does nothing, and training goes on"
-        return Check("system", FAIL, text, remedy)
-    return Check("system", OK, text)
+        return Check("torchobs", FAIL, text, remedy)
+    return Check("torchobs", OK, text)
 
 
 def torch(version: str | None) -> Check:
     """Check that torchobs supports this version of torch; ``None``: not installed."""
     if version is None:
         return Check("torch", WARN, "not installed in this environment", "run doctor with the Python that trains")
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and tuple(map(int, found.groups())) < LEAST_TORCH:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         return Check("torch", WARN, f"{version} is older than {least}", f"torch {least} or newer; else some probes are off")
     return Check("torch", OK, version)
@@ -196,14 +180,13 @@ def torch_version() -> str | None:
 
 def variables(environ: Mapping[str, str]) -> Iterator[Check]:
     """Yield environment variables that would be ignored."""
-    _, problems = settings.resolve({}, environ)
-    known = {name for option in (*config.EVERY_OPTION, *settings.OPTIONS) for name in option.every_variable}
-    for said in config.unknown_variables(environ):
-        yield Check("variables", WARN, said, "correct or unset it")
+    _, invalid = settings.resolve({}, environ)
+    problems = [*config.unknown_variables(environ), *map(text_format.clean, invalid)]
     for problem in problems:
-        yield Check("variables", WARN, text_format.clean(problem), "correct or unset it; until then the default holds")
+        yield Check("variables", WARN, problem, "correct or unset it; until then the default holds")
     if not problems:
-        given = sorted(name for name in environ if name in known)
+        names = {name for option in (*config.EVERY_OPTION, *settings.OPTIONS) for name in option.every_variable}
+        given = sorted(name for name in environ if name in names)
         yield Check("variables", OK, f"set and understood: {', '.join(given)}" if given else "none is set: the defaults hold")
 
 
@@ -213,18 +196,21 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
         listed = Path("/proc/self/mountinfo")
         mountinfo = listed.read_text(errors="surrogateescape") if listed.exists() else ""
     tried = location.candidates(flight_dir, runtime_dir)
-    found = location.find_existing(flight_dir, runtime_dir)
-    why = _why(tried[0], flight_dir)
-    if found is None:
-        return _not_there(tried, flight_dir, mountinfo)
-    status = os.stat(found)  # noqa: PTH116  # the directory may be gone by now
-    kind = location.filesystem_type(mountinfo, os.path.realpath(found))
-    about = f"{found} ({why}; {kind or 'unknown file system'}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
-    if not os.access(found, os.W_OK | os.X_OK):
+    path = location.find_existing(flight_dir, runtime_dir)
+    if path is None:
+        problems = [_unmakeable(name, mountinfo) for name in tried]
+        for name, problem in zip(tried, problems, strict=True):
+            if not problem:
+                return Check("directory", OK, f"{name} ({_why(name, flight_dir)}): the first training makes it")
+        return Check("directory", FAIL, problems[0], _OWN_DIRECTORY)
+    status = os.stat(path)  # noqa: PTH116  # the directory may be gone by now
+    kind = location.filesystem_type(mountinfo, os.path.realpath(path)) or "unknown file system"
+    text = f"{path} ({_why(path, flight_dir)}; {kind}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
+    if not os.access(path, os.W_OK | os.X_OK):
         remedy = "chown it, or set TORCHOBS_DIR to a directory of your own"
-        if found == location.KUBERNETES_MOUNT:
+        if path == location.KUBERNETES_MOUNT:
             remedy = f"securityContext.fsGroup of the pod must be one of this user's groups; the volume's is {status.st_gid}"
-        return Check("directory", FAIL, f"{about}: this user may not write there", remedy)
+        return Check("directory", FAIL, f"{text}: this user may not write there", remedy)
     try:
         opened = location.open_place(flight_dir, runtime_dir)
     except OSError as problem:
@@ -232,34 +218,20 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
     opened.directory.close()
     if not opened.in_memory:
         remedy = "a tmpfs saves the disk a write each 0.1 s: TORCHOBS_DIR=/dev/shm/…"
-        return Check("directory", WARN, f"{about}: no memory file system", remedy)
-    return Check("directory", OK, about)
+        return Check("directory", WARN, f"{text}: no memory file system", remedy)
+    return Check("directory", OK, text)
 
 
 def _why(path: str, flight_dir: str | None) -> str:
     reasons = {location.KUBERNETES_MOUNT: "the pod's volume", "/run/": "of this user's session", "/dev/shm": "shared memory"}  # noqa: S108  # chosen by location.py
-    found = next((reason for begin, reason in reasons.items() if path.startswith(begin)), "no tmpfs has room")
-    return "by TORCHOBS_DIR" if flight_dir else found
+    reason = next((reason for begin, reason in reasons.items() if path.startswith(begin)), "no tmpfs has room")
+    return "by TORCHOBS_DIR" if flight_dir else reason
 
 
-def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Check:
-    """Return which directory the first training would create, trying the candidates in order."""
-    problems = []
-    for path in tried:
-        for name in (path,) if flight_dir else location.numbered_names(path):
-            problem = _unmakeable(name, mountinfo, parents=bool(flight_dir))
-            if not problem:
-                return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
-            problems.append(problem)
-    return Check("directory", FAIL, problems[0], _OWN_DIRECTORY)
-
-
-def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
+def _unmakeable(path: str, mountinfo: str) -> str:
     """Return why a training could not create that directory; empty if it could."""
-    if os.path.lexists(path):
-        return f"{path} is no directory" if not Path(path).is_dir() else f"{path} belongs to another user, or others may use it"
-    above = Path(path).parent
-    while parents and not os.path.lexists(above):
+    above = Path(path)
+    while not os.path.lexists(above):
         above = above.parent
     if not above.is_dir():
         return f"{path} cannot be made: {above} is no directory"
@@ -269,10 +241,8 @@ def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"
 
 
-def space(path: str | None, size: int) -> Check:
+def space(path: str, size: int) -> Check:
     """Check for ``size`` bytes of space for a flight file, on the file system and in the memory cgroup."""
-    if path is None:
-        return Check("room", OK, f"{text_format.size(size)} for each rank, asked for when there is a directory")
     try:
         with location.opened(path) as fd:
             short = create.shortage(fd, size)
@@ -286,22 +256,21 @@ def space(path: str | None, size: int) -> Check:
 
 def kubernetes(
     environ: Mapping[str, str], mount: str = location.KUBERNETES_MOUNT, control: str = location.KUBERNETES_CONTROL
-) -> Check | None:
-    """Check that the pod's volumes are mounted where expected; ``None`` outside of Kubernetes."""
+) -> Iterator[Check]:
+    """Yield whether the pod's volumes are mounted where expected; nothing outside of Kubernetes."""
     if "KUBERNETES_SERVICE_HOST" not in environ:
-        return None
+        return
+    group = Path(mount).is_dir() and Path(mount).stat().st_mode & stat.S_ISGID
     if not Path(mount).is_dir():
         remedy = f"mount the sidecar's emptyDir at {mount}; without it the sidecar sees nothing of this container"
-        return Check("kubernetes", WARN, f"in a pod, and {mount} is no volume", remedy)
-    status = Path(mount).stat()
-    text = f"{mount} has mode {stat.S_IMODE(status.st_mode):04o} and group {status.st_gid}"
-    if not status.st_mode & stat.S_ISGID:
+        yield Check("kubernetes", WARN, f"in a pod, and {mount} is no volume", remedy)
+    elif not group:
         remedy = "set securityContext.fsGroup: the sidecar reads by group"
-        return Check("kubernetes", WARN, f"{text}, which is no fsGroup's", remedy)
-    if not Path(control).is_dir():
-        remedy = "mount the second emptyDir there: commands come by it"
-        return Check("kubernetes", WARN, f"{text}; {control} is no volume", remedy)
-    return Check("kubernetes", OK, text)
+        yield Check("kubernetes", WARN, f"the group of {mount} is no fsGroup's", remedy)
+    elif not Path(control).is_dir():
+        yield Check("kubernetes", WARN, f"{control} is no volume", "mount the second emptyDir there: commands come by it")
+    else:
+        yield Check("kubernetes", OK, f"{mount} is a volume with an fsGroup")
 
 
 def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its size is read
@@ -316,23 +285,6 @@ def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its si
         remedy = "docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory at /dev/shm"  # as above
         return Check("shared memory", WARN, f"{text}: workers of a DataLoader and NCCL share it", remedy)
     return Check("shared memory", OK, text)
-
-
-def memory_limit() -> Check:
-    """Check how far the memory limit of this process's cgroup is."""
-    from torchobs.support.cgroup import of_process, tightest
-
-    groups = of_process("memory")
-    found = tightest(groups) if groups else None
-    if found is None:
-        remedy = "a kill for memory is only judged by the machine's memory then"
-        return Check("memory limit", WARN, "no memory cgroup can be read", remedy)
-    level, memory = found
-    limit = f"limit {text_format.size(memory.limit)}" if memory.limit is not None else "no limit"
-    used = f"{text_format.size(memory.working_set)} in use, {limit}"
-    if memory.limit and memory.pinned >= 0.9 * memory.limit:  # hardly any room for a training
-        return Check("memory limit", WARN, f"{level}: {used}", "raise the limit: the kernel kills at 100 %")
-    return Check("memory limit", OK, f"{level}: {used}")
 
 
 def gpus() -> Check:
@@ -355,40 +307,33 @@ def gpus() -> Check:
 
 
 def exporter(path: str | None, address: str) -> Check:
-    """Check whether an exporter serves that directory."""
+    """Check whether an exporter serves that directory: the announced one, else at the address where one is expected."""
     announced = None
     if path is not None:
         with contextlib.suppress(OSError), location.opened(path) as fd:
             announced = election.read(fd)
-    answer: int | str = ""
-    for url in [announced.url] if announced else [election.url(address), election.url(address, tls=True)]:
-        answer, shown = _ready(url), text_format.clean(url)
-        if answer == http.HTTPStatus.OK:
-            return Check("exporter", OK, f"{shown} is ready{f', pid {announced.pid}' if announced else ''}")
-        if answer == _WANTS_CERTIFICATE:
-            return Check("exporter", OK, f"{shown} has TLS: {answer}")
+    urls = [announced.url] if announced else [election.url(address), election.url(address, tls=True)]
+    answers = {url: _ready(url) for url in urls}
+    for url, answer in answers.items():
+        if answer in {"", _WANTS_CERTIFICATE}:
+            return Check("exporter", OK, f"{text_format.clean(url)} {f'has TLS: {answer}' if answer else 'is ready'}")
     if announced:
-        text = f"{text_format.clean(announced.url)} was announced and does not answer ({answer})"
+        text = f"{text_format.clean(announced.url)} was announced and does not answer ({answers[announced.url]})"
         return Check("exporter", FAIL, text, f"see {path}/exporter.log")
-    if isinstance(answer, int):
-        text = f"{text_format.clean(address)} is another program's, which says {answer}"
-        return Check("exporter", WARN, text, "TORCHOBS_EXPORTER_ADDRESS=127.0.0.1:PORT, with another port")
     remedy = "`torchobs run` starts one, `torchobs exporter` another; `torchobs top` and `inspect` need none"
     return Check("exporter", WARN, "none runs for this directory", remedy)
 
 
-def _ready(url: str) -> int | str:
-    """Return the status of ``/-/ready``, or the error. The timeout is generous: only a busy exporter uses it up."""
+def _ready(url: str) -> str:
+    """Return why the exporter is not ready; empty if it is. The timeout is generous: only a busy exporter uses it up."""
     # whether it answers, not who: a certificate is seldom for this name
     secure = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())  # noqa: S323, SLF001
-    asker = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
     try:
-        with asker.open(f"{url}-/ready", timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as refusal:
-        return refusal.code
-    except (urllib.error.URLError, TimeoutError) as problem:
-        return text_format.clean(getattr(problem, "reason", problem))
+        with opener.open(f"{url}-/ready", timeout=10):
+            return ""
+    except urllib.error.URLError as problem:
+        return text_format.clean(problem.reason)
     except (OSError, http.client.HTTPException) as problem:  # in TLS 1.3 the client's certificate comes after its handshake
         return _WANTS_CERTIFICATE if url.startswith("https:") else text_format.clean(problem)
 
@@ -408,35 +353,11 @@ def otlp_endpoint(environ: Mapping[str, str]) -> Iterator[Check]:
             yield Check("otlp", OK, f"{text_format.clean(place)} accepts connections")
 
 
-def extras() -> Iterator[Check]:
-    """Yield the installed extras, complete or partial."""
-    for extra, modules in _EXTRAS.items():
-        missing = [module for module in modules if not _is_there(module)]
-        if missing and extra == "exporter":
-            text = f"{extra} is not installed here ({', '.join(missing[:3])} missing)"
-            yield Check("extras", WARN, text, "pip install 'torchobs[exporter]', unless a sidecar has it")
-        else:
-            how = f"not installed: pip install 'torchobs[{extra}]' if you want it" if missing else "installed"
-            yield Check("extras", OK, f"{extra} is {how}")
-
-
-def _is_there(module: str) -> bool:
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.util.find_spec(module) is not None
-    return False
-
-
-def places(flight_dir: str | None) -> tuple[str | None, ...]:
-    """Return possible parents of the test directory: the temporary one, and others for pods without a writable one."""
-    beside = (str(Path(flight_dir).parent),) if flight_dir else ()
-    return (None, *beside, "/dev/shm")  # noqa: S108  # a private directory is created below it
-
-
-def selftest(where: Sequence[str | None]) -> Iterator[Check]:
-    """Check that a training is recorded, and which probes are off and why; ``where``: :func:`places`."""
-    for directory in where:
+def selftest(parents: Sequence[str | None]) -> Iterator[Check]:
+    """Check that a training is recorded in a directory below the first writable of ``parents``; ``None``: the temporary one."""
+    for parent in parents:
         with contextlib.suppress(OSError):
-            trial = tempfile.TemporaryDirectory(prefix="torchobs-doctor-", dir=directory)
+            trial = tempfile.TemporaryDirectory(prefix="torchobs-doctor-", dir=parent)
             break
     else:
         yield Check("probes", WARN, "no place for a trial: no temporary directory can be made", "set TMPDIR to one of your own")
@@ -464,22 +385,17 @@ def evaluate(report: RankReport | None, status: int, stderr: str, stdout: str = 
     if report is None:
         yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")
         return
-    yield from [devices(*stdout.split())] if len(stdout.split()) == 2 else []  # noqa: PLR2004  # build and number
-    reasons = {
-        fact.text("probe"): f"{fact.text('exception.type')} at {fact.text('location')}"
-        for fact in reversed(report.events_named(catalog.EVENT_PROBE_DISABLED))
-    }
+    if stdout:
+        yield devices(*stdout.split())
     probes = dict(sorted(report.by_attribute(catalog.PROBE_DISABLED).items()))
-    off = {name: reasons.get(name, "unknown") for name, is_off in probes.items() if is_off}
-    at_work = [name for name in probes if name not in off]
-    seen = report.value(catalog.STEPS) == _STEPS and report.value(catalog.LOSS) is not None
-    text = f"a training of five steps was recorded; at work: {', '.join(at_work)}"
-    yield Check("probes", OK if seen else WARN, text, "" if seen else f"only {len(report.steps)} steps were seen")
-    for name, why in off.items():
-        yield Check("probes", WARN, f"{name} is off: {why}", "another version of torch? the log has the line")
-    for name in settings.PROBES:
-        if name not in probes:
-            yield Check("probes", OK, f"{name} is not installed (TORCHOBS_DISABLE_PROBES, or TORCHOBS_LEVEL)")
+    complete = report.value(catalog.STEPS) == _STEPS and report.value(catalog.LOSS) is not None
+    text = f"a training of five steps was recorded; at work: {', '.join(name for name in probes if not probes[name])}"
+    yield Check("probes", OK if complete else WARN, text, "" if complete else f"only {len(report.steps)} steps were seen")
+    for event in report.events_named(catalog.EVENT_PROBE_DISABLED):
+        why = f"{event.text('exception.type')} at {event.text('location')}"
+        yield Check("probes", WARN, f"{event.text('probe')} is off: {why}", "another version of torch? the log has the line")
+    if missing := [name for name in settings.PROBES if name not in probes]:
+        yield Check("probes", OK, f"not installed (TORCHOBS_DISABLE_PROBES, or TORCHOBS_LEVEL): {', '.join(missing)}")
 
 
 def devices(build: str, count: str) -> Check:
