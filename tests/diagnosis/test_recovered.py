@@ -14,11 +14,11 @@ from tests.diagnosis.observing import Look, observe
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.cli import top
-from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import Screen, frame
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
+from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.ranks.scanner import Scanner

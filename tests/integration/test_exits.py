@@ -19,12 +19,12 @@ from tests import fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import Screen, frame
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
+from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.flight.format.layout import LIVE_PHASES, Exit

@@ -16,9 +16,9 @@ from tests.training import recording
 from torchobs import catalog
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.numerics import numerics
+from torchobs.document.blocks import HeatMap
+from torchobs.document.sections import layers
 from torchobs.flight.files import artifacts
-from torchobs.report.content import HeatMap
-from torchobs.report.sections import layers
 
 
 def test_a_nan_leaves_a_history(extreme: Extreme, flight_dir: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from tests.diagnosis.observing import read
 from tests.integration.test_distributed import train
 from torchobs import catalog
-from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import Screen, frame, views
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
+from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.probes.data.replica_batches import number_of

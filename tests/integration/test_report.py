@@ -26,12 +26,12 @@ from tests.ui import Parsed
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
 from torchobs.diagnosis import load
+from torchobs.document.files import markdown
+from torchobs.document.html import page
+from torchobs.document.plots import draw
+from torchobs.document.run import run_document
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.format.documents import encode_history
-from torchobs.report.page import page
-from torchobs.report.plots import draw
-from torchobs.report.run import run_document
-from torchobs.report.write import markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -26,8 +26,8 @@ from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import RankView, Screen, drawn, frame, slownesses
+from torchobs.document.text import TerminalStyle
 from torchobs.flight.format.layout import HEADER_SIZE, LIVE_PHASES, Live
 
 if TYPE_CHECKING:

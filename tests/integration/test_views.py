@@ -20,10 +20,10 @@ from tests.training import loss_of, mlp, recording
 from tests.ui import shorten_seconds
 from torchobs import catalog
 from torchobs.cli import inspect, top
-from torchobs.cli.text import TerminalStyle
 from torchobs.cli.top import Screen, frame
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import curves
+from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.writer.series_table import CORE

@@ -17,8 +17,8 @@ from torchobs import catalog
 from torchobs.cli import control, top
 from torchobs.cli.arguments import CommandError
 from torchobs.cli.inspect import report_lines
-from torchobs.cli.text import TerminalStyle
-from torchobs.report.run import Options
+from torchobs.document.run import Options
+from torchobs.document.text import TerminalStyle
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,9 +16,9 @@ from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.health import ERROR, INFO, WARNING
 from torchobs.diagnosis.rank_report import RankReport, last_phase
 from torchobs.diagnosis.stall import stall, with_patience
+from torchobs.document.run import Options, document
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader.reader import Distribution
-from torchobs.report.run import Options, document
 
 FLIGHT = f"r0-{0:032x}.flight"
 

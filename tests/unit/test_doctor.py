@@ -14,8 +14,8 @@ from tests.exporters import Service
 from torchobs import catalog
 from torchobs.cli import doctor
 from torchobs.cli.doctor import FAIL, OK, WARN, Check
-from torchobs.cli.text import TerminalStyle
 from torchobs.config import settings
+from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files import location
 from torchobs.flight.format.layout import DEFAULT_SIZE

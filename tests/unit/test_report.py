@@ -10,14 +10,14 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.catalog.findings import KINDS
 from torchobs.diagnosis.load import Chosen
+from torchobs.document import sections
+from torchobs.document.blocks import Items, StripChart, Table
+from torchobs.document.compare import Compared, compare, comparison_document, parsed, sentence
+from torchobs.document.files import markdown
+from torchobs.document.html import page
+from torchobs.document.run import Options, document, run_document
+from torchobs.document.sections import anomalies
 from torchobs.flight.reader.reader import Distribution
-from torchobs.report import sections
-from torchobs.report.compare import Compared, compare, comparison_document, parsed, sentence
-from torchobs.report.content import Items, StripChart, Table
-from torchobs.report.page import page
-from torchobs.report.run import Options, document, run_document
-from torchobs.report.sections import anomalies
-from torchobs.report.write import markdown
 
 GB = 1 << 30
 

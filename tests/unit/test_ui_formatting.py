@@ -10,6 +10,8 @@ from tests.ui import row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
+from torchobs.document.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
+from torchobs.document.markup import Html, exact, joined, named, tag, text
 from torchobs.exporter.ui.sections import rendered
 from torchobs.exporter.ui.view_model import (
     KEPT_EVENTS,
@@ -26,8 +28,6 @@ from torchobs.exporter.ui.view_model import (
 )
 from torchobs.flight.format.layout import Header
 from torchobs.ranks.snapshot import Readings
-from torchobs.report.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
-from torchobs.report.html import Html, exact, joined, named, tag, text
 
 NAN, INF = math.nan, math.inf
 

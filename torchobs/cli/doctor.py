@@ -29,10 +29,10 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
-from torchobs.cli.text import TerminalStyle, bullets, style_for
 from torchobs.config import settings
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport
+from torchobs.document.text import TerminalStyle, bullets, style_for
 from torchobs.exporter import config
 from torchobs.flight.files import create, location
 from torchobs.node import election

@@ -16,7 +16,6 @@ from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
-from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, bullets, flow, shares, style_for, table
 from torchobs.config import option_types
 from torchobs.config.options import Option
 from torchobs.diagnosis import text_format
@@ -26,8 +25,9 @@ from torchobs.diagnosis.health import ERROR, WARNING
 from torchobs.diagnosis.load import choose, default_directory
 from torchobs.diagnosis.rank_report import Fact, Point, RankReport, attribute_text, last_known
 from torchobs.diagnosis.stall import shown, stall, without_launcher
-from torchobs.report.run import Options, command_line, document, facts
-from torchobs.report.sections import device_memory, host_memory
+from torchobs.document.run import Options, command_line, document, facts
+from torchobs.document.sections import device_memory, host_memory
+from torchobs.document.text import STATE_COLOURS, Column, TerminalStyle, bullets, flow, shares, style_for, table
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError, tolerant
-from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, document_lines, style_for, table
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.load import Chosen, RunFiles
 from torchobs.diagnosis.rank_report import RankReport, last_known
+from torchobs.document.text import STATE_COLOURS, Column, TerminalStyle, document_lines, style_for, table
 from torchobs.flight.format.event_ring import plain
 
 _DESCRIPTION = """\
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs report`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    from torchobs.report import write  # slow to import
+    from torchobs.document import files as write  # slow to import
 
     output = options.output if options.output is not None else None if options.plots else Path("report.html")
     if output is not None:
@@ -86,7 +86,7 @@ def main(given: Sequence[str]) -> int:
 
 def checked(output: Path) -> None:
     """Raise ``CommandError`` when a file's name asks for no known format."""
-    from torchobs.report import write
+    from torchobs.document import files as write
 
     try:
         write.check_format(output)
@@ -96,7 +96,7 @@ def checked(output: Path) -> None:
 
 def written(output: Path, words: str) -> None:
     """Write the file. Raises ``CommandError`` when it cannot be written."""
-    from torchobs.report import write
+    from torchobs.document import files as write
 
     try:
         write.write(output, words)
@@ -110,10 +110,10 @@ def _run(chosen: Chosen) -> str:
 
 
 def _plots(chosen: Chosen, directory: Path, form: str) -> str:
-    from torchobs.report.run import run_document
+    from torchobs.document.run import run_document
 
     try:
-        from torchobs.report.plots import draw
+        from torchobs.document.plots import draw
     except ModuleNotFoundError as missing:
         raise CommandError(f"{missing.name} is not installed: pip install 'torchobs[report]'") from None
     try:
@@ -152,8 +152,8 @@ def compare_parser() -> argparse.ArgumentParser:
 def compare(given: Sequence[str]) -> int:
     """Run ``torchobs compare`` with these arguments and return its exit status."""
     options = compare_parser().parse_args(list(given))
-    from torchobs.report import compare as comparing
-    from torchobs.report import write
+    from torchobs.document import compare as comparing
+    from torchobs.document import files as write
 
     if options.output is not None:
         checked(options.output)

@@ -262,9 +262,9 @@ class Summary:
 def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
     """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
     from torchobs import catalog
-    from torchobs.cli.text import shares
     from torchobs.diagnosis.diagnosis import diagnose_run
     from torchobs.diagnosis.health import INFO
+    from torchobs.document.text import shares
 
     known = diagnose_run(ranks, launchers)
     ended, *rest = known.by_rank[known.principal]

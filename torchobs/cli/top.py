@@ -23,7 +23,6 @@ from typing import NamedTuple, TextIO
 from torchobs import catalog
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
-from torchobs.cli.text import STATE_COLOURS, Column, TerminalStyle, size_of, style_for, table
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.detect import speed as stragglers
@@ -49,6 +48,7 @@ from torchobs.diagnosis.status import (
     status_of,
     summary_of,
 )
+from torchobs.document.text import STATE_COLOURS, Column, TerminalStyle, size_of, style_for, table
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, Throughput, pace
 from torchobs.ranks import labels

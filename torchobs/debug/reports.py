@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import os
 
     from torchobs.diagnosis.load import Chosen
-    from torchobs.report.content import Document
+    from torchobs.document.blocks import Document
 
 
 class RunReport:
@@ -23,7 +23,7 @@ class RunReport:
         self._document = document
 
     def __str__(self) -> str:
-        from torchobs.report.write import markdown
+        from torchobs.document.files import markdown
 
         return markdown(self._document)
 
@@ -31,7 +31,7 @@ class RunReport:
         return f"<torchobs report on {self._document.title}: {self._document.headline}>"
 
     def _repr_html_(self) -> str:
-        from torchobs.report.page import fragment
+        from torchobs.document.html import fragment
 
         return fragment(self._document)
 
@@ -51,8 +51,8 @@ def report(path: str | os.PathLike[str] | None = None) -> RunReport | Path:
         ValueError: the ending is none of these.
         OSError: the file cannot be written.
     """
-    from torchobs.report import write
-    from torchobs.report.run import run_document
+    from torchobs.document import files as write
+    from torchobs.document.run import run_document
 
     if path is None:
         return RunReport(run_document(_read()))
@@ -75,8 +75,8 @@ def plots(path: str | os.PathLike[str], format: str = "png") -> list[Path]:  # n
         ValueError: an unknown format.
         OSError: a file cannot be written.
     """
-    from torchobs.report.plots import draw
-    from torchobs.report.run import run_document
+    from torchobs.document.plots import draw
+    from torchobs.document.run import run_document
 
     return draw(run_document(_read()), Path(path), format)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from torchobs.document.markup import style_sheet
 from torchobs.exporter import access
 from torchobs.exporter import access as client_scope
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
 from torchobs.exporter.ui import sections
 from torchobs.exporter.ui.sections import HEADERS, SCRIPT_PATH, STYLE_PATH, page
 from torchobs.exporter.ui.view_model import STREAM_PATH, Modeller, PageData, choice_of, focused, model, stream_of
-from torchobs.report.html import style_sheet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence

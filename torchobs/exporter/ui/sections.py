@@ -17,9 +17,9 @@ from torchobs.catalog import GRAD_NORM, GRAD_NORM_RANKS, LOSS, PHASES, SCALAR_VA
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES, last_step
+from torchobs.document import charts
+from torchobs.document.markup import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
 from torchobs.exporter.ui.view_model import LAYERS, PER_PAGE, WHOLES, Choice, EventGroup, link, stream_of
-from torchobs.report import charts
-from torchobs.report.html import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

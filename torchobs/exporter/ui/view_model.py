@@ -41,14 +41,14 @@ from torchobs.diagnosis.status import (
     status_of,
     summary_of,
 )
+from torchobs.document.charts import Curve, curve
+from torchobs.document.markup import Html, tag
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
 from torchobs.ranks import comparison, labels
 from torchobs.ranks.rank_file import DIGITS, READ_ERRORS
 from torchobs.ranks.snapshot import Reader, grouped
-from torchobs.report.charts import Curve, curve
-from torchobs.report.html import Html, tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

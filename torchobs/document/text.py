@@ -12,7 +12,7 @@ from typing import NamedTuple, TextIO
 
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
-from torchobs.report.content import Block, Document, Items, LineChart, Table, Text
+from torchobs.document.blocks import Block, Document, Items, LineChart, Table, Text
 
 NARROWEST, WIDEST, UNKNOWN = 40, 200, 120
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}

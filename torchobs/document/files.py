@@ -13,10 +13,10 @@ from typing import Any
 
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.load import Chosen
-from torchobs.report import content
-from torchobs.report.charts import curve_of, described
-from torchobs.report.page import page
-from torchobs.report.run import Options, document, run_document
+from torchobs.document import blocks as content
+from torchobs.document.charts import curve_of, described
+from torchobs.document.html import page
+from torchobs.document.run import Options, document, run_document
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]#|~!>])")
 _WORDS = {"info": "", "warning": "Warning: ", "error": "**Error:** "}

@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from torchobs.report.charts import curve_of, spreads
-from torchobs.report.content import AreaChart, Chart, Document, HeatMap, LineChart, StripChart
+from torchobs.document.blocks import AreaChart, Chart, Document, HeatMap, LineChart, StripChart
+from torchobs.document.charts import curve_of, spreads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

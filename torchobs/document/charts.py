@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
 from torchobs.diagnosis import text_format
-from torchobs.report.html import EMPTY, Html, joined, tag, unseen
+from torchobs.document.markup import EMPTY, Html, joined, tag, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -10,7 +10,7 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text
-from torchobs.report.content import (
+from torchobs.document.blocks import (
     AreaChart,
     HeatMap,
     LineChart,

@@ -13,10 +13,10 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import RankReport, Step
+from torchobs.document.blocks import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
+from torchobs.document.run import facts, known_details
+from torchobs.document.sections import device_memory, points_of
 from torchobs.flight.format.event_ring import plain
-from torchobs.report.content import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
-from torchobs.report.run import facts, known_details
-from torchobs.report.sections import device_memory, points_of
 
 VERSION = 1
 _WARM_UP = 5

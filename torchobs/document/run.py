@@ -20,11 +20,8 @@ from torchobs.diagnosis.health import BADGES, LEVELS
 from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, last_known, units
 from torchobs.diagnosis.stall import stall
-from torchobs.flight.format.event_ring import plain
-from torchobs.flight.format.layout import Region
-from torchobs.flight.metrics.throughput import speed
-from torchobs.report import sections
-from torchobs.report.content import (
+from torchobs.document import sections
+from torchobs.document.blocks import (
     Block,
     Code,
     Document,
@@ -39,7 +36,10 @@ from torchobs.report.content import (
     Text,
     section,
 )
-from torchobs.report.sections import points_of
+from torchobs.document.sections import points_of
+from torchobs.flight.format.event_ring import plain
+from torchobs.flight.format.layout import Region
+from torchobs.flight.metrics.throughput import speed
 
 _MOST_EVENTS = 200
 _MOST_LINES, _MOST_ROWS = 8, 256

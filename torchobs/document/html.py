@@ -1,7 +1,7 @@
 """A report as one HTML file: no script, no request, the same offline, printed, on a phone and to a screen reader.
 
 Every drawing stretches to its place, has a text alternative, and is drawn from the same curves as the live page's
-(:mod:`torchobs.report.charts`). Colours are set in the style sheet.
+(:mod:`torchobs.document.charts`). Colours are set in the style sheet.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
-from torchobs.report import content
-from torchobs.report.charts import Curve, Points, band_path, curve_of, described, line_path, spreads, stacked
-from torchobs.report.html import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
+from torchobs.document import blocks as content
+from torchobs.document.charts import Curve, Points, band_path, curve_of, described, line_path, spreads, stacked
+from torchobs.document.markup import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
 
 WIDTH, HEIGHT = 600.0, 180.0
 BUCKETS = 240
@@ -321,7 +321,7 @@ def _head(document: content.Document) -> Html:
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"{symbol} {document.title} – torchobs"),
         tag("link", rel="icon", href="data:,"),
-        tag("style", Html(style_sheet("torchobs.report", "report.css"))),
+        tag("style", Html(style_sheet("torchobs.document", "report.css"))),
     )
 
 
