@@ -144,7 +144,7 @@ def test_a_rank_that_ran_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFix
     _, out = inspected(capsys, tmp_path)
     assert "likely killed for memory after step 50" in out
     assert "99 % of its cgroup's memory was taken" in " ".join(out.split())
-    assert "rss 3.5 GiB" in out
+    assert "process 3.5 GiB" in out
 
 
 @pytest.mark.parametrize("which", ["file", "directory"])

@@ -96,7 +96,7 @@ def test_a_page_of_each_run(trainings: Path, tmp_path: Path, capsys: pytest.Capt
         "finished": ("Rank 0 finished in order after step 60", "Learning rate", "Gradient norm by layer and time", "Goodput"),
         "raised": ("ended by RuntimeError", "The loss turned infinite in step 48", "nonfinite loss", "(dots at the top)"),
         "killed": ("vanished without a word after step 60",),
-        "pair": ("Only rank 1 failed", "Ranks compared", "Step time by rank"),
+        "pair": ("Only rank 1 failed", "Times are medians of the last steps", "Step time by rank"),
     }  # fmt: skip
     for name, texts in expected.items():
         output = tmp_path / f"{name}.html"

@@ -16,12 +16,14 @@ from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.cli import control, top
 from torchobs.cli.arguments import CommandError
-from torchobs.cli.inspect import report_lines
-from torchobs.document.run import Options
-from torchobs.document.text import TerminalStyle
+from torchobs.diagnosis.load import Chosen
+from torchobs.document.run import run_document
+from torchobs.document.text import TerminalStyle, render
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torchobs.diagnosis.rank_report import RankReport
 
 
 def test_files_that_cannot_be_read_are_not_called_none(tmp_path: Path) -> None:
@@ -33,7 +35,12 @@ def test_files_that_cannot_be_read_are_not_called_none(tmp_path: Path) -> None:
     assert (seen, note) == ([], "1 flight file here cannot be read: `torchobs runs`, with the same --dir if any, says why")
 
 
-SHARD = "grad norm: of this rank's own shard; the squares of 4 ranks' norms add up to that of the whole's"
+def shown(report: RankReport, width: int) -> list[str]:
+    """What `inspect` prints of a run of that rank."""
+    return render(run_document(Chosen([report], [], [], [])), TerminalStyle(width))
+
+
+SHARD = "Gradient norms are of this rank's own shard; the squares of 4 ranks' norms add up to that of the whole's."
 
 
 @pytest.mark.parametrize(("ranks", "is_told"), [(None, False), (1.0, False), (4.0, True), (math.nan, False), (1e300, False)])
@@ -41,16 +48,16 @@ def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None, is_told: boo
     """FSDP's gradients that are not clipped: each rank has another norm, and none is the model's."""
     values = {} if ranks is None else {catalog.GRAD_NORM_RANKS: ranks}
     report = facts([step(number, 1.0, 0.5) for number in range(1, 4)], values=values)
-    assert (SHARD in report_lines([report], [], Options(), TerminalStyle(160))) is is_told
+    assert (SHARD in shown(report, 160)) is is_told
 
 
 def test_sizes_and_durations_of_events_have_their_unit() -> None:
     """By the catalog; what is no likely number stays as it is."""
     growth = fact(catalog.EVENT_MEMORY_GROWTH, 1.0, 3, space="host", per_step=40_960, time_to_limit=5_400.0)
     odd = fact(catalog.EVENT_SHARED_MEMORY_FULL, 2.0, 4, used=10**400, size="much")
-    lines = report_lines([facts([step(1)], events=[growth, odd])], [], Options(), TerminalStyle(1000))
-    assert any("per_step=40 KiB time_to_limit=1 h 30 min" in line for line in lines)
-    assert any("size=much" in line for line in lines)
+    lines = shown(facts([step(1)], events=[growth, odd]), 1000)
+    assert any("per_step 40 KiB · time_to_limit 1 h 30 min" in line for line in lines)
+    assert any("size much" in line for line in lines)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf a trace", b"no HTTP\r\n", b""])

@@ -15,7 +15,8 @@ from torchobs.cli.arguments import CommandError, tolerant
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.load import Chosen, RunFiles
 from torchobs.diagnosis.rank_report import RankReport, last_known
-from torchobs.document.text import STATE_COLOURS, Column, TerminalStyle, document_lines, style_for, table
+from torchobs.document.blocks import Table
+from torchobs.document.text import render, style_for, table
 from torchobs.flight.format.event_ring import plain
 
 _DESCRIPTION = """\
@@ -40,11 +41,7 @@ _DRAWN = ("png", "svg", "pdf")
 RUNS_VERSION = 1
 _RECORDS = 64
 _WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
-_RUN_COLUMNS = (
-    Column("run", right=False), Column("job", right=False), Column("ranks", dispensable=2), Column("state", right=False),
-    Column("ended by", right=False, dispensable=3), Column("started", dispensable=4), Column("last seen", dispensable=5),
-    Column("steps"), Column("loss", dispensable=1),
-)  # fmt: skip
+_RUN_HEAD = ("run", "job", "ranks", "state", "ended by", "steps", "loss", "started", "last seen")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,45 +65,40 @@ def parser() -> argparse.ArgumentParser:
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs report`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    from torchobs.document import files as write  # slow to import
+    from torchobs.document import files  # slow to import
 
     output = options.output if options.output is not None else None if options.plots else Path("report.html")
     if output is not None:
-        checked(output)
+        _check(output)
     chosen = arguments.found(lambda: load.find(options.run, options.flight_dir))
-    told = [text_format.clean(note) for note in chosen.notes]
+    lines = [_plots(chosen, options.plots, options.format)] if options.plots is not None else []
     if output is not None:
-        written(output, write.report_text(chosen, output.suffix))
-        told.insert(0, f"report of {_run(chosen)} in {text_format.clean(output)}")
-    if options.plots is not None:
-        told.insert(0, _plots(chosen, options.plots, options.format))
-    sys.stdout.write("".join(f"{line}\n" for line in told))
+        _write(output, files.report_text(chosen, output.suffix))
+        job_name, run_id, _ = chosen.ranks[0].identity
+        run = f"{job_name} {run_id} ({text_format.plural(len(chosen.ranks), 'rank')})"
+        lines.append(f"report of {run} in {text_format.clean(output)}")
+    sys.stdout.write("".join(f"{line}\n" for line in (*lines, *map(text_format.clean, chosen.notes))))
     return 0
 
 
-def checked(output: Path) -> None:
+def _check(output: Path) -> None:
     """Raise ``CommandError`` when a file's name asks for no known format."""
-    from torchobs.document import files as write
+    from torchobs.document import files
 
     try:
-        write.check_format(output)
+        files.check_format(output)
     except ValueError as problem:
         raise CommandError(str(problem), arguments.NOTHING) from None
 
 
-def written(output: Path, words: str) -> None:
+def _write(output: Path, words: str) -> None:
     """Write the file. Raises ``CommandError`` when it cannot be written."""
-    from torchobs.document import files as write
+    from torchobs.document import files
 
     try:
-        write.write(output, words)
+        files.write(output, words)
     except OSError as problem:
         raise CommandError(f"{text_format.clean(output)} cannot be written: {problem.strerror or problem}") from None
-
-
-def _run(chosen: Chosen) -> str:
-    job_name, run_id, _ = chosen.ranks[0].identity
-    return f"{job_name} {run_id} ({text_format.plural(len(chosen.ranks), 'rank')})"
 
 
 def _plots(chosen: Chosen, directory: Path, form: str) -> str:
@@ -117,10 +109,10 @@ def _plots(chosen: Chosen, directory: Path, form: str) -> str:
     except ModuleNotFoundError as missing:
         raise CommandError(f"{missing.name} is not installed: pip install 'torchobs[report]'") from None
     try:
-        files = draw(run_document(chosen), directory, form)
+        drawn = draw(run_document(chosen), directory, form)
     except OSError as problem:
         raise CommandError(f"{text_format.clean(directory)} cannot be written to: {problem.strerror or problem}") from None
-    return f"{text_format.plural(len(files), 'chart')} in {text_format.clean(directory)}"
+    return f"{text_format.plural(len(drawn), 'chart')} in {text_format.clean(directory)}"
 
 
 _COMPARE = """\
@@ -153,27 +145,23 @@ def compare(given: Sequence[str]) -> int:
     """Run ``torchobs compare`` with these arguments and return its exit status."""
     options = compare_parser().parse_args(list(given))
     from torchobs.document import compare as comparing
-    from torchobs.document import files as write
+    from torchobs.document import files
 
     if options.output is not None:
-        checked(options.output)
+        _check(options.output)
     first, second = (arguments.found(partial(load.find, run, options.flight_dir)) for run in (options.first, options.second))
-    found = comparing.compare(first, second)
-    out = tolerant(sys.stdout)
-    if options.output is not None:
-        is_json = options.output.suffix.lower() == ".json"
-        words = (
-            write.json_text(found.to_dict())
-            if is_json
-            else write.document_text(comparing.comparison_document(found), options.output.suffix)
-        )
-        written(options.output, words)
-        out.write(f"comparison in {text_format.clean(options.output)}\n")
-    elif options.json:
-        out.write(write.json_text(found.to_dict()))
+    comparison = comparing.compare(first, second)
+    out, suffix = tolerant(sys.stdout), options.output.suffix.lower() if options.output is not None else ""
+    if options.json or suffix == ".json":
+        words = files.json_text(comparison.to_dict())
+    elif suffix:
+        words = files.document_text(comparing.comparison_document(comparison), suffix)
     else:
-        style = style_for(out)
-        out.write("".join(f"{line}\n" for line in document_lines(comparing.comparison_document(found), style)))
+        words = "".join(f"{line}\n" for line in render(comparing.comparison_document(comparison), style_for(out)))
+    if suffix:
+        _write(options.output, words)
+        words = f"comparison in {text_format.clean(options.output)}\n"
+    out.write(words)
     return 0
 
 
@@ -273,32 +261,19 @@ def runs(given: Sequence[str]) -> int:
         out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
         return 0 if runs else arguments.NOTHING
     style = style_for(out)
-    lines = (
-        _run_lines(runs, style)
-        if runs
-        else [f"no runs in {text_format.clean(directory)}: a training writes them with torchobs.init()"]
-    )
-    lines += notes
-    lines += [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
-    out.write("".join(f"{line}\n" for line in lines))
+    listed = Table("", _RUN_HEAD, tuple(map(_run_row, runs)), frozenset({0, 1, 3, 4}))
+    missing = f"no runs in {text_format.clean(directory)}: a training writes them with torchobs.init()"
+    unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
+    out.write("".join(f"{line}\n" for line in (*(table(listed, style) if runs else [missing]), *notes, *unread)))
     return 0 if runs else arguments.NOTHING
 
 
-def _run_lines(runs: Sequence[RunSummary], style: TerminalStyle) -> list[str]:
-    head, *rows = table(_RUN_COLUMNS, [_run_row(run) for run in runs], style.width)
-    colours = [STATE_COLOURS.get(run.state, "") for run in runs]
-    return [
-        style("dim", head),
-        *(style(colour if colour != "green" else "", row) for colour, row in zip(colours, rows, strict=True)),
-    ]
-
-
-def _run_row(run: RunSummary) -> list[str]:
+def _run_row(run: RunSummary) -> tuple[str, ...]:
     ranks = f"{run.ranks:,} of {run.world_size:,}" if run.world_size and run.world_size > run.ranks else f"{run.ranks:,}"
     again = f" (attempt {run.attempt})" if run.attempt > 1 else ""
-    return [
+    return (
         text_format.cut(run.run_id, 48), text_format.cut(run.job_name, 32), ranks, run.state,
-        (run.ended_by.replace("_", " ") if run.ended_by != run.state else "") + again,
+        (run.ended_by.replace("_", " ") if run.ended_by != run.state else "") + again, f"{run.steps:,}",
+        text_format.number(run.loss),
         text_format.moment(run.started, "%m-%d %H:%M:%S"), text_format.moment(run.last_seen, "%m-%d %H:%M:%S"),
-        f"{run.steps:,}", text_format.number(run.loss),
-    ]  # fmt: skip
+    )  # fmt: skip

@@ -262,18 +262,18 @@ class Summary:
 def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
     """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
     from torchobs import catalog
+    from torchobs.diagnosis import text_format
     from torchobs.diagnosis.diagnosis import diagnose_run
     from torchobs.diagnosis.health import INFO
-    from torchobs.document.text import shares
 
     known = diagnose_run(ranks, launchers)
     ended, *rest = known.by_rank[known.principal]
     worst = [finding.long for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
     times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
-    whole = sum(times.values())
-    large = {name: seconds for name, seconds in times.items() if whole and seconds >= _LEAST_NAMED * whole}
-    went = ", ".join(shares(large, sys.maxsize, whole)).replace("  ", ", ")
-    return [known.verdict.long, ended.long, *worst, *([f"time since {ranks[known.principal].since}: {went}"] if went else [])]
+    least = _LEAST_NAMED * sum(times.values())
+    parts = [f"{name} {text_format.percent(s / sum(times.values()))}" for name, s in times.items() if s and s >= least]
+    went = [f"time since {ranks[known.principal].since}: {', '.join(parts)}"] if parts else []
+    return [known.verdict.long, ended.long, *worst, *went]
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -48,7 +48,8 @@ from torchobs.diagnosis.status import (
     status_of,
     summary_of,
 )
-from torchobs.document.text import STATE_COLOURS, Column, TerminalStyle, size_of, style_for, table
+from torchobs.document.blocks import Table
+from torchobs.document.text import STATE_COLOURS, TerminalStyle, size_of, style_for, table
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, Throughput, pace
 from torchobs.ranks import labels
@@ -60,15 +61,11 @@ from torchobs.ranks.state import FADED_AFTER_S
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
-_COLUMNS = (
-    Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2),
-    Column("last step", dispensable=3),
-    Column("tokens/s", dispensable=6), Column("samples/s", dispensable=6), Column("MFU", dispensable=7), Column("loss"),
-    Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=5 + i) for i, phase in enumerate(catalog.PHASES)),
-    Column("memory", dispensable=4), Column("slow", dispensable=3), Column("anomalies", right=False, dispensable=4),
+_HEAD = (
+    "rank", "state", "step", "steps/s", "last step", "loss", "grad norm", "slow", "memory", "anomalies", "tokens/s",
+    "samples/s", "MFU", *_SHORT.values(),
 )  # fmt: skip
-_WHERE_KNOWN = frozenset({"tokens/s", "samples/s", "MFU", "anomalies"})
-"""Columns that are left out, for the room of others, where no rank has anything in them"""
+_WORDS = frozenset({1, 9})
 _FINE = frozenset({"alive", "finished"})
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 """Alternate screen, no cursor, no wrapping."""
@@ -188,8 +185,7 @@ def _block(run: Sequence[RankView], style: TerminalStyle, now: str, *, curves: b
     above += _curves(run, style) if curves else []
     ranks = sorted(ranks, key=lambda pair: _trouble(*pair)) if by_trouble else ranks
     cells = [_row(*pair) for pair in ranks]
-    kept = [at for at, one in enumerate(_COLUMNS) if one.heading not in _WHERE_KNOWN or any(row[at] for row in cells)]
-    heading, *rows = table([_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in cells], style.width)
+    heading, *rows = table(Table("", _HEAD, tuple(map(tuple, cells)), _WORDS), replace(style, colour=False))
     colours = [STATE_COLOURS.get(one.rank.state, "") for one, _ in ranks]
     for at, (one, _) in enumerate(ranks):
         if one.rank.state == "alive":
@@ -297,13 +293,13 @@ def _row(one: RankView, status: RankStatus) -> list[str]:
         f"{last.step}" if last else "-",
         text_format.rate(one.speed.per_s if one.speed else None),
         health.last_step(status),
-        *_work(one),
         text_format.number(last.loss if last else None),
         text_format.number(last_known([step.grad_norm for step in steps])),
-        *(text_format.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES),
-        _memory(one),
         "-" if status.slowness is None else f"{status.slowness.factor:.2f}×",
+        _memory(one),
         ", ".join(f"{kind.replace('_', ' ')} {text_format.count(count)}" for kind, count in counts.items() if count),
+        *_work(one),
+        *(text_format.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES),
     ]
 
 

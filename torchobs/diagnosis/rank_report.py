@@ -297,6 +297,10 @@ class RankReport:
             if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
         }
 
+    def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
+        """Return the values of a metric's series by those of all its attributes, which are sorted by name."""
+        return by_attributes(self.values, metric)
+
     @property
     def main_exceptions(self) -> list[Fact]:
         """The exceptions that can have ended the rank: those of its main thread."""

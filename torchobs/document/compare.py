@@ -15,7 +15,7 @@ from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.document.blocks import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
 from torchobs.document.run import facts, known_details
-from torchobs.document.sections import device_memory, points_of
+from torchobs.document.sections import points_of
 from torchobs.flight.format.event_ring import plain
 
 VERSION = 1
@@ -131,7 +131,7 @@ def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
     last = [report.value(catalog.MEMORY_HOST_RSS) for report in (first, second)]
     greatest = (max((value for _, value in rows), default=size) for rows, size in zip(seen, last, strict=True))
     yield _plain("host memory, greatest RSS", "By", *greatest)
-    peaks = ([sizes["peak"] for sizes in device_memory(report).values() if "peak" in sizes] for report in (first, second))
+    peaks = (report.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() for report in (first, second))
     yield _plain("device memory, peak", "By", *(max(sizes, default=None) for sizes in peaks))
     yield _plain("steps", "", float(first.last_step), float(second.last_step))
     yield from _curves(first, second)
@@ -187,9 +187,9 @@ def comparison_document(found: Comparison) -> Document:
         title=f"Two runs of {jobs[0]} compared" if len(jobs) == 1 else f"{jobs[0]} and {jobs[1]} compared",
         subtitle=" · ".join(names),
         badge=("info", "Compared"),
-        headline=" ".join(item.words for item in verdict[:2]),
+        headline=verdict[0].words,
         sections=(
-            section("findings", "What differs", Items(tuple(verdict)), _figures(reports)),
+            section("findings", "What differs", Items(tuple(verdict[1:])), _figures(reports)),
             _set_differently(found), _measured(found), _charts(reports),
         ),
         footer=(f"torchobs {__version__}",),

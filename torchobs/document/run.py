@@ -18,7 +18,7 @@ from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.health import BADGES, LEVELS
 from torchobs.diagnosis.load import Chosen
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, last_known, units
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step, last_known, units
 from torchobs.diagnosis.stall import stall
 from torchobs.document import sections
 from torchobs.document.blocks import (
@@ -41,11 +41,26 @@ from torchobs.flight.format.event_ring import plain
 from torchobs.flight.format.layout import Region
 from torchobs.flight.metrics.throughput import speed
 
-_MOST_EVENTS = 200
-_MOST_LINES, _MOST_ROWS = 8, 256
+_MANY, _MOST_LINES = 40, 8
 _LONGEST = 4000
 JSON_VERSION = 1
 """Increases when a field of the plain data changes or is removed"""
+_MEMORY = {
+    "rss": catalog.MEMORY_HOST_RSS,
+    "children_rss": catalog.MEMORY_HOST_CHILDREN_RSS,
+    "machine_available": catalog.MEMORY_HOST_AVAILABLE,
+    "cgroup_working_set": catalog.CGROUP_MEMORY_WORKING_SET,
+    "cgroup_peak": catalog.CGROUP_MEMORY_PEAK,
+    "cgroup_limit": catalog.CGROUP_MEMORY_LIMIT,
+    "shared_used": catalog.MEMORY_SHARED_USED,
+    "shared_size": catalog.MEMORY_SHARED_SIZE,
+}
+_DEVICE_MEMORY = {
+    "allocated": catalog.MEMORY_DEVICE_ALLOCATED,
+    "reserved": catalog.MEMORY_DEVICE_RESERVED,
+    "peak": catalog.MEMORY_DEVICE_PEAK,
+    "limit": catalog.MEMORY_DEVICE_LIMIT,
+}
 _CHECKPOINT = {
     "timestamp": catalog.CHECKPOINT_TIMESTAMP,
     "duration": catalog.CHECKPOINT_DURATION,
@@ -53,22 +68,32 @@ _CHECKPOINT = {
 }
 
 
-def run_document(chosen: Chosen) -> Document:
+class Options(NamedTuple):
+    """How much of each rank is shown."""
+
+    steps: int = 10
+    events: int = 200
+    history: bool = False
+
+
+DEFAULT = Options()
+
+
+def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     """Return the report on a run; ``chosen`` has one rank or more."""
     known = diagnose_run(chosen.ranks, chosen.launchers)
     first = chosen.ranks[known.principal]
     job_name, run_id, _ = first.identity
-    sections = [one for one in _sections(chosen.ranks, known) if one.blocks]
+    sections = [one for one in _sections(chosen.ranks, known, options) if one.blocks]
     names = {one.name for one in sections}
     happened = section(
         "findings", "What happened", _findings(chosen.ranks, known, names), *_limits(chosen), _figures(first, chosen.ranks)
     )
-    level = LEVELS[known.verdict.severity]
-    unread = (f"Not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
+    unread = (f"not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
     return Document(
         title=job_name,
         subtitle=_subtitle(run_id, chosen.ranks),
-        badge=(known.verdict.severity, BADGES[level]),
+        badge=(known.verdict.severity, BADGES[LEVELS[known.verdict.severity]]),
         headline=known.health.headline,
         sections=(happened, *sections),
         footer=(*unread, f"torchobs {__version__}; from {text_format.plural(len(chosen.ranks), 'flight file')}"),
@@ -83,31 +108,36 @@ def _subtitle(run_id: str, every: Sequence[RankReport]) -> str:
     return f"{run_id} · {text_format.plural(len(every), 'rank')}{where} · {times}"
 
 
-def _sections(every: Sequence[RankReport], known: RunDiagnosis) -> Iterator[Section]:
+def _sections(every: Sequence[RankReport], known: RunDiagnosis, options: Options) -> Iterator[Section]:
     first = every[known.principal]
     of = f" of rank {first.rank}" if len(every) > 1 else ""
     if len(every) > 1:
         yield _ranks(every)
+    yield sections.last_steps(first, of, options.steps)
+    yield sections.stack(first, of)
     yield sections.training(first, of)
     yield sections.anomalies(first, of)
     yield sections.time_spent(first, of)
     yield sections.memory(first, of)
     yield sections.layers(first, of)
     yield sections.compilation(first, of)
-    yield _events(first, of)
+    yield sections.checkpoints(first, of)
+    yield sections.events(first, of, options.events)
     yield start(every, first)
 
 
 def _findings(every: Sequence[RankReport], known: RunDiagnosis, names: set[str]) -> Items:
-    found = [*known.together, *known.by_rank[known.principal]]
-    told = {finding.long for finding in found}
-    others = [
-        finding
-        for index, report in enumerate(every)
-        for finding in known.by_rank[index][:1]
-        if index != known.principal and finding.long not in told and report.state not in {"alive", "finished"}
-    ]
-    return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in (*found, *others)))
+    """Return the findings on the run and on the rank shown in full, and how the others ended; equal endings once."""
+    others: dict[tuple[str, str], list[Finding]] = {}
+    for index, report in enumerate(every):
+        if index != known.principal:
+            others.setdefault((report.state, report.reason), []).append(known.by_rank[index][0])
+    endings = []
+    for ending, *alike in others.values():
+        also = f" The same goes for {text_format.plural(len(alike), 'more rank')}." if alike else ""
+        endings.append(ending._replace(values={**ending.values, "also": also}))
+    found = (*known.together, *known.by_rank[known.principal], *endings)
+    return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in found))
 
 
 def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
@@ -132,11 +162,13 @@ def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
 
 
 def _speed(report: RankReport) -> Iterator[Figure]:
-    pace = report.speed
+    pace, share = report.speed, report.value(catalog.MFU)
     if pace is not None and pace.per_s:
         rates = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
-        more = next((text_format.rate(per_s, what) for per_s, what in rates if per_s), "")
-        yield Figure("Speed", text_format.rate(pace.per_s, "steps"), more)
+        more = [text_format.rate(per_s, what) for per_s, what in rates if per_s]
+        more += [f"MFU {text_format.percent(share)}"] if share is not None else []
+        more += [f"over {text_format.plural(pace.steps, 'step')}"]
+        yield Figure("Speed", text_format.rate(pace.per_s, "steps"), ", ".join(more))
 
 
 def _limits(chosen: Chosen) -> Iterator[Text]:
@@ -152,44 +184,18 @@ def _limits(chosen: Chosen) -> Iterator[Text]:
         yield Text(f"{words} Totals, and memory and layers over time, cover the whole run.", "note")
 
 
-def _events(report: RankReport, of: str) -> Section:
-    """Return the last events that the file holds."""
-    shown = [fact for fact in report.events if fact.name != catalog.EVENT_SCALARS.name]
-    rows = tuple(
-        (text_format.moment(fact.time_s, "%H:%M:%S"), "" if fact.step is None else f"{fact.step:,}", _name(fact), _words(fact))
-        for fact in shown[-_MOST_EVENTS:]
-    )
-    left = f"; the last {_MOST_EVENTS} of {len(shown):,}" if len(shown) > _MOST_EVENTS else ""
-    table = Table(f"Events that the flight file holds{left}", ("Time", "Step", "Event", "What"), rows, frozenset({0, 2, 3}))
-    return section("events", f"Events{of}", table if rows else None, wide=True)
-
-
-def _name(fact: Fact) -> str:
-    kind = fact.text("kind").replace("_", " ")
-    return kind or text_format.clean(fact.name.removeprefix("torchobs."), 80)
-
-
-def _words(fact: Fact) -> str:
-    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
-    told = [f"{text_format.clean(name, 40)} {text}" for name, text in words if text]
-    return text_format.clean(" · ".join(told), 600)
+_RANK_HEAD = ("Rank", "State", "Exit", "Step", "Loss", "Grad norm", "Step time", *catalog.PHASES, "Last seen", "Host")
 
 
 def _ranks(every: Sequence[RankReport]) -> Section:
-    """Return a table of the ranks, and their step times and losses in one chart each."""
-    head = (
-        "Rank",
-        "State",
-        "Ended by",
-        "Steps",
-        "Loss",
-        "Gradient norm",
-        "Step time",
-        *(name.capitalize() for name in catalog.PHASES),
-        "Host",
+    """Return a table of the ranks, those in trouble first if there are many, and a chart each of step times and losses."""
+    ordered = sorted(every, key=lambda report: report.state in {"alive", "finished"}) if len(every) > _MANY else every
+    table = Table(
+        "Times are medians of the last steps",
+        _RANK_HEAD,
+        tuple(map(_rank_row, ordered)),
+        frozenset({1, 2, len(_RANK_HEAD) - 1}),
     )
-    table = Table("Ranks compared; times are medians of their last steps", head, tuple(map(_rank_row, every[:_MOST_ROWS])),
-                  frozenset({0, 1, 2, len(head) - 1}))  # fmt: skip
     charts = (_rank_lines(every, "Step time by rank", "duration_s", timed=True), _rank_lines(every, "Loss by rank", "loss"))
     return section("ranks", "Ranks", table, *charts)
 
@@ -198,11 +204,12 @@ def _rank_row(report: RankReport) -> tuple[str, ...]:
     phases = typical_phases(report.steps)
     last = report.steps[-1] if report.steps else None
     return (
-        report.rank, report.state, report.reason, f"{report.last_step:,}", text_format.number(last.loss if last else None),
+        report.rank, report.state, report.reason if report.reason != report.state else "", f"{report.last_step}",
+        text_format.number(last.loss if last else None),
         text_format.number(last_known([step.grad_norm for step in report.steps])),
         text_format.duration(sum(phases.values()) or None),
         *(text_format.duration(phases.get(name)) for name in catalog.PHASES),
-        report.described("host"),
+        text_format.moment(report.last_s, "%H:%M:%S"), report.described("host"),
     )  # fmt: skip
 
 
@@ -280,14 +287,6 @@ def _text(value: object) -> str:
     return text_format.clean(text_format.joined(value) if isinstance(value, list) else value)
 
 
-class Options(NamedTuple):
-    """How much of each rank is shown."""
-
-    steps: int = 10
-    events: int = 20
-    history: bool = False
-
-
 def document(
     ranks: Sequence[RankReport], launchers: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options
 ) -> dict[str, Any]:
@@ -352,9 +351,9 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
         "device_phases": report.by_attribute(catalog.STEP_DEVICE_TIME),
         "typical_phases": typical_phases(report.steps),
         "anomalies": report.by_attribute(catalog.ANOMALIES),
-        "memory": sections.host_memory(report),
+        "memory": {name: report.value(metric) for name, metric in _MEMORY.items()},
         "oom_kills": report.value(catalog.CGROUP_MEMORY_OOM_KILLS),
-        "device_memory": sections.device_memory(report),
+        "device_memory": _device_memory(report),
         "checkpoint": {name: report.value(metric) for name, metric in _CHECKPOINT.items()},
         "amp": {
             "scale": report.by_attribute(catalog.AMP_SCALE),
@@ -369,6 +368,15 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
             "graph_breaks": report.by_attribute(catalog.COMPILE_GRAPH_BREAKS),
         },
     }
+
+
+def _device_memory(report: RankReport) -> dict[str, dict[str, float]]:
+    """Return the last known memory use of each device, in bytes."""
+    sizes: dict[str, dict[str, float]] = {}
+    for name, metric in _DEVICE_MEMORY.items():
+        for device, value in report.by_attribute(metric).items():
+            sizes.setdefault(device, {})[name] = value
+    return sizes
 
 
 def _finding(finding: Finding) -> dict[str, str]:

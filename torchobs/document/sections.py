@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from math import isfinite
 from statistics import median, quantiles
 
@@ -10,8 +12,11 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text
+from torchobs.diagnosis.stall import shown, stall, without_launcher
+from torchobs.diagnosis.status import Get
 from torchobs.document.blocks import (
     AreaChart,
+    Code,
     HeatMap,
     LineChart,
     Mark,
@@ -48,23 +53,22 @@ _HOST = {
     catalog.CGROUP_MEMORY_WORKING_SET: "container",
 }  # fmt: skip
 _DEVICE = {catalog.MEMORY_DEVICE_ALLOCATED: "allocated", catalog.MEMORY_DEVICE_RESERVED: "reserved"}
-_DEVICE_HEAD = ("Device", "Allocated", "Reserved", "Peak", "Limit")
-_MEMORY = {
-    "rss": catalog.MEMORY_HOST_RSS,
-    "children_rss": catalog.MEMORY_HOST_CHILDREN_RSS,
-    "machine_available": catalog.MEMORY_HOST_AVAILABLE,
-    "cgroup_working_set": catalog.CGROUP_MEMORY_WORKING_SET,
-    "cgroup_peak": catalog.CGROUP_MEMORY_PEAK,
-    "cgroup_limit": catalog.CGROUP_MEMORY_LIMIT,
-    "shared_used": catalog.MEMORY_SHARED_USED,
-    "shared_size": catalog.MEMORY_SHARED_SIZE,
-}
-_DEVICE_MEMORY = {
-    "allocated": catalog.MEMORY_DEVICE_ALLOCATED,
-    "reserved": catalog.MEMORY_DEVICE_RESERVED,
-    "peak": catalog.MEMORY_DEVICE_PEAK,
-    "limit": catalog.MEMORY_DEVICE_LIMIT,
-}
+_DEVICE_MORE = {catalog.MEMORY_DEVICE_ALLOCATED: "in use", catalog.MEMORY_DEVICE_PEAK: "at most"}
+_HOST_MEMORY: tuple[tuple[str, catalog.Metric, catalog.Metric | None], ...] = (
+    ("process", catalog.MEMORY_HOST_RSS, None), ("its children", catalog.MEMORY_HOST_CHILDREN_RSS, None),
+    ("available on the machine", catalog.MEMORY_HOST_AVAILABLE, None),
+    ("container", catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT),
+    ("container's peak", catalog.CGROUP_MEMORY_PEAK, None),
+    ("shared memory", catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE),
+)  # fmt: skip
+"""Name, metric and that of what it is a part of"""
+WHOLES = {"cgroup": "container", "machine": "machine"}
+_MOST_ALIKE, _MOST_FRAMES = 3, 12
+_MOST_RANKS = 1e7
+"""A damaged file may hold any number"""
+
+Of = Callable[[catalog.Metric], Mapping[tuple[str, ...], float]]
+"""Returns all values of a metric by those of its attributes"""
 
 
 def training(report: RankReport, of: str) -> Section:
@@ -82,7 +86,8 @@ def training(report: RankReport, of: str) -> Section:
         _scale(report),
         *_scalars(report),
     ]  # fmt: skip
-    return section("training", f"Training{of}", *(chart for chart in charts if chart is not None and chart.series))
+    drawn = (chart for chart in charts if chart is not None and chart.series)
+    return section("training", f"Training{of}", *drawn, precision_table(report.value, report.of))
 
 
 def _series(steps: Iterable[Step], field: str) -> tuple[Series, ...]:
@@ -207,11 +212,12 @@ def time_spent(report: RankReport, of: str) -> Section:
     """Return where the time went, of the run and of a step."""
     times = [(float(step.step), step.duration_s) for step in report.steps if step.duration_s is not None]
     goodput = report.by_attribute(catalog.GOODPUT_TIME)
-    phases = report.by_attribute(catalog.STEP_PHASE_TIME)
+    phases, device = report.by_attribute(catalog.STEP_PHASE_TIME), report.by_attribute(catalog.STEP_DEVICE_TIME)
     return section(
         "time", f"Time{of}",
-        Shares(f"Goodput: the time since {report.since}", goodput, "goodput-") if sum(goodput.values()) else None,
+        Shares(f"Time since {report.since}", goodput, "goodput-") if sum(goodput.values()) else None,
         Shares("Time by phase of a step, all steps", phases) if sum(phases.values()) else None,
+        Shares("Phases on the GPU, of its time in a step", device) if sum(device.values()) else None,
         LineChart("Step time", (Series("step time", times),), text_format.duration, note=_spread(report)) if times else None,
         _phases(report), *_operations(report),
     )  # fmt: skip
@@ -270,36 +276,88 @@ def _spans(report: RankReport) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def host_memory(report: RankReport) -> dict[str, float | None]:
-    """Return the last known use of host memory, in bytes."""
-    return {name: report.value(metric) for name, metric in _MEMORY.items()}
-
-
-def device_memory(report: RankReport) -> dict[str, dict[str, float]]:
-    """Return the last known memory use of each device, in bytes."""
-    found: dict[str, dict[str, float]] = {}
-    for name, metric in _DEVICE_MEMORY.items():
-        for device, value in report.by_attribute(metric).items():
-            found.setdefault(device, {})[name] = value
-    return found
-
-
 def memory(report: RankReport, of: str) -> Section:
     """Return memory of host and devices: over time, and as last seen."""
     limit = report.value(catalog.CGROUP_MEMORY_LIMIT)
     host = _chart(report, "Host memory", _HOST, (("limit", limit),) if limit else ())
     device = _chart(report, "Device memory", _DEVICE, ())
-    known = {name: value for name, value in host_memory(report).items() if value}
-    rows = tuple((name.replace("_", " "), text_format.size(value)) for name, value in known.items())
-    devices = tuple(
-        (device_name, *(text_format.size(sizes.get(name)) for name in ("allocated", "reserved", "peak", "limit")))
-        for device_name, sizes in device_memory(report).items()
+    return section("memory", f"Memory{of}", host, device, memory_table(report.value, report.of))
+
+
+def memory_table(get: Get, of: Of) -> Table | None:
+    """Return the memory in use: of devices, process, container and machine."""
+    rows = []
+    reserved, limits = of(catalog.MEMORY_DEVICE_RESERVED), of(catalog.MEMORY_DEVICE_LIMIT)
+    for device, size in reserved.items():
+        known = ((get(metric, *device), word) for metric, word in _DEVICE_MORE.items())
+        more = [f"{text_format.size(value)} {word}" for value, word in known if value is not None]
+        rows.append((f"{device[0]} reserved", ", ".join([_of_limit(size, limits.get(device)), *more])))
+    for name, metric, whole in _HOST_MEMORY:
+        if used := get(metric):
+            rows.append((name, _of_limit(used, get(whole) if whole is not None else None)))
+    for (limit,), share in of(catalog.MEMORY_HOST_UTILIZATION).items():
+        rows.append((f"{WHOLES.get(limit, limit)} full", text_format.percent(share)))
+    for (space,), left_s in of(catalog.MEMORY_TIME_TO_LIMIT).items():
+        rows.append((f"{space} memory full in", text_format.span(left_s)))
+    if kills := get(catalog.CGROUP_MEMORY_OOM_KILLS):
+        rows.append(("killed in its cgroup for memory", text_format.plural(int(kills), "process", "processes")))
+    return _pairs("In use, as last seen", rows)
+
+
+def _of_limit(size: float, limit: float | None) -> str:
+    return f"{text_format.size(size)} of {text_format.size(limit)}" if limit else text_format.size(size)
+
+
+def _pairs(caption: str, rows: Iterable[tuple[str, str]]) -> Table | None:
+    """Return a table of names and values; none of no rows."""
+    rows = tuple((text_format.clean(name, 80), value) for name, value in rows)
+    return Table(caption, ("What", "Value"), rows, frozenset({0, 1})) if rows else None
+
+
+def precision_table(get: Get, of: Of) -> Table | None:
+    """Return autocast and the loss scale."""
+    kinds = [f"{dtype} on {device}" for device, dtype in of(catalog.AMP_AUTOCAST)]
+    scales = of(catalog.AMP_SCALE)
+    rows = [("autocast", text_format.clean(", ".join(kinds)))] if kinds else []
+    rows += [
+        (f"loss scale {scaler}" if len(scales) > 1 else "loss scale", text_format.number(one))
+        for (scaler,), one in scales.items()
+    ]
+    counts = (("steps skipped", catalog.AMP_STEPS_SKIPPED), ("in a row now", catalog.AMP_SKIP_STREAK)) if scales else ()
+    return _pairs("Mixed precision", [*rows, *_counted(get, counts)])
+
+
+def compile_table(get: Get, of: Of) -> Table | None:
+    """Return what ``torch.compile`` did; none if it was not used."""
+    times = {stage: seconds for (stage,), seconds in of(catalog.COMPILE_TIME).items() if seconds}
+    if not times and not get(catalog.COMPILE_IN_PROGRESS):
+        return None
+    rows = [("now", "compiling")] if get(catalog.COMPILE_IN_PROGRESS) else []
+    rows += [(stage, text_format.duration(seconds)) for stage, seconds in times.items()]
+    first, again = (int(get(catalog.COMPILE_COMPILATIONS, cause) or 0) for cause in ("first", "recompile"))
+    rows += [("compilations", f"{first:,}, and {again:,} again")]
+    for name, metric in (("graph breaks", catalog.COMPILE_GRAPH_BREAKS), ("given up", catalog.COMPILE_FAILURES)):
+        rows += [(f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in of(metric).items() if count]
+    return _pairs("torch.compile; stages contain one another", rows)
+
+
+def checkpoint_table(get: Get, now_s: float) -> Table | None:
+    """Return what was saved, and the steps that were clipped; ``now_s``: Unix time."""
+    saved, failed = get(catalog.CHECKPOINTS, "saved"), get(catalog.CHECKPOINTS, "failed")
+    rows = (
+        [("checkpoints", f"{text_format.count(saved)}{f', {text_format.count(failed)} failed' if failed else ''}")]
+        if saved or failed
+        else []
     )
-    return section(
-        "memory", f"Memory{of}", host, device,
-        Table("Host memory, as last seen", ("What", "Size"), rows) if rows else None,
-        Table("Device memory, as last seen", _DEVICE_HEAD, devices) if devices else None,
-    )  # fmt: skip
+    at_s, size = get(catalog.CHECKPOINT_TIMESTAMP), get(catalog.CHECKPOINT_SIZE)
+    if at_s:
+        rows += [("last one", f"{text_format.span(now_s - at_s)} ago" + (f", {text_format.size(size)}" if size else ""))]
+    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("not finite", catalog.GRAD_NONFINITE_STEPS))
+    return _pairs("Checkpoints and gradients", [*rows, *_counted(get, counts)])
+
+
+def _counted(get: Get, wanted: Iterable[tuple[str, catalog.Metric]]) -> Iterator[tuple[str, str]]:
+    return ((name, text_format.count(value)) for name, metric in wanted if (value := get(metric)))
 
 
 def _chart(
@@ -319,26 +377,13 @@ def _chart(
 
 def compilation(report: RankReport, of: str) -> Section:
     """Return what ``torch.compile`` did."""
-    times = {stage: seconds for stage, seconds in report.by_attribute(catalog.COMPILE_TIME).items() if seconds}
-    if not times:
-        return section("compile", f"torch.compile{of}")
-    counts = {
-        "compilations": catalog.COMPILE_COMPILATIONS, "recompiled, by guard": catalog.COMPILE_RECOMPILES,
-        "failed, by reason": catalog.COMPILE_FAILURES, "graph breaks, by reason": catalog.COMPILE_GRAPH_BREAKS,
-    }  # fmt: skip
-    rows = tuple(
-        (what, kind.replace("_", " "), f"{int(count):,}")
-        for what, metric in counts.items()
-        for kind, count in report.by_attribute(metric).items()
-        if count
-    )
-    stages = tuple((stage, text_format.duration(seconds)) for stage, seconds in times.items())
-    return section(
-        "compile", f"torch.compile{of}",
-        Table("Time to compile; stages contain one another", ("Stage", "Time"), stages),
-        Table("Compilations of the whole run", ("What", "Kind", "Number"), rows, frozenset({0, 1})) if rows else None,
-        _reasons(report),
-    )  # fmt: skip
+    table = compile_table(report.value, report.of)
+    return section("compile", f"torch.compile{of}", table, _reasons(report) if table is not None else None)
+
+
+def checkpoints(report: RankReport, of: str) -> Section:
+    """Return what was saved by the rank's last sign of life."""
+    return section("checkpoints", f"Checkpoints{of}", checkpoint_table(report.value, report.last_s))
 
 
 def _reasons(report: RankReport) -> Table | None:
@@ -355,3 +400,74 @@ def _reasons(report: RankReport) -> Table | None:
     return (
         Table("Reasons, the last of each kind", ("Event", "Step", "Reason"), tuple(rows), frozenset({0, 2})) if rows else None
     )
+
+
+_STEP_HEAD = ("Step", "Loss", "Grad norm", "Took", "Learning rate", "", "Ended", *catalog.PHASES)
+
+
+def last_steps(report: RankReport, of: str, most: int) -> Section:
+    """Return the last steps as a table."""
+    rows = tuple(
+        (
+            f"{step.step:,}", text_format.number(step.loss), text_format.number(step.grad_norm),
+            text_format.duration(step.duration_s), text_format.number(step.learning_rate),
+            "skipped" if step.skipped else "clipped" if step.clipped else "", text_format.moment(step.end_s, "%H:%M:%S"),
+            *(text_format.duration(step.phase_s.get(phase)) for phase in catalog.PHASES),
+        )
+        for step in (report.steps[-most:] if most else ())
+    )  # fmt: skip
+    ranks = report.value(catalog.GRAD_NORM_RANKS) or 1.0
+    shard = (
+        f"Gradient norms are of this rank's own shard; the squares of {ranks:,.0f} ranks' norms add up to that of the whole's."
+    )
+    return section(
+        "steps", f"Last steps{of}", Table("With the time of each phase", _STEP_HEAD, rows, frozenset({5})) if rows else None,
+        Text(shard) if rows and 1.0 < ranks < _MOST_RANKS else None,
+    )  # fmt: skip
+
+
+def stack(report: RankReport, of: str) -> Section:
+    """Return where the main thread was when it was last looked at, if that was in a stall at the end."""
+    stalled = stall(report)
+    frames = without_launcher(stalled.frames) if stalled is not None else ()
+    more = [f"… and {len(frames) - _MOST_FRAMES} more"] if len(frames) > _MOST_FRAMES else []
+    return section("stack", f"Stack{of}", Code("\n".join([*map(shown, frames[:_MOST_FRAMES]), *more])) if frames else None)
+
+
+def events(report: RankReport, of: str, most: int) -> Section:
+    """Return the last events that the file holds, many of a kind in a row as one."""
+    rows = tuple(
+        (text_format.moment(fact.time_s, "%H:%M:%S"), steps, name, words)
+        for fact, steps, name, words in list(_joined(report.events))[-most:]
+    )
+    table = Table("Those that the flight file still holds", ("Time", "Step", "Event", "What"), rows, frozenset({0, 2, 3}))
+    return section("events", f"Events{of}", table if rows and most else None, wide=True)
+
+
+def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str, str, str]]:
+    """Yield the last of each row of like events, with steps, name and words; anomalies of any kind are alike."""
+    for name, group in groupby(events, key=lambda fact: fact.name):
+        same = list(group)
+        steps = [fact.step for fact in same if fact.step is not None]
+        if name == catalog.EVENT_ANOMALY.name and len(same) > 1:
+            kinds = Counter[str]()
+            for fact in same:
+                kinds[_kind(fact)] += 1 + fact.count("left_out")
+            first, usual = (text_format.number(same[0].number(name)) for name in ("value", "baseline"))
+            words = " · ".join([f"{kind} ×{count:,}" for kind, count in kinds.items()])
+            yield (
+                same[-1],
+                f"{min(steps):,} to {max(steps):,}" if steps else "",
+                "anomalies",
+                f"{words} · first: {first}, usual {usual}",
+            )
+        else:
+            alone = same if len(same) <= _MOST_ALIKE else same[-1:]
+            for fact in alone:
+                more = f" (the last of {len(same):,} on end)" if len(alone) < len(same) else ""
+                yield fact, "" if fact.step is None else f"{fact.step:,}", _kind(fact), _words(fact) + more
+
+
+def _words(fact: Fact) -> str:
+    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
+    return text_format.clean(" · ".join(f"{text_format.clean(name, 40)} {text}" for name, text in words if text), 600)

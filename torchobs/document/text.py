@@ -1,4 +1,4 @@
-"""Text that fits a terminal: its width and colours, tables and paragraphs, and a report's document as lines."""
+"""A document as lines that fit a terminal: its width, colours, tables and paragraphs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
-from torchobs.document.blocks import Block, Document, Items, LineChart, Table, Text
+from torchobs.document.blocks import Block, Code, Document, Figures, Items, LineChart, Shares, Table, Text
 
 NARROWEST, WIDEST, UNKNOWN = 40, 200, 120
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-
+MANY = 40
+"""Most rows of a table that are printed"""
 STATE_COLOURS = {
-    "alive": "green", "finished": "green", "hung": "red", "failed": "red", "lost": "red", "unresponsive": "yellow",
+    "alive": "", "finished": "", "hung": "red", "failed": "red", "lost": "red", "unresponsive": "yellow",
 }  # fmt: skip
-GAP = "  "
+SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
+_CODES = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
+_GAP = "  "
 _NARROWEST_TEXT = 20
-_SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
-_WIDEST_WORDS = 48
-_NAMES = 14
+_LEAST_WORDS = 12
+_WIDEST_CURVE = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +54,99 @@ def size_of(out: TextIO) -> os.terminal_size:
     """Return the present size of the terminal; else that in COLUMNS and LINES, or 120 columns."""
     if out.isatty():
         with contextlib.suppress(OSError, ValueError):
-            found = os.get_terminal_size(out.fileno())
-            if found.columns and found.lines:
-                return found
+            size = os.get_terminal_size(out.fileno())
+            if size.columns and size.lines:
+                return size
     return shutil.get_terminal_size((UNKNOWN, 24))
 
 
-class Column(NamedTuple):
-    """A column: heading, whether right-aligned, and the order in which it is dropped (0 never, 9 before 8)."""
+def render(document: Document, style: TerminalStyle) -> list[str]:
+    """Return a document's findings, tables and curves. Other charts are left out."""
+    severity, verdict = document.badge
+    lines = [style("bold", text_format.cut(document.title, style.width)), *flow(document.subtitle.split(" · "), style.width)]
+    headline = bullets([f"{verdict}. {document.headline}"], style.width, "")
+    lines += [style(SEVERITY_COLOURS[severity], line) for line in headline]
+    for section in document.sections:
+        body = [line for block in section.blocks for line in block_lines(block, style)]
+        if body:
+            lines += ["", style("bold", text_format.cut(section.title, style.width)), *body]
+    footer = [text_format.cut(words, style.width) for words in document.footer]
+    return [*lines, *(["", *footer] if footer else [])]
 
-    heading: str
-    right: bool = True
-    dispensable: int = 0
+
+def block_lines(block: Block, style: TerminalStyle) -> Iterator[str]:
+    """Yield a block's lines."""
+    if isinstance(block, Items):
+        for item in block.items:
+            yield from (style(SEVERITY_COLOURS[item.severity], line) for line in bullets([item.words], style.width))
+    elif isinstance(block, Text) and block.tone != "note":
+        colour = "yellow" if block.tone == "warning" else ""
+        yield from (style(colour, line) for line in bullets([block.words], style.width, ""))
+    elif isinstance(block, Code):
+        yield from (text_format.cut(line, style.width) for line in block.words.splitlines())
+    elif isinstance(block, Figures):
+        parts = ((f"{one.name} {one.value}", one.more) for one in block.figures)
+        yield from flow([f"{words} ({more})" if more else words for words, more in parts], style.width)
+    elif isinstance(block, Shares):
+        yield from flow([f"{block.caption}:", *shares(block.parts)], style.width)
+    elif isinstance(block, Table):
+        yield from _table(block, style)
+    elif isinstance(block, LineChart):
+        yield from _curves(block, style)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return a heading and one line per row, at most ``width`` columns wide. Cells must be clean texts."""
-    kept = list(range(len(columns)))
-    widths = [max([text_format.columns(row[index]) for row in rows] + [len(columns[index].heading)]) for index in kept]
-    while sum(widths[index] + len(GAP) for index in kept) - len(GAP) > width:
-        at = max(kept, key=lambda index: columns[index].dispensable)
-        if not columns[at].dispensable:
-            break
-        kept.remove(at)
-    heading = [column.heading for column in columns]
-    cells = ([text_format.pad(row[i], widths[i], right=columns[i].right) for i in kept] for row in (heading, *rows))
-    return [text_format.cut(GAP.join(row).rstrip(), width) for row in cells]
+def _table(block: Table, style: TerminalStyle) -> Iterator[str]:
+    """Yield the first rows of a table; pairs of a name and a value are put side by side."""
+    if len(block.head) == 2:  # noqa: PLR2004
+        yield from flow([f"{block.caption}:", *(f"{name} {value}" for name, value in block.rows)], style.width)
+        return
+    if block.caption:
+        yield style("dim", text_format.cut(block.caption, style.width))
+    yield from table(block, style, MANY)
+    if len(block.rows) > MANY:
+        yield f"… and {len(block.rows) - MANY:,} more"
+
+
+def table(block: Table, style: TerminalStyle, most: int | None = None) -> list[str]:
+    """Return a heading and a line for each row, in the colour of the state in it.
+
+    Columns without any text are left out; where room lacks, the last ones go.
+    """
+    rows = block.rows[:most]
+    columns: list[list[str]] = []
+    needed: list[int] = []
+    for at, (head, *cells) in enumerate(zip(block.head, *rows, strict=True)):
+        if any(cells):
+            room = max(map(text_format.columns, (head, *cells)))
+            needed.append(min(room, _LEAST_WORDS) if at in block.words else room)
+            columns.append([text_format.pad(cell, room, right=at not in block.words) for cell in (head, *cells)])
+    while sum(text_format.columns(first) + len(_GAP) for first, *_ in columns[:-1]) + needed[len(columns) - 1] > style.width:
+        columns.pop()
+    lines = [text_format.cut(_GAP.join(cells).rstrip(), style.width) for cells in zip(*columns, strict=True)]
+    colours = [next((STATE_COLOURS[cell] for cell in row if cell in STATE_COLOURS), "") for row in rows]
+    return [style(colour, line) for colour, line in zip(("dim", *colours), lines, strict=True)]
+
+
+def _curves(chart: LineChart, style: TerminalStyle) -> Iterator[str]:
+    name_room = max(len(chart.name), 14)
+    series_room = max(map(len, (one.name for one in chart.series)), default=0) if len(chart.series) > 1 else 0
+    for index, one in enumerate(chart.series):
+        name = text_format.pad(chart.name if not index else "", name_room)
+        before = f"{name} {text_format.pad(one.name, series_room)} " if series_room else f"{name} "
+        yield curve(before, [value for _, value in one.points], chart, style)
+    if chart.note:
+        yield from bullets([chart.note], style.width, "  ")
+
+
+def curve(before: str, values: Sequence[float], chart: LineChart, style: TerminalStyle) -> str:
+    """Return the values as bars in a line that begins with ``before`` and ends with their range and the last one."""
+    finite = sorted(value for value in values if abs(value) < float("inf"))
+    ends = f"{chart.rounded(finite[0])} to {chart.rounded(finite[-1])}, " if finite else ""
+    after = f" {ends}last {chart.rounded(values[-1])}"
+    room = min(_WIDEST_CURVE, style.width - text_format.columns(before) - len(after))
+    return text_format.cut(
+        f"{before}{text_format.sparkline(values, room, ascii_only=not style.unicode)}{after}", style.width
+    )  # fmt: skip
 
 
 def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
@@ -90,54 +158,18 @@ def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
     return lines
 
 
-def shares(parts: Mapping[str, float], width: int, total: float | None = None) -> list[str]:
-    """Return ``productive 84 %  data 3 %`` in as many lines as needed; zero shares are left out."""
-    whole = sum(parts.values()) if total is None else total
-    if whole <= 0:
-        return []
-    shown = [f"{name} {text_format.percent(value / whole)}" for name, value in parts.items() if value > 0]
-    return flow(shown, width)
+def shares(parts: Mapping[str, float]) -> list[str]:
+    """Return ``productive 84 %`` for each part of a whole that is not zero."""
+    whole = sum(parts.values())
+    return [f"{name} {text_format.percent(value / whole)}" for name, value in parts.items() if value > 0]
 
 
 def flow(items: Sequence[str], width: int) -> list[str]:
     """Return items side by side, in as many lines as needed, without breaking any."""
     lines: list[str] = []
     for item in items:
-        if lines and text_format.columns(lines[-1]) + len(GAP) + text_format.columns(item) <= width:
-            lines[-1] += GAP + item
+        if lines and text_format.columns(lines[-1]) + len(_GAP) + text_format.columns(item) <= width:
+            lines[-1] += _GAP + item
         else:
             lines.append(text_format.cut(item, width))
     return lines
-
-
-def document_lines(document: Document, style: TerminalStyle) -> list[str]:
-    """Return the document's findings, tables and curves."""
-    lines = [style("bold", text_format.cut(document.title, style.width)), text_format.cut(document.subtitle, style.width)]
-    for section in document.sections:
-        body = [line for block in section.blocks for line in _block(block, style)]
-        if body:
-            lines += ["", style("bold", section.title), *body]
-    return lines
-
-
-def _block(block: Block, style: TerminalStyle) -> Iterator[str]:
-    if isinstance(block, Items):
-        for item in block.items:
-            yield from (style(_SEVERITY_COLOURS[item.severity], line) for line in bullets([item.words], style.width))
-    elif isinstance(block, Text) and block.tone != "note":
-        yield from bullets([block.words], style.width, "")
-    elif isinstance(block, Table):
-        columns = [Column(name, right=index not in block.words) for index, name in enumerate(block.head)]
-        rows = [[text_format.cut(cell, _WIDEST_WORDS) for cell in row] for row in block.rows]
-        yield from table(columns, rows, style.width)
-    elif isinstance(block, LineChart):
-        yield from _curves(block, style)
-
-
-def _curves(chart: LineChart, style: TerminalStyle) -> Iterator[str]:
-    names = len(max((one.name for one in chart.series), key=len, default=""))
-    for index, one in enumerate(chart.series):
-        values = [value for _, value in one.points]
-        bars = text_format.sparkline(values, min(60, style.width - _NAMES - names - 16), ascii_only=not style.unicode)
-        name = text_format.pad(chart.name if not index else "", _NAMES)
-        yield text_format.cut(f"{name} {text_format.pad(one.name, names)} {bars} last {chart.rounded(values[-1])}", style.width)
