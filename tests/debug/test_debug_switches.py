@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchobs
 from tests.debug.models import hooks
+from tests.support import wait_until
 from tests.training import Recording
 from torchobs import debug
 from torchobs.debug.switches import PRESETS, SWITCHES, GradientNorms
@@ -73,51 +73,48 @@ def last(name: str) -> str:
     return next(row.last for row in debug.status().switches if row.name == name)
 
 
-def test_all_switches_look_and_change_nothing(tmp_path: Path) -> None:
+def test_all_switches_look_and_change_nothing(run: Recording, tmp_path: Path) -> None:
     """Weights to the bit those of a plain training; each saw something at its frequency; all is put back."""
     before, plain = state(), Training()
     plain.run(12)
     watched = Training()
     debug.enable("full", gradients_every=4, memory_every=3, performance_every=5, profile_every=6, trace_dir=tmp_path)
     watched.run(12)
-    watched.model.eval()
-    watched.model(torch.zeros(7, 4))
-    watched.model.train()
     found = debug.status()
-    debug.disable("validation")
     assert all(map(torch.equal, plain.model.state_dict().values(), watched.model.state_dict().values()))
     assert (found.enabled, found.steps, found.model) == (tuple(SWITCHES), 12, "Sequential")
     assert looks() == {
         "autograd_anomaly": 0, "autograd_profiler": 2, "tensorboard_traces": 2, "memory_usage": 4, "gradient_norms": 3,
         "forward_pass": 3, "backward_pass": 3, "device_placement": 3, "mixed_precision": 3, "data_loading": 3,
-        "early_stopping": 3, "lr_scheduling": 3,
+        "validation": 3, "early_stopping": 3, "lr_scheduling": 3,
     }  # fmt: skip
-    assert [row.name for row in found.switches if row.error or (not row.last and row.name != "validation")] == []
+    assert [row.name for row in found.switches if row.error or not row.last] == []
     assert last("forward_pass") == "6 tensors, 0 not finite"  # the input, four layers, the output
-    assert "autocast off, output float32" in last("mixed_precision")
-    assert "lr 0.01" in last("lr_scheduling")
+    assert {last("mixed_precision"), last("lr_scheduling")} == {"autocast off", "lr 0.01"}
+    assert "top operator" in last("autograd_profiler")
     assert len(list(tmp_path.glob("*.pt.trace.json"))) == 2
-    assert debug.disable().enabled == ()
-    torchobs.shutdown()
+    assert len(run.frames("torchobs.debug.early_stopping")) == 3
+    assert run.errors() == []
+    debug.disable()
     assert state() == before
     assert hooks(watched.model) == 0
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_each_alone_is_undone(name: str, tmp_path: Path) -> None:
+def test_each_alone_is_undone(tmp_path: Path) -> None:
     """Also a switch that is removed before its first step, and while others stay."""
     before, training = state(), Training()
-    assert debug.enable([name], model=training.model, trace_dir=tmp_path).enabled == (name,)
-    training.run(2)
-    debug.enable("lr_scheduling")
-    debug.disable([name])
-    assert debug.status().enabled == (() if name == "lr_scheduling" else ("lr_scheduling",))
-    debug.disable()
-    debug.enable(name, model=training.model)
-    debug.disable()
+    for name in SWITCHES:
+        assert debug.enable([name], model=training.model, trace_dir=tmp_path).enabled == (name,)
+        training.run(2)
+        debug.enable("lr_scheduling")
+        debug.disable([name])
+        assert debug.status().enabled == (() if name == "lr_scheduling" else ("lr_scheduling",))
+        debug.disable()
+        debug.enable(name, model=training.model)
+        debug.disable()
+        assert hooks(training.model) == 0
     torchobs.shutdown()
     assert state() == before
-    assert hooks(training.model) == 0
 
 
 def test_what_the_user_has_set_is_restored() -> None:
@@ -130,92 +127,15 @@ def test_what_the_user_has_set_is_restored() -> None:
 
 
 def test_what_is_wrong_is_found(caplog: pytest.LogCaptureFixture) -> None:
-    """Explosion, NaN in a weight, a learning rate that jumps, weights in float16: by the switches named for them."""
+    """Explosion, NaN in a weight, a loss that is not finite: by the switches named for them."""
     training = Training()
-    debug.enable(["gradient_norms", "forward_pass", "lr_scheduling", "backward_pass"], gradients_every=1, performance_every=1)
-    training.run(1)
-    training.optimizer.param_groups[0]["lr"] = 1.0
-    training.run(1, scale=1e5)
+    debug.enable(["gradient_norms", "forward_pass", "backward_pass"], gradients_every=1)
+    training.run(2, scale=1e5)
     with torch.no_grad():
         training.model[0].weight[0, 0] = float("nan")
     training.run(1)
-    kinds = {record.torchobs_kind for record in caplog.records}
-    assert {"gradient_explosion", "learning_rate", "nonfinite_activation", "nonfinite_gradient", "nonfinite_loss"} <= kinds
-
-
-def _told_rates(caplog: pytest.LogCaptureFixture, rates: list[float], scheduled: Any = None, *, every: int = 10) -> list[str]:
-    """What is told of a training with these learning rates, one a step, or with those of a scheduler."""
-    debug.clear()
-    caplog.clear()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rates[0])
-    scheduler = scheduled(optimizer) if scheduled is not None else None
-    debug.enable("lr_scheduling", performance_every=every)
-    for rate in rates:
-        if scheduler is None:
-            optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    debug.disable()
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.parametrize("every", [1, 10])
-def test_schedules_that_are_meant_are_no_jumps(caplog: pytest.LogCaptureFixture, every: int) -> None:
-    """Promise: warm-ups from near 0, decays to it, steps to a tenth and restarts are ordinary, by a scheduler or by hand."""
-    schedulers = torch.optim.lr_scheduler
-    schedules: list[Any] = [
-        lambda o: schedulers.LambdaLR(o, lambda step: min(1.0, (step + 1) / 300)),
-        lambda o: schedulers.LinearLR(o, 1e-5, total_iters=40),
-        lambda o: schedulers.OneCycleLR(o, 1.0, total_steps=301, final_div_factor=1e5),
-        lambda o: schedulers.CosineAnnealingLR(o, 299),
-        lambda o: schedulers.CosineAnnealingWarmRestarts(o, 75),
-        lambda o: schedulers.MultiStepLR(o, [45, 95]),
-    ]
-    told = [_told_rates(caplog, [0.1] * 300, schedule, every=every) for schedule in schedules]
-    by_hand = [[(step + 1) * 1e-6 for step in range(200)], [1e-3 * (1 - step / 200) for step in range(200)]]
-    told += [_told_rates(caplog, rates, every=every) for rates in by_hand]
-    assert told == [[]] * 8
-
-
-def test_a_rate_that_jumps_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Promise: also after a warm-up, down as well as up, and for each optimizer by itself."""
-    (up,) = _told_rates(caplog, [min(1.0, (step + 1) / 50) * 0.1 for step in range(100)] + [3.0] * 20)
-    assert "from 0.1 to 3" in up
-    (down,) = _told_rates(caplog, [0.1] * 20 + [1e-4] * 20)
-    assert "from 0.1 to 0.0001" in down
-    caplog.clear()
-    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate) for rate in (1e-4, 1e-2)]
-    debug.enable("lr_scheduling", performance_every=1)
-    for optimizer in optimizers * 3:
-        optimizer.step()
-    assert caplog.records == []
-
-
-def test_validation_and_the_plateau_are_told() -> None:
-    """Forward passes in eval mode are counted until training goes on; a loss that stays costs patience."""
-    training = Training()
-    debug.enable(["validation", "early_stopping"], performance_every=1)
-    training.run(1)
-    training.model.eval()
-    with torch.no_grad():
-        training.model(torch.zeros(7, 4))
-        training.model(torch.zeros(5, 4))
-    training.model.train()
-    training.run(1)
-    assert last("validation").startswith("12 samples")
-    assert "patience left" in last("early_stopping")
-
-
-def test_a_validation_whose_first_forward_pass_raises_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """It took no time that is known; nothing fails for it."""
-    training = Training()
-    debug.enable("validation", model=training.model)
-    training.model.eval()
-    with pytest.raises(RuntimeError, match="shapes"):
-        training.model(torch.zeros(7, 3))
-    assert debug.disable().enabled == ()
-    assert not any("not put back" in record.message for record in caplog.records)
+    kinds = {record.torchobs_kind for record in caplog.records if hasattr(record, "torchobs_kind")}
+    assert {"gradient_explosion", "nonfinite_activation", "nonfinite_gradient", "nonfinite_loss"} <= kinds
 
 
 def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -226,7 +146,7 @@ def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_p
     training.run(3)
     row = next(row for row in debug.status().switches if row.name == "tensorboard_traces")
     assert row.error is not None
-    assert sum("tensorboard_traces is off" in record.message for record in caplog.records) == 1
+    wait_until(lambda: "probe 'debug.tensorboard_traces' failed" in caplog.text)
     assert not torch.autograd._profiler_enabled()
 
 
@@ -266,17 +186,16 @@ def test_an_error_of_another_model_is_not_the_training_s() -> None:
     del other
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_scripted_model_takes_no_hooks(given: bool, caplog: pytest.LogCaptureFixture) -> None:  # noqa: FBT001  # a parameter
-    """What looks at forward passes sees none, and a warning says so; the other switches look at it, given or searched for."""
+def test_a_scripted_model_takes_no_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    """What looks at forward passes sees none, and a warning says so; the other switches look at it."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 1)))
     optimizer = torch.optim.SGD(scripted.parameters(), lr=0.1)
-    debug.enable(["gradient_norms", "forward_pass"], model=scripted if given else None, gradients_every=1)
+    debug.enable(["gradient_norms", "forward_pass"], gradients_every=1)
     scripted(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert last("gradient_norms").startswith("norm")
     assert [row.name for row in debug.status().switches if row.error] == []
-    assert sum("takes no hooks" in record.message and "forward_pass" in record.message for record in caplog.records) == 1
+    assert caplog.text.count("takes no hooks") == 1
 
 
 def test_an_error_at_a_switch_s_end_is_its_own(
@@ -291,7 +210,7 @@ def test_an_error_at_a_switch_s_end_is_its_own(
     torchobs.shutdown()
     assert state() == before
     assert hooks(training.model) == 0
-    assert sum("gradient_norms is not put back" in record.message for record in caplog.records) == 1
+    assert "probe 'debug.gradient_norms' failed" in caplog.text
 
 
 def test_presets_and_arguments() -> None:
@@ -394,22 +313,6 @@ def test_nan_guard(model: nn.Linear, when: str) -> None:
     assert not guards
 
 
-def test_with_a_session(run: Recording, tmp_path: Path) -> None:
-    """Its probes and the switches share torch's hooks: steps are counted once, both leave, and decisions are its events."""
-    training = Training()
-    debug.enable("full", gradients_every=1, memory_every=1, performance_every=1, profile_every=4, trace_dir=tmp_path)
-    training.run(5)
-    found = debug.status()
-    debug.disable()
-    training.run(1)
-    assert [row.name for row in found.switches if row.error] == []
-    assert found.steps == 5
-    assert run.errors() == []
-    assert len(run.frames("torchobs.debug.early_stopping")) == 5
-    (waits,) = (row.last for row in found.switches if row.name == "data_loading")
-    assert re.fullmatch(r"\d+% of the time of [0-5] steps waiting for batches", waits)  # of those that are folded by now
-
-
 def test_switches_that_are_enabled_again_before_the_hooks_have_gone(model: nn.Linear) -> None:
     """Promise: each step is looked at once."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -425,6 +328,5 @@ def test_switches_that_are_enabled_again_before_the_hooks_have_gone(model: nn.Li
         handle.remove()
     debug.enable(["gradient_norms"], gradients_every=1)
     optimizer.step()
-    (row,) = (row for row in debug.status().switches if row.on)
-    assert (row.looks, debug.status().steps) == (1, 1)
+    assert looks() == {"gradient_norms": 1}
     step(model, optimizer)

@@ -95,7 +95,7 @@ def test_the_script_s_profiler_may_begin_in_another_thread() -> None:
     """A profiled step of ours ends for it, and goes on to be recorded in later steps."""
     ends_well(f"""
 debug.enable("performance_profiling", profile_every=2)
-for _ in range(4): step()
+for _ in range(3): step()
 def profiled():
 {"".join(f"    {line}" + chr(10) for line in OWN_PROFILER.splitlines())}
 in_thread(profiled)
