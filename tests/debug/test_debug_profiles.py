@@ -62,7 +62,7 @@ def row(key: str, kind: str, *, host: int = 0, device: int = 0, annotates: bool 
 def test_a_loop_of_ones_own() -> None:
     """All batches pass; the profile is there once its steps are, and the profiler is gone then."""
     layer, seen = nn.Linear(4, 4), []
-    loop = debug.profile([torch.randn(3, 4) for _ in range(8)], wait=2, warmup=1, active=2, shapes=False)
+    loop = debug.profile([torch.randn(3, 4) for _ in range(8)], wait=2, warmup=1, active=2)
     for batch in loop:
         seen.append(torch.autograd._profiler_enabled())
         layer(batch)

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
-TOP = 15
-_STACK = 5
-"""Lines of the stack by which operators are grouped, where stacks are recorded"""
+_ROWS, _STACK = 15, 5
+"""Rows of the table; lines of the stack by which operators are grouped, where stacks are recorded"""
 INTERRUPTED = "nothing is kept: the program's own profiler began before this one ended, and torch allows one"
 
 
@@ -54,25 +53,22 @@ class Profile(Result):
     tensorboard: str | None = None
     anomalies: tuple[str, ...] = ()
     table: str = ""
-    """Torch's own, ``key_averages().table()``: by input shape where shapes are recorded, by stack where stacks are"""
+    """Torch's own, ``key_averages().table()``: by input shape, and by stack where stacks are recorded"""
 
 
 @overload
 def profile(
     fn_or_loop: Callable[[], Any], wait: int = ..., warmup: int = ..., active: int = ..., *, batch_size: int | None = ...,
-    shapes: bool = ..., stacks: bool = ..., memory: bool = ..., flops: bool = ..., top: int = ...,
-    trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
+    stacks: bool = ..., trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
 ) -> Profile: ...  # fmt: skip
 @overload
 def profile(
     fn_or_loop: Iterable[T], wait: int = ..., warmup: int = ..., active: int = ..., *, batch_size: int | None = ...,
-    shapes: bool = ..., stacks: bool = ..., memory: bool = ..., flops: bool = ..., top: int = ...,
-    trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
+    stacks: bool = ..., trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
 ) -> ProfiledLoop[T]: ...  # fmt: skip
-def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
-    fn_or_loop: Any, wait: int = 1, warmup: int = 1, active: int = 10, *, batch_size: int | None = None, shapes: bool = True,
-    stacks: bool = False, memory: bool = True, flops: bool = True, top: int = TOP, trace: str | Path | None = None,
-    tensorboard: str | Path | None = None,
+def profile(  # noqa: PLR0913  # a schedule, and what to write
+    fn_or_loop: Any, wait: int = 1, warmup: int = 1, active: int = 10, *, batch_size: int | None = None, stacks: bool = False,
+    trace: str | Path | None = None, tensorboard: str | Path | None = None,
 ) -> Any:  # fmt: skip
     """Profile training steps with ``torch.profiler``: skip some, warm up, then record.
 
@@ -84,11 +80,7 @@ def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
         warmup: steps with the profiler running but discarded (its start makes the first ones slow).
         active: steps that are recorded.
         batch_size: samples of a step, for the time by sample.
-        shapes: record input shapes; the table has a row for each.
         stacks: record Python stacks; the table has a row for each. It makes small operators several times slower.
-        memory: record allocations.
-        flops: estimate floating-point operations of matrix products and convolutions.
-        top: rows of the table.
         trace: write a Chrome trace there (``.json`` or ``.json.gz``), for Perfetto or ``chrome://tracing``.
         tensorboard: write a trace into this directory for TensorBoard's profiler plugin.
 
@@ -97,38 +89,30 @@ def profile(  # noqa: PLR0913  # options of torch.profiler, by keyword
         ValueError: a number of steps is out of range, or the directory of ``trace`` does not exist.
         RuntimeError: another profiler is running, in whichever thread; torch allows one.
     """
-    if not all(map(is_whole, (wait, warmup, active, top))) or wait < 0 or warmup < 0 or active < 1 or top < 1:
-        found = ", ".join(map(repr, (wait, warmup, active, top)))
-        raise ValueError(f"profile() needs wait and warmup >= 0, active and top >= 1, whole numbers, not {found}")
-    options = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops}
-    recorder = Recorder("profile", options, batch_size, top, _existing(trace), tensorboard)
-    loop = ProfiledLoop(fn_or_loop, recorder, (wait, warmup, active))
+    if not all(map(is_whole, (wait, warmup, active))) or wait < 0 or warmup < 0 or active < 1:
+        found = ", ".join(map(repr, (wait, warmup, active)))
+        raise ValueError(f"profile() needs wait and warmup >= 0, active >= 1, whole numbers, not {found}")
+    recorder = Recorder("profile", batch_size, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
     if hasattr(fn_or_loop, "__iter__"):
-        return loop
+        return ProfiledLoop(fn_or_loop, recorder, (wait, warmup, active))
     if not callable(fn_or_loop):
         kind = type(fn_or_loop).__name__
         raise TypeError(f"profile() takes a function that takes one step, or an iterable of batches, not {kind}")
-    steps = (None for _ in range(wait + warmup + active))
-    for _ in ProfiledLoop(steps, recorder, (wait, warmup, active)):
+    for _ in ProfiledLoop(range(wait + warmup + active), recorder, (wait, warmup, active)):
         fn_or_loop()
     return recorder.result
 
 
 @contextmanager
-def profiling_context(  # noqa: PLR0913  # as above
-    name: str, *, batch_size: int | None = None, shapes: bool = True, stacks: bool = False, memory: bool = True,
-    flops: bool = True, top: int = TOP, trace: str | Path | None = None, tensorboard: str | Path | None = None,
+def profiling_context(
+    name: str, *, batch_size: int | None = None, stacks: bool = False, trace: str | Path | None = None,
+    tensorboard: str | Path | None = None,
 ) -> Iterator[Profile]:  # fmt: skip
     """Profile a ``with`` block as one step; it yields a :class:`Profile` that the end fills, also when the block raises.
 
-    Raises:
-        RuntimeError: another profiler is running, in whichever thread; torch allows one.
-        ValueError: the directory of ``trace`` does not exist.
-
-    The arguments are those of :func:`profile`.
+    The arguments, and the errors, are those of :func:`profile`.
     """
-    options = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory, "with_flops": flops}
-    recorder = Recorder(name, options, batch_size, top, _existing(trace), tensorboard)
+    recorder = Recorder(name, batch_size, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
     recorder.prepare()
     recorder.record()
     try:
@@ -138,26 +122,26 @@ def profiling_context(  # noqa: PLR0913  # as above
 
 
 def _existing(trace: str | Path | None) -> Path | None:
-    if trace is None:
-        return None
-    path = Path(trace)
-    if not path.parent.is_dir():
+    path = None if trace is None else Path(trace)
+    if path is not None and not path.parent.is_dir():
         raise ValueError(f"there is no directory {path.parent} for the trace: create it, or name another file")
-    if not path.name.endswith((".json", ".json.gz")):
+    if path is not None and not path.name.endswith((".json", ".json.gz")):
         raise ValueError(f"a Chrome trace is a .json or .json.gz file, not {path.name!r}")
     return path
 
 
 class Recorder:
-    """One recording of ``torch.profiler``: prepared (warming up), recording, finished."""
+    """One recording of ``torch.profiler``: prepared (warming up), recording, finished.
+
+    ``light``: without shapes, memory and FLOPs, and of all threads, so that it can be ended in any.
+    """
 
     def __init__(
-        self, name: str, options: dict[str, Any], batch_size: int | None = None, top: int = TOP, trace: Path | None = None,
-        tensorboard: str | Path | None = None, *, all_threads: bool = False,
+        self, name: str, batch_size: int | None = None, *, stacks: bool = False, trace: Path | None = None,
+        tensorboard: str | Path | None = None, light: bool = False,
     ) -> None:  # fmt: skip
         self.result = Profile(name, batch_size=batch_size)
-        self._options, self._top, self._trace, self._tensorboard = options, top, trace, tensorboard
-        self._all_threads = all_threads
+        self._stacks, self._light, self._trace, self._tensorboard = stacks, light, trace, tensorboard
         self._recording: Recording | None = None
         self._begun = 0.0
 
@@ -167,8 +151,10 @@ class Recorder:
         Raises:
             RuntimeError: another one is running.
         """
-        purpose, verbose = f"torchobs.debug, {self.result.name!r}", bool(self._options["with_stack"])  # else events have none
-        self._recording = Recording(purpose, all_threads=self._all_threads, verbose=verbose, **self._options)
+        options: dict[str, Any] = dict.fromkeys(("record_shapes", "profile_memory", "with_flops"), not self._light)
+        purpose = f"torchobs.debug, {self.result.name!r}"
+        options |= {"with_stack": self._stacks, "verbose": self._stacks}  # without `verbose` events have no stack
+        self._recording = Recording(purpose, all_threads=self._light, **options)
 
     def record(self) -> None:
         """Keep what runs from now on."""
@@ -186,35 +172,18 @@ class Recorder:
         elapsed = time.perf_counter() - self._begun
         if not recording.stop():
             fill(self.result, anomalies=(INTERRUPTED,))
-        elif self._begun:
-            self._fill(recording.profiler, steps, elapsed)
-
-    def _fill(self, profiler: Any, steps: int, elapsed: float) -> None:
-        # torch 2.13 has crashed when garbage was collected while it parsed its events
+            return
+        if not self._begun:
+            return
         collects = gc.isenabled()
-        gc.disable()
+        gc.disable()  # torch 2.13 has crashed when garbage was collected while it parsed its events
         try:
-            self._summarize(profiler, steps, elapsed)
-            self._write(profiler)
+            self._summarize(recording.profiler, steps, elapsed)
+            if self._trace is not None or self._tensorboard is not None:
+                self._write(recording.profiler)
         finally:
             if collects:
                 gc.enable()
-
-    def _summarize(self, profiler: Any, steps: int, elapsed: float) -> None:
-        averages = profiler.key_averages()
-        device, host = device_and_host_time(averages)
-        cost = "self_device_time_total" if device else "self_cpu_time_total"
-        operators = sorted((row for row in _on_host(averages) if "::" in row.key), key=attrgetter(cost), reverse=True)
-        by_stack = _STACK if self._options["with_stack"] else 0
-        groups = profiler.key_averages(group_by_input_shape=self._options["record_shapes"], group_by_stack_n=by_stack)
-        times = {"time": elapsed, "device_time": device, "cpu_time": host}
-        if steps:
-            times["time_per_step"] = elapsed / steps
-            if self.result.batch_size:
-                times["time_per_sample"] = elapsed / steps / self.result.batch_size
-        flops, top = sum(int(row.flops or 0) for row in operators), operators[0].key if operators else None
-        table = groups.table(sort_by=cost, row_limit=self._top)
-        fill(self.result, steps=steps, flops=flops, top_operator=top, table=table, **times)
 
     def cancel(self) -> None:
         """Stop it, and keep nothing."""
@@ -222,9 +191,20 @@ class Recorder:
         if recording is not None:
             recording.stop()
 
+    def _summarize(self, profiler: Any, steps: int, elapsed: float) -> None:
+        averages = profiler.key_averages()
+        device, host = device_and_host_time(averages)
+        cost = "self_device_time_total" if device else "self_cpu_time_total"
+        operators = sorted((row for row in _on_host(averages) if "::" in row.key), key=attrgetter(cost), reverse=True)
+        groups = profiler.key_averages(group_by_input_shape=not self._light, group_by_stack_n=_STACK if self._stacks else 0)
+        step_s, size = elapsed / steps if steps else None, self.result.batch_size
+        fill(
+            self.result, steps=steps, time=elapsed, time_per_step=step_s, time_per_sample=step_s and size and step_s / size,
+            device_time=device, cpu_time=host, flops=sum(int(row.flops or 0) for row in operators),
+            top_operator=operators[0].key if operators else None, table=groups.table(sort_by=cost, row_limit=_ROWS),
+        )  # fmt: skip
+
     def _write(self, profiler: Any) -> None:
-        if self._trace is None and self._tensorboard is None:
-            return
         with tempfile.TemporaryDirectory() as directory:
             written = Path(directory, "trace.json")
             profiler.export_chrome_trace(str(written))  # torch writes a trace once
@@ -268,13 +248,11 @@ class ProfiledLoop(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         wait, warmup, active = self._schedule
-        first, last = wait + warmup, wait + warmup + active
-        taken, finished = 0, False
+        first, last, taken = wait + warmup, wait + warmup + active, 0
         try:
             for batch in self._batches:
                 if taken == last:
                     self._recorder.finish(active)
-                    finished = True
                 if taken == wait:
                     self._recorder.prepare()
                 if taken == first:
@@ -282,8 +260,7 @@ class ProfiledLoop(Generic[T]):
                 yield batch
                 taken += 1
         finally:
-            if not finished:  # the loop has ended, or left by break, return or an exception
-                self._recorder.finish(max(0, min(taken, last) - first))
-                if not self.result.steps and not self.result.anomalies:
-                    text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
-                    fill(self.result, anomalies=told("profile", [("not_profiled", "profile", text)]))
+            self._recorder.finish(max(0, min(taken, last) - first))  # the loop has ended, or left by break or an exception
+            if not self.result.steps and not self.result.anomalies:
+                text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
+                fill(self.result, anomalies=told("profile", [("not_profiled", "profile", text)]))

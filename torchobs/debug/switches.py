@@ -106,10 +106,8 @@ class StepProfile(SwitchProbe):
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        options = dict.fromkeys(("record_shapes", "with_stack", "profile_memory", "with_flops"), False)
         directory = self.trace_dir if self.writes and self.looks < MOST_TRACES else None
-        # in all threads, so that a profiler of the script's that begins in another one can end it
-        recorder = Recorder("step", options, tensorboard=directory, all_threads=True)
+        recorder = Recorder("step", tensorboard=directory, light=True)
         try:
             recorder.prepare()
         except ProfilerBusyError as problem:
