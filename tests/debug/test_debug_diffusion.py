@@ -65,7 +65,7 @@ def test_what_does_not_fit_together() -> None:
         pipeline.unet.conv_in.bias[0] = float("nan")
     texts = debug.analyze_diffusion(pipeline).anomalies
     assert any("bfloat16" in text for text in texts)
-    assert "unet.conv_in.bias has 1 elements that are not finite" in texts
+    assert "unet.conv_in.bias: 1 NaN of 8 elements" in texts
 
 
 def test_steps_by_diffusers_callback() -> None:

@@ -49,7 +49,7 @@ def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCap
         == again.anomalies
         == (
             "the loss is nan",
-            "0.weight: 1 NaN and 1 Inf in a gradient of 128 elements",
+            "0.weight: 1 NaN and 1 Inf of 128 elements of the gradient",
             "0.bias: the gradient's norm 400 is above 10 (exploding)",
             "2.weight: the gradient's norm 4e-09 is below 1e-06 (vanishing)",
         )
@@ -149,18 +149,15 @@ def test_zeros_that_are_about_to_learn_are_no_anomaly(make: Callable[[], torch.n
     remark = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {zero}"
     assert [check.remarks for check in checks] == [(remark,), (), ()]
     model.get_parameter(zero).grad.zero_()
-    assert debug.check_gradients(model).anomalies == (f"{zero}: the gradient is exactly zero (vanishing)",)
+    assert debug.check_gradients(model).anomalies == (f"{zero}: the gradient's norm is exactly zero (vanishing)",)
 
 
-@pytest.mark.parametrize("kind", ["strided", "sparse"])
-def test_statistics_of_a_sparse_gradient_are_those_of_the_dense_one(kind: str) -> None:
-    """Rows that a batch has not used are zero in both."""
-    torch.manual_seed(0)
-    model = torch.nn.Embedding(50, 4, sparse=kind == "sparse")
+def test_a_sparse_gradient_is_that_of_its_stored_elements() -> None:
+    """Its norm is the dense one's."""
+    model = torch.nn.Embedding(50, 4, sparse=True)
     (model(torch.tensor([1, 1, 2, 7])) * torch.randn(4, 4)).sum().backward()
-    dense, (row,) = model.weight.grad.to_dense(), debug.check_gradients(model).parameters
-    assert (row.numel, row.zero_count, row.min, row.max) == (200, 188, dense.min().item(), dense.max().item())
-    assert (row.norm, row.mean, row.std) == pytest.approx((dense.norm().item(), dense.mean().item(), dense.std().item()))
+    (row,) = debug.check_gradients(model).parameters
+    assert (row.numel, row.zero_count, row.norm) == (200, 0, pytest.approx(model.weight.grad.to_dense().norm().item()))
 
 
 def test_small_and_large_tensors_give_the_same_as_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,35 +54,6 @@ def test_a_step_is_that_of_a_plain_loop(name: str) -> None:
     assert (summary.total_steps, summary.anomaly_steps, summary.anomaly_rate, summary.source) == (3, 0, 0.0, "monitored")
 
 
-def test_an_optimizer_with_a_closure_steps_as_in_a_plain_loop() -> None:
-    """LBFGS computes loss and gradients several times in a step: to the bit, and the first time is checked."""
-    torch.manual_seed(1)
-    one, other = mlp(), mlp()
-    other.load_state_dict(one.state_dict())
-    plain, watched = (torch.optim.LBFGS(model.parameters(), max_iter=4) for model in (one, other))
-    inputs, targets = batch()
-
-    def closure() -> torch.Tensor:
-        plain.zero_grad()
-        loss = functional.mse_loss(one(inputs), targets)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        loss = plain.step(closure)
-        found = debug.training_step(other, watched, functional.mse_loss, inputs, targets)
-        assert (found.loss, found.anomalies) == (loss.item(), ())
-    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
-    with pytest.raises(TypeError, match=r"LBFGS needs a closure: give optimization_step\(\) closure="):
-        debug.optimization_step(watched)
-    assert debug.optimization_step(plain, closure=closure).optimizer == "LBFGS"
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(TypeError, match="a loss scaler takes no closure"):
-        debug.training_step(other, watched, functional.mse_loss, inputs, targets, scaler=scaler)
-    assert all(map(torch.equal, before.values(), other.state_dict().values()))
-
-
 def test_an_optimizer_of_another_model_is_told() -> None:
     """The loss is sound, and so are the gradients: only nothing is ever learned."""
     inputs, targets = batch()
@@ -102,7 +73,6 @@ def test_each_part_alone() -> None:
     assert [row.shape for row in forward.outputs] == [(4, 1)]
     loss = functional.mse_loss(forward.output, targets)
     backward = debug.backward_pass(loss, model)
-    assert backward.gradients is not None
     assert backward.loss == pytest.approx(loss.item())
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimization = debug.optimization_step(optimizer)
@@ -110,7 +80,6 @@ def test_each_part_alone() -> None:
     norm = sum(x.double().square().sum() for x in before) ** 0.5
     assert optimization.update_ratio == pytest.approx(optimization.update_norm / float(norm))
     assert (optimization.learning_rates, optimization.skipped, optimization.optimizer) == ((0.5,), False, "SGD")
-    assert debug.backward_pass(loss_of(mlp())).gradients is None
     with_dropout = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     assert torch.equal(debug.inference(with_dropout, inputs).output, debug.inference(with_dropout, inputs).output)
     assert not debug.inference(with_dropout, inputs).output.requires_grad
@@ -257,12 +226,7 @@ def graded(norm: float) -> nn.Module:
 CHECKS: dict[str, Callable[..., Any]] = {
     "check_gradients": debug.check_gradients,
     "monitor_step": lambda model, **limits: debug.monitor_step(model, 1.0, **limits),
-    "backward_pass": lambda model, **limits: debug.backward_pass(_no_loss(), model, **limits),
 }
-
-
-def _no_loss() -> torch.Tensor:
-    return torch.zeros((), requires_grad=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -394,13 +358,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     "whole numbers, 1 or more, not 100, '3', 10, 1000": lambda: wrong.enable("basic", memory_every="3"),
     "takes a name, or stands alone above a function, not int": lambda: wrong.operation(3),
     "takes at least one batch, not '3'": lambda: wrong.dataloader([1], batches="3"),
-    "active and top >= 1, whole numbers, not 1, 1, '3', 15": lambda: wrong.profile(lambda: None, active="3"),
+    "active >= 1, whole numbers, not 1, 1, '3'": lambda: wrong.profile(lambda: None, active="3"),
     "slow_s > 0 and samples >= 1, not 'x', '3', None": lambda: wrong.performance("x", slow_s="3").__enter__(),
     r"patience >= 1, min_delta >= 0, not \(3, '3', 0.0\)": lambda: wrong.early_stopping(3, patience="3", mode="min"),
     "state_dict": lambda: wrong.early_stopping("loss", mode="min").load_state_dict({"best": 1.0, "checks": 0}),
-    "a loss is a tensor, not float: return what loss_fn computes": lambda: wrong.backward_pass(1.0),
+    "a loss is a tensor, not float: return what loss_fn computes": lambda: wrong.backward_pass(1.0, MODEL),
     "one element, not the shape": lambda: wrong.training_step(MODEL, SGD, lambda y: y, batch()[0]),
-    "the loss has no graph": lambda: wrong.backward_pass(torch.ones(1)),
+    "the loss has no graph": lambda: wrong.backward_pass(torch.ones(1), MODEL),
     "takes a loss": lambda: wrong.monitor_step(MODEL, None),
     "takes a loss of one number, not .*: reduce it, or leave it out": lambda: wrong.check_gradients(MODEL, torch.ones(3)),
     "loud": lambda: wrong.context("x", anomaly="loud"),

@@ -200,7 +200,7 @@ def test_parameters_of_a_model() -> None:
     found = debug.analyze_parameters(model)
     assert [row.name for row in found.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert (found.numel, found.trainable, found.size_bytes) == (161, 160, 644)
-    assert found.anomalies == ("0.weight: 1 NaN, 1 Inf",)
+    assert found.anomalies == ("0.weight: 1 NaN and 1 Inf of 128 elements",)
     assert (found.has_nan, found.has_inf, isnan(found.norm)) == (True, True, True)
     assert debug.analyze_parameters(torch.nn.Module()).parameters == ()
     with warnings.catch_warnings():

@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import nan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import inf, nan
+from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import record_series, told
-from torchobs.debug.tensors import Numbers, bytes_of, elements_of
+from torchobs.debug.tensors import Rows, bytes_of, elements_of, require_tensor
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
@@ -122,18 +122,13 @@ def _mismatches(rows: list[Component]) -> Iterator[tuple[str, str, str]]:
 
 
 def _nonfinite(modules: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    import torch
-
-    numbers, names = Numbers(), []
-    with torch.no_grad():
-        for name, module in modules.items():
-            for key, x in module.named_parameters():
-                if x.is_floating_point() and x.device.type != "meta" and x.dtype.itemsize > 1 and x.numel():
-                    numbers.add((~x.isfinite()).sum(dtype=torch.float32).reshape(1))
-                    names.append((name, key))
-    for (name, key), (count,) in zip(names, numbers.read(), strict=True):
-        if count:
-            yield "nonfinite_parameter", f"{name}.{key}", f"{name}.{key} has {int(count)} elements that are not finite"
+    rows = Rows()
+    for name, module in modules.items():
+        for key, x in module.named_parameters():
+            rows.add(f"{name}.{key}", x)
+    for row in rows.described():
+        if row.anomaly:
+            yield "nonfinite_parameter", row.name, row.anomaly
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
@@ -175,13 +170,6 @@ class DenoisingCheck(Result):
     rows: tuple[DenoisingStep, ...]
 
 
-class _Seen(NamedTuple):
-    step: int
-    timestep: Any
-    at: int
-    time: float | None
-
-
 class DiffusionMonitor:
     """Watches latents; see :func:`diffusion_monitor`. Nothing waits for the device before :meth:`result`."""
 
@@ -190,7 +178,8 @@ class DiffusionMonitor:
 
     def clear(self) -> None:
         """Begin anew, for another image."""
-        self._numbers, self._seen = Numbers(), list[_Seen]()
+        self._rows, self._seen = Rows(), list[tuple[int, Any, int, float | None]]()
+        """Of each step its number, timestep, place of its drift in what is read, and seconds since the one before"""
         self._before: Any = None
         self._at: float | None = None
 
@@ -210,27 +199,20 @@ class DiffusionMonitor:
         """Take the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
         import torch
 
-        from torchobs.debug.tensors import require_tensor, start_moments
-
         require_tensor(latents, "diffusion_monitor")
         if len(self._seen) >= MOST_STEPS:
             return
         now = time.perf_counter()
         with torch.no_grad():
-            current = latents.detach()
-            index = start_moments(current, self._numbers)
-            if index is None:
-                return
-            norm = torch.linalg.vector_norm(current.float())
-            same = self._before is not None and self._before.shape == current.shape
-            before = self._before if same else current
-            drift = torch.linalg.vector_norm(current.float() - before.float()) / torch.linalg.vector_norm(before.float())
-            self._numbers.add(drift.double().reshape(1))
-            self._before = current.clone()  # schedulers may write into their sample
-        elapsed = now - self._at if self._at is not None else None
-        self._seen.append(_Seen(len(self._seen) if step is None else int(step), timestep, index, elapsed))
+            current = latents.detach().clone()  # schedulers may write into their sample
+            self._rows.add("latents", current)
+            before = self._before if self._before is not None and self._before.shape == current.shape else current
+            norm, norm_before = (torch.linalg.vector_norm(x.float()) for x in (current, before))
+            drift = torch.linalg.vector_norm(current.float() - before.float()) / norm_before
+            at = self._rows.numbers.add(drift.double().reshape(1))
+        self._seen.append((len(self._seen) if step is None else int(step), timestep, at, self._at and now - self._at))
         record_series({"diffusion.latent_norm": norm})
-        self._at = now
+        self._before, self._at = current, now
 
     @contextmanager
     def watch(self, pipeline: Any) -> Iterator[DiffusionMonitor]:
@@ -265,32 +247,29 @@ class DiffusionMonitor:
 
     def result(self) -> DenoisingCheck:
         """Return all steps so far, after one transfer from each device."""
-        from torchobs.debug.tensors import Moments
-
-        numbers, rows = self._numbers.read(), list[DenoisingStep]()
-        for one in self._seen:
-            m = Moments(*numbers[one.at])
-            drift = numbers[one.at + 1][0] if rows else nan
-            timestep = None if one.timestep is None else float(one.timestep)
-            counts = int(m.nan), int(m.infinite)
-            rows.append(DenoisingStep(one.step, timestep, m.norm, m.mean, m.std, *counts, drift, one.time))
+        read, rows = self._rows.numbers.read(), list[DenoisingStep]()
+        for (step, timestep, at, time_s), row in zip(self._seen, self._rows.described(read), strict=True):
+            drift, number = read[at][0] if rows else nan, None if timestep is None else float(timestep)
+            numbers = row.norm, row.mean, row.std, row.nan_count, row.inf_count
+            rows.append(DenoisingStep(step, number, *numbers, drift, time_s))
         times = [row.time for row in rows if row.time is not None]
         odd = next((row for row in rows if row.nan_count or row.inf_count), None)
-        texts = told("diffusion_monitor", ((kind, "latents", text) for kind, text in _latent_texts(rows, odd)))
         return DenoisingCheck(
-            len(rows), sum(times), sum(times) / len(times) if times else None, rows[-1].norm if rows else nan,
-            odd.step if odd is not None else None, texts, tuple(rows),
+            steps=len(rows), time=sum(times), average_time=sum(times) / len(times) if times else None,
+            final_norm=rows[-1].norm if rows else nan, first_nonfinite=odd.step if odd is not None else None,
+            anomalies=told("diffusion_monitor", _latent_texts(rows, odd)), rows=tuple(rows),
         )  # fmt: skip
 
 
-def _latent_texts(rows: list[DenoisingStep], odd: DenoisingStep | None) -> Iterator[tuple[str, str]]:
+def _latent_texts(rows: list[DenoisingStep], odd: DenoisingStep | None) -> Iterator[tuple[str, str, str]]:
     if odd is not None:
         counts = f"{odd.nan_count} NaN and {odd.inf_count} Inf"
-        yield "nonfinite_latents", f"latents have {counts} after step {odd.step} (timestep {odd.timestep}), for the first time"
-    grown = next((row for row in rows if row.norm > DIVERGING * rows[0].norm > 0 and row.norm < float("inf")), None)
+        text = f"latents have {counts} after step {odd.step} (timestep {odd.timestep}), for the first time"
+        yield "nonfinite_latents", "latents", text
+    grown = next((row for row in rows if DIVERGING * rows[0].norm < row.norm < inf and rows[0].norm), None)
     if grown is not None:
         text = f"the latents' norm is {grown.norm:.3g} after step {grown.step}, {rows[0].norm:.3g} at first"
-        yield "diverging_latents", text
+        yield "diverging_latents", "latents", text
 
 
 def diffusion_monitor() -> DiffusionMonitor:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.debug import tensors
@@ -25,7 +25,7 @@ from torchobs.support.result import Result
 from torchobs.taps import taps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
     import torch
@@ -38,25 +38,6 @@ EXPLODING = 10.0
 """Norm of one parameter's gradient above which it is called exploding; trainings clip the total norm to 1 or so"""
 VANISHING = 1e-6
 """Norm below which it is called vanishing: a step at a learning rate of 0.1 is lost in float32 beside weights of 1"""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientStats(Result):
-    """The gradient of one parameter, divided by the loss scale. Statistics are of the finite elements, the norm of all.
-
-    What a sparse gradient does not store is zero, and is counted as that.
-    """
-
-    name: str
-    numel: int
-    norm: float
-    mean: float
-    std: float
-    min: float
-    max: float
-    zero_count: int
-    nan_count: int
-    inf_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +58,8 @@ class GradientCheck(Result):
     """Not finite, exploding; vanishing for weights alone: a bias before a normalisation has no gradient by construction"""
     remarks: tuple[str, ...]
     """What is no anomaly by itself: gradients that are exactly zero while a parameter that begins with zeros gets one"""
-    parameters: tuple[GradientStats, ...]
+    parameters: tuple[tensors.TensorRow, ...]
+    """The gradient of each parameter that has one; of a sparse one its stored elements"""
 
     def exploding(self, threshold: float = EXPLODING) -> tuple[str, ...]:
         """Return the names of parameters whose gradient has a norm above ``threshold``, or is not finite.
@@ -86,7 +68,7 @@ class GradientCheck(Result):
             ValueError: the threshold is not above 0.
         """
         require_positive(threshold)
-        return tuple(row.name for row in self.parameters if row.nan_count or row.inf_count or row.norm > threshold)
+        return tuple(row.name for row in self.parameters if row.anomaly or row.norm > threshold)
 
     def vanishing(self, threshold: float = VANISHING) -> tuple[str, ...]:
         """Return the names of parameters whose gradient has a norm below ``threshold``, zero included.
@@ -96,15 +78,6 @@ class GradientCheck(Result):
         """
         require_positive(threshold)
         return tuple(row.name for row in self.parameters if row.norm < threshold)
-
-
-class _Measured(NamedTuple):
-    name: str
-    parameter: Any
-    numel: int
-    is_weight: bool
-    """Of two dimensions or more"""
-    moments: tensors.Moments
 
 
 def check_gradients(
@@ -136,47 +109,35 @@ def start_gradients(
     model: Any, loss: Any, scaler: Any, function: str, exploding: float = EXPLODING, vanishing: float = VANISHING
 ) -> tuple[tensors.Numbers, Callable[[list[list[float]]], GradientCheck]]:
     """Start the computations of :func:`check_gradients`; return the devices' numbers, and what makes the result of them."""
-    import torch
-
     require_positive(exploding)
     require_positive(vanishing)
+    tensors.require_module(model, function)
     tensors.require_scaler(scaler, function)
-    named, numbers = tensors.parameters_of(model, function), tensors.Numbers()
-    with torch.no_grad():
-        rows = [(name, x, tensors.start_moments(x.grad, numbers)) for name, x in named if x.grad is not None]
-        at_loss, at_scale = _add_scalar(numbers, loss, function), _add_scalar(numbers, scale_in_use(scaler), function)
+    named, taken = list(model.named_parameters()), tensors.Rows()
+    for name, x in named:
+        if x.grad is not None:
+            taken.add(name, x.grad)
+    at_loss, at_scale = (_add_scalar(taken.numbers, value, function) for value in (loss, scale_in_use(scaler)))
     missing = tuple(name for name, x in named if x.grad is None and x.requires_grad)
-
-    def moments_of(gradient: Any, at: int | None, read: list[list[float]]) -> tensors.Moments:
-        """Return the moments of all elements of a gradient, of which a sparse one stores some."""
-        if at is None:
-            return tensors.UNKNOWN
-        stored = tensors.Moments(*read[at])
-        if gradient.layout in {torch.strided, torch.jagged}:
-            return stored
-        return stored.with_zeros(tensors.elements_of(gradient) - int(stored.finite + stored.nan + stored.infinite))
 
     def build(read: list[list[float]]) -> GradientCheck:
         scale = 1.0 if at_scale is None else read[at_scale][0]
-        measured = [
-            _Measured(name, x, tensors.elements_of(x), x.dim() > 1, moments_of(x.grad, at, read)) for name, x, at in rows
-        ]
-        stats = tuple(GradientStats(name=one.name, numel=one.numel, **one.moments.described(scale)) for one in measured)
+        rows = taken.described(read, scale)
         check = GradientCheck(
-            model=type(model).__name__, total_norm=tensors.total_norm((x.moments for x in measured), scale) if stats else nan,
-            loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in stats),
-            has_inf=any(row.inf_count for row in stats), missing=missing, anomalies=(), remarks=(), parameters=stats,
+            model=type(model).__name__, total_norm=tensors.total_norm(rows) if rows else nan,
+            loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in rows),
+            has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), remarks=(), parameters=rows,
         )  # fmt: skip
-        weights = {one.name for one in measured if one.is_weight}
-        zero = [one.name for one in measured if one.is_weight and one.numel and one.moments.zeros == one.numel]
-        first = next((one.name for one in measured if _begins_with_zeros(one)), None) if zero else None
+        zero = [row.name for row in rows if _is_weight(row) and row.numel and not row.norm]
+        with_gradient = {row.name for row in rows if row.norm > 0} if zero else ()
+        first = next((name for name, x in named if name in with_gradient and _is_zero(x, name)), None)
         if first is not None:
-            weights.difference_update(zero)
             text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
             check = replace(check, remarks=(text,))
-        return replace(check, anomalies=told(function, _anomalies(check, weights, exploding, vanishing)))
+        excused = set(zero if first is not None else ())
+        return replace(check, anomalies=told(function, _anomalies(check, excused, exploding, vanishing)))
 
-    return numbers, build
+    return taken.numbers, build
 
 
 def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:
@@ -204,45 +165,41 @@ def scale_in_use(scaler: Any) -> Any:
     return own if all(stage == "READY" for stage in stages) else None
 
 
-def _begins_with_zeros(one: _Measured) -> bool:
-    """Return True for a parameter of zeros that learns: LoRA's B (Hu et al. 2021), a zero-initialised head, gate or scale.
+def _is_weight(row: tensors.TensorRow) -> bool:
+    """Return True for a parameter of two dimensions or more.
+
+    Only of weights a small gradient is an anomaly: that of a bias before a normalisation, or of attention's keys, is zero but
+    for rounding, and nothing is wrong with it.
+    """
+    return len(row.shape) > 1
+
+
+def _is_zero(parameter: Any, name: str) -> bool:
+    """Return True for a parameter of zeros: LoRA's B (Hu et al. 2021), a zero-initialised head, gate or scale.
 
     What is multiplied by it has a gradient of exactly zero before its first step. A bias of zeros has no such effect.
     """
-    if not one.moments.norm > 0 or "bias" in one.name.rpartition(".")[2]:
-        return False
-    values = tensors.values_of(one.parameter).tensor
-    return values is not None and not bool(values.any())
+    values, _ = tensors.values_of(parameter)
+    return "bias" not in name.rpartition(".")[2] and values is not None and not bool(values.any())
 
 
-def _anomalies(check: GradientCheck, weights: set[str], exploding: float, vanishing: float) -> list[tuple[str, str, str]]:
-    """Return kind, name and text of each.
-
-    Only of weights a small gradient is one: that of a bias before a normalisation, or of attention's keys, is zero but for
-    rounding, and nothing is wrong with it.
-    """
-    anomalies = []
+def _anomalies(check: GradientCheck, excused: set[str], exploding: float, vanishing: float) -> Iterator[tuple[str, str, str]]:
+    """Yield kind, name and text of each; a gradient of zero of those that are excused is none."""
     if check.loss is not None and not isfinite(check.loss):
-        anomalies.append(("nonfinite_loss", "loss", f"the loss is {check.loss}"))
+        yield "nonfinite_loss", "loss", f"the loss is {check.loss}"
     if not check.parameters and check.missing:
         text = f"no parameter of {check.model} has a gradient: was backward() called, and not yet zero_grad()?"
-        anomalies.append(("no_gradient", check.model, text))
+        yield "no_gradient", check.model, text
     for row in check.parameters:
-        if row.nan_count or row.inf_count:
+        if row.anomaly:
             more = "; a loss scaler skips such a step" if check.loss_scale != 1.0 else ""
-            text = f"{row.name}: {row.nan_count} NaN and {row.inf_count} Inf in a gradient of {row.numel} elements{more}"
-            anomalies.append(("nonfinite_gradient", row.name, text))
+            yield "nonfinite_gradient", row.name, f"{row.anomaly} of the gradient{more}"
         elif row.norm > exploding:
             text = f"{row.name}: the gradient's norm {row.norm:.3g} is above {exploding:.3g} (exploding)"
-            anomalies.append(("gradient_explosion", row.name, text))
-        elif row.name not in weights:
-            continue
-        elif row.numel and row.zero_count == row.numel:
-            anomalies.append(("gradient_vanishing", row.name, f"{row.name}: the gradient is exactly zero (vanishing)"))
-        elif row.norm < vanishing and row.numel:
-            text = f"{row.name}: the gradient's norm {row.norm:.3g} is below {vanishing:.3g} (vanishing)"
-            anomalies.append(("gradient_vanishing", row.name, text))
-    return anomalies
+            yield "gradient_explosion", row.name, text
+        elif row.norm < vanishing and row.numel and _is_weight(row) and row.name not in excused:
+            what = f"norm {row.norm:.3g} is below {vanishing:.3g}" if row.norm else "norm is exactly zero"
+            yield "gradient_vanishing", row.name, f"{row.name}: the gradient's {what} (vanishing)"
 
 
 def require_positive(threshold: Any) -> None:
@@ -434,8 +391,8 @@ async def acheck_gradients(
         ValueError: a threshold is not above 0.
     """
     limits = {"exploding": exploding, "vanishing": vanishing}
-    named = tensors.parameters_of(model, "acheck_gradients")
-    if _blocks(parameter.grad for _, parameter in named if parameter.grad is not None):
+    tensors.require_module(model, "acheck_gradients")
+    if _blocks(parameter.grad for parameter in model.parameters() if parameter.grad is not None):
         return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler, **limits)
     numbers, build = start_gradients(model, loss, scaler, "acheck_gradients", **limits)
     return build(await numbers.aread())

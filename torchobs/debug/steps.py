@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -82,58 +81,55 @@ def monitor_step(
     tensors.require_module(model, "monitor_step")
     if loss is None:
         raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
-    exploding = explodes_above(model) if exploding is None else exploding
+    exploding = _explodes_above(model) if exploding is None else exploding
     numbers, build = start_gradients(model, loss, scaler, "monitor_step", exploding, vanishing)
     check = build(numbers.read())
-    value = check.loss if check.loss is not None else float("nan")
-    # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
-    is_skipped = check.loss_scale != 1.0 and not isfinite(check.total_norm)
-    verdict = judge_step(model, value, check.total_norm, "monitor_step", exploding, vanishing, is_skipped=is_skipped)
-    in_gradients = () if is_skipped and isfinite(value) else check.anomalies
-    anomalies = tuple(dict.fromkeys([*in_gradients, *verdict.values()]))
+    verdict, anomalies = _judge(model, check, "monitor_step", exploding, vanishing)
     history.add_step(frozenset(verdict), anomalous=bool(anomalies))
     return StepCheck(
-        step=_models[model].number if step is None else step, loss=value, gradient_norm=check.total_norm,
-        gradient_explosion="gradient_explosion" in verdict, gradient_vanishing="gradient_vanishing" in verdict,
-        loss_anomaly="loss_anomaly" in verdict, anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
+        step=_models[model].number if step is None else step, loss=nan if check.loss is None else check.loss,
+        gradient_norm=check.total_norm, gradient_explosion="gradient_explosion" in verdict,
+        gradient_vanishing="gradient_vanishing" in verdict, loss_anomaly="loss_anomaly" in verdict,
+        anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
     )  # fmt: skip
 
 
-def explodes_above(model: Any) -> float:
+def _explodes_above(model: Any) -> float:
     """Return the gradient norm above which the model's next step explodes, by those of its steps before."""
     steps = _models.get(model)
     return EXPLODING if steps is None else max(EXPLODING, steps.norms.limit)
 
 
-def judge_step(
-    model: Any, loss: float, norm: float, function: str, exploding: float, vanishing: float, *, is_skipped: bool = False
-) -> dict[str, str]:
-    """Return what is wrong with a step as a whole, in words by kind, by its loss and the total norm of its gradients.
+def _judge(
+    model: Any, check: GradientCheck, function: str, exploding: float, vanishing: float
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return what is wrong with a step as a whole, in words by kind, and that with what is wrong with its gradients.
 
-    A norm that is not finite explodes, unless the step is skipped.
+    A loss scaler skips a step whose gradients overflow: that is how it finds its scale, and no anomaly.
     """
+    loss, norm, verdict = nan if check.loss is None else check.loss, check.total_norm, dict[str, str]()
+    is_skipped = check.loss_scale != 1.0 and not isfinite(norm)
     steps = _models.setdefault(model, _Steps())
     steps.number += 1
     steps.norms.add(norm)
-    told: dict[str, str] = {}
     is_spike, has_diverged = isfinite(loss) and steps.baseline.is_spike(loss), isfinite(loss) and steps.divergence.add(loss)
     if not isfinite(loss):
-        told["loss_anomaly"] = f"the loss is {loss}"
+        verdict["loss_anomaly"] = f"the loss is {loss}"
     elif has_diverged:
-        told["loss_anomaly"] = f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
+        verdict["loss_anomaly"] = f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
     elif is_spike:
-        told["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
-    gradients = (x for x in model.parameters() if x.grad is not None and x.device.type != "meta")
-    if norm > exploding or (not isfinite(norm) and any(True for _ in gradients)):
-        if isfinite(norm) or not is_skipped:
-            is_above = f"the total gradient norm {norm:.3g} is above {exploding:.3g} (exploding)"
-            told["gradient_explosion"] = is_above if isfinite(norm) else f"the total gradient norm is {norm}"
+        verdict["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
+    if norm > exploding and isfinite(norm):
+        verdict["gradient_explosion"] = f"the total gradient norm {norm:.3g} is above {exploding:.3g} (exploding)"
+    elif not isfinite(norm) and not is_skipped and check.parameters:
+        verdict["gradient_explosion"] = f"the total gradient norm is {norm}"
     elif norm < vanishing:
-        told["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:.3g} (vanishing)"
-    for kind, text in told.items():
+        verdict["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:.3g} (vanishing)"
+    for kind, text in verdict.items():
         if isfinite(loss) or kind != "loss_anomaly":  # else the check of the gradients has told it
             found(kind, text, function=function, name=type(model).__name__)
-    return told
+    in_gradients = () if is_skipped and isfinite(loss) else check.anomalies
+    return verdict, tuple(dict.fromkeys([*in_gradients, *verdict.values()]))
 
 
 MOST_TENSORS = 64
@@ -142,55 +138,22 @@ RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 """What a model raises, or the compiler"""
 
 
-@dataclass(frozen=True, slots=True)
-class ValueStats(Result):
-    """One tensor: an input, an output or a module's output. Statistics are of the finite elements, the norm of all."""
-
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
-    device: str
-    numel: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    norm: float
-    zero_count: int
-    nan_count: int
-    inf_count: int
-
-    @property
-    def anomaly(self) -> str:
-        """What is wrong with it in words, or nothing."""
-        counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nan_count, "NaN"), (self.inf_count, "Inf")) if n)
-        return f"{self.name}: {counts} of {self.numel} elements" if counts else ""
-
-
 class Collector:
     """Starts the statistics of tensors where they are; ``read`` waits for them once."""
 
     def __init__(self) -> None:
-        self._numbers = tensors.Numbers()
-        self._taken: list[tuple[str, str, Any, int | None]] = []
+        self._rows, self._groups = tensors.Rows(), list[str]()
 
     def add(self, group: str, name: str, values: Any) -> None:
         """Take all tensors of a value: a tensor, or any nesting of tuples, lists, dicts and dataclass-like outputs."""
-        import torch
+        for path, tensor in islice(walk(values, name), MOST_TENSORS):
+            self._rows.add(path, tensor)
+            self._groups.append(group)
 
-        with torch.no_grad():
-            for path, tensor in islice(walk(values, name), MOST_TENSORS):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                known = tensors.shape_of(tensor), dtype, str(tensor.device), tensors.elements_of(tensor)
-                self._taken.append((group, path, known, tensors.start_moments(tensor, self._numbers)))
-
-    def read(self) -> dict[str, tuple[ValueStats, ...]]:
+    def read(self) -> dict[str, tuple[tensors.TensorRow, ...]]:
         """Return the statistics by group, in the order in which they were taken."""
-        numbers = self._numbers.read()
-        found: dict[str, list[ValueStats]] = {}
-        for group, name, (shape, dtype, device, numel), index in self._taken:
-            m = tensors.UNKNOWN if index is None else tensors.Moments(*numbers[index])
-            row = ValueStats(name=name, shape=shape, dtype=dtype, device=device, numel=numel, **m.described())
+        found: dict[str, list[tensors.TensorRow]] = {}
+        for group, row in zip(self._groups, self._rows.described(), strict=True):
             found.setdefault(group, []).append(row)
         return {group: tuple(rows) for group, rows in found.items()}
 
@@ -237,9 +200,9 @@ class ForwardPass(Result):
     model: str
     time: float
     """Seconds; on a CUDA device until it had computed"""
-    inputs: tuple[ValueStats, ...]
-    outputs: tuple[ValueStats, ...]
-    activations: tuple[ValueStats, ...]
+    inputs: tuple[tensors.TensorRow, ...]
+    outputs: tuple[tensors.TensorRow, ...]
+    activations: tuple[tensors.TensorRow, ...]
     memory: MemoryUse
     gpu_memory: MemoryUse | None
     anomalies: tuple[str, ...]
@@ -257,8 +220,7 @@ class BackwardPass(Result):
 
     loss: float
     time: float
-    gradients: GradientCheck | None
-    """``None`` without a model"""
+    gradients: GradientCheck
     memory: MemoryUse
     gpu_memory: MemoryUse | None
     anomalies: tuple[str, ...]
@@ -329,65 +291,64 @@ def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardP
     )  # fmt: skip
 
 
-def backward_pass(
-    loss: Any, model: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
-) -> BackwardPass:
+def backward_pass(loss: Any, model: Any, *, scaler: Any = None) -> BackwardPass:
     """Call ``loss.backward()``, of the scaled loss where there is a scaler, and check the gradients of ``model``.
-
-    The thresholds are those of :func:`torchobs.debug.check_gradients`.
 
     Raises:
         TypeError: ``loss`` is no tensor, or ``model`` no module.
-        ValueError: ``loss`` has more than one element, or nothing to differentiate; a threshold is not above 0.
+        ValueError: ``loss`` has more than one element, or nothing to differentiate.
     """
-    _require_loss(loss)
-    require_positive(exploding)
-    require_positive(vanishing)
+    return _backward(loss, model, scaler, EXPLODING, VANISHING)
+
+
+def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
+    import torch
+
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"a loss is a tensor, not {type(loss).__name__}: return what loss_fn computes, before item()")
+    if loss.numel() != 1:
+        raise ValueError(f"a loss has one element, not the shape {tuple(loss.shape)}: reduce it by mean() or sum()")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: are gradients off, or was it detached?")
     tensors.require_scaler(scaler, "backward_pass", "scale")
-    if model is not None:
-        tensors.require_module(model, "backward_pass")
+    tensors.require_module(model, "backward_pass")
     with _measured() as part:
         (loss if scaler is None else scaler.scale(loss)).backward()
-    limits = {"exploding": exploding, "vanishing": vanishing}
-    gradients = None if model is None else check_gradients(model, loss, scaler=scaler, **limits)
-    value = float(loss.detach().item()) if gradients is None or gradients.loss is None else gradients.loss
-    anomalies = gradients.anomalies if gradients is not None else () if isfinite(value) else (f"the loss is {value}",)
-    if gradients is None:
-        _tell("nonfinite_loss", anomalies, "backward_pass")
-    return BackwardPass(value, part.time, gradients, part.host, part.device, anomalies)
+    gradients = check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)
+    value = nan if gradients.loss is None else gradients.loss
+    return BackwardPass(value, part.time, gradients, part.host, part.device, gradients.anomalies)
 
 
-def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[], Any] | None = None) -> OptimizationStep:
+def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep:
     """Call ``optimizer.step()``, by the scaler where there is one (and its ``update()``), and measure what it changed.
 
-    A copy of the parameters is kept meanwhile. An optimizer that needs one (LBFGS) is given the ``closure``.
+    A copy of the parameters is kept meanwhile. An optimizer that needs a closure (LBFGS) raises.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or needs a closure and has none, or has one beside a scaler.
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
     """
     import torch
 
     tensors.require_optimizer(optimizer, "optimization_step")
     tensors.require_scaler(scaler, "optimization_step", "scale")
-    _require_closure(optimizer, scaler, closure)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
         before = [parameter.detach().clone() for parameter in parameters]
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
     scale = scaler.get_scale() if scaler is not None else 1.0
     with _measured() as part:
-        if closure is not None:
-            optimizer.step(closure)
-        elif scaler is None:
+        if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
+    taken, count = tensors.Rows(), len(parameters)
     with torch.no_grad():
         changes = [after.detach() - old for after, old in zip(parameters, before, strict=True)]
-    moments = tensors.read_moments([*parameters, *changes, *before])
-    count = len(parameters)
-    norm, update, old = (tensors.total_norm(moments[count * i : count * (i + 1)]) for i in range(3))
+    for x in (*parameters, *changes, *before):
+        taken.add("", x)
+    rows = taken.described()
+    norm, update, old = (tensors.total_norm(rows[count * i : count * (i + 1)]) for i in range(3))
     odd = (("parameters", norm), ("update", update))
     anomalies = tuple(f"the norm of the {what} is {value} after the step" for what, value in odd if not isfinite(value))
     _tell("nonfinite_parameter", anomalies, "optimization_step")
@@ -400,19 +361,17 @@ def optimization_step(optimizer: Any, *, scaler: Any = None, closure: Callable[[
 
 
 def training_step(  # noqa: PLR0913  # what a training loop is made of
-    model: Any, optimizer: Any, loss_fn: Callable[..., Any], batch: Any, target: Any = None, *,
-    scaler: Any = None, autocast: Any = None, activations: bool = False, weights: bool = False,
-    exploding: float | None = None, vanishing: float = VANISHING,
+    model: Any, optimizer: Any, loss_fn: Callable[..., Any], batch: Any, target: Any = None, *, scaler: Any = None,
+    autocast: Any = None, activations: bool = False, weights: bool = False, exploding: float | None = None,
 ) -> TrainingStep:  # fmt: skip
     """Do one training step and check it in turn: inputs, outputs, loss, gradients, update.
 
     ``zero_grad()``, the model, the loss, ``backward()`` and ``step()`` are called as in any training loop, and the weights
     afterwards are the same to the bit. The step counts in ``debug.training_summary()``. It waits for a device a few times.
-    An optimizer that computes loss and gradients several times in a step (LBFGS) does; the first time is checked.
 
     Args:
         model: the module, in train mode or not.
-        optimizer: of the model's parameters; that it has none of them is an anomaly.
+        optimizer: of the model's parameters; that it has none of them is an anomaly. One that needs a closure (LBFGS) raises.
         loss_fn: called with the output and ``target``, or with the output alone without one; returns a tensor of one element.
         batch: as for :func:`forward_pass`.
         target: for the loss.
@@ -421,7 +380,6 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         activations: also the output of every module without children.
         weights: also the statistics of every parameter after the step.
         exploding: as for :func:`torchobs.debug.monitor_step`.
-        vanishing: as for :func:`torchobs.debug.monitor_step`.
 
     Raises:
         TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
@@ -432,42 +390,22 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     tensors.require_scaler(scaler, "training_step", "scale")
     if not callable(loss_fn):
         raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
-    limits = explodes_above(model) if exploding is None else exploding, vanishing
-    for limit in limits:
-        require_positive(limit)
-
-    def loss_of(output: Any) -> Any:
-        return loss_fn(output) if target is None else loss_fn(output, target)
-
-    def again() -> Any:
-        optimizer.zero_grad()
-        with autocast if autocast is not None else nullcontext():
-            repeated = loss_of(call(model, batch))
-        repeated.backward()
-        return repeated
-
-    closure = _Closure(again) if needs_closure(optimizer) else None
-    _require_closure(optimizer, scaler, closure)
+    limit = _explodes_above(model) if exploding is None else exploding
+    require_positive(limit)
     begun = time.perf_counter()
     optimizer.zero_grad()
     with autocast if autocast is not None else nullcontext():
         forward = _forward(model, batch, "training_step", wanted=activations)
-        loss = loss_of(forward.output)
-    backward = backward_pass(loss, model, scaler=scaler, exploding=limits[0], vanishing=vanishing)
-    norm = backward.gradients.total_norm if backward.gradients is not None else nan
-    if closure is not None:
-        closure.first = loss
-    optimization = optimization_step(optimizer, scaler=scaler, closure=closure)
-    verdict = judge_step(model, backward.loss, norm, "training_step", *limits, is_skipped=optimization.skipped)
-    # a loss scaler skips a step whose gradients overflow: that is how it finds its scale
-    in_gradients = () if optimization.skipped and isfinite(backward.loss) else backward.anomalies
-    parts = forward.anomalies, in_gradients, verdict.values(), optimization.anomalies, _strangers(model, optimizer)
+        loss = loss_fn(forward.output) if target is None else loss_fn(forward.output, target)
+    backward = _backward(loss, model, scaler, limit, VANISHING)
+    optimization = optimization_step(optimizer, scaler=scaler)
+    verdict, in_gradients = _judge(model, backward.gradients, "training_step", limit, VANISHING)
+    parts = forward.anomalies, in_gradients, optimization.anomalies, _strangers(model, optimizer)
     anomalies = tuple(dict.fromkeys(text for part in parts for text in part))
     history.add_step(frozenset(verdict), anomalous=bool(anomalies))
-    elapsed = time.perf_counter() - begun
     return TrainingStep(
-        loss=backward.loss, time=elapsed, gradient_norm=norm, anomaly_detected=bool(anomalies), anomalies=anomalies,
-        forward=forward, backward=backward, optimization=optimization,
+        loss=backward.loss, time=time.perf_counter() - begun, gradient_norm=backward.gradients.total_norm,
+        anomaly_detected=bool(anomalies), anomalies=anomalies, forward=forward, backward=backward, optimization=optimization,
         weights=tensors.analyze_parameters(model) if weights else None,
     )  # fmt: skip
 
@@ -488,32 +426,6 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
         return _forward(model, batch, "inference", wanted=activations)
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Return True if the optimizer computes loss and gradients itself, by a closure without which it cannot step."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-class _Closure:
-    """What an optimizer calls for loss and gradients: the first time they are there already."""
-
-    def __init__(self, again: Callable[[], Any]) -> None:
-        self._again = again
-        self.first: Any = None
-
-    def __call__(self) -> Any:
-        loss, self.first = self.first, None
-        return self._again() if loss is None else loss
-
-
-def _require_closure(optimizer: Any, scaler: Any, closure: Any) -> None:
-    kind = type(optimizer).__name__
-    if closure is None and needs_closure(optimizer):
-        raise TypeError(f"{kind} needs a closure: give optimization_step() closure=, or call training_step()")
-    if closure is not None and scaler is not None:
-        raise TypeError(f"a loss scaler takes no closure, which {kind} was to be given: train without one")
-
-
 def _strangers(model: Any, optimizer: Any) -> tuple[str, ...]:
     """Return what is wrong with an optimizer of other parameters: the model never learns."""
     own = {id(parameter) for parameter in model.parameters()}
@@ -521,17 +433,6 @@ def _strangers(model: Any, optimizer: Any) -> tuple[str, ...]:
         return ()
     text = f"the optimizer ({type(optimizer).__name__}) has none of the model's parameters: make it of model.parameters()"
     return told("training_step", [("foreign_optimizer", type(model).__name__, text)])
-
-
-def _require_loss(loss: Any) -> None:
-    import torch
-
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"a loss is a tensor, not {type(loss).__name__}: return what loss_fn computes, before item()")
-    if loss.numel() != 1:
-        raise ValueError(f"a loss has one element, not the shape {tuple(loss.shape)}: reduce it by mean() or sum()")
-    if not loss.requires_grad:
-        raise ValueError("the loss has no graph: are gradients off, or was it detached?")
 
 
 @dataclass(slots=True)

@@ -1,38 +1,26 @@
 """``analyze_tensor`` and ``analyze_parameters``: what is in a tensor, in those of a model.
 
 Mean, deviation, extremes and quantiles are those of the finite elements, so that one NaN does not hide the others; the norm is
-that of all elements. The deviation is the sample's (n - 1), as ``torch.std``'s. Parts are combined by Chan, Golub & LeVeque
-1983, "Algorithms for computing the sample variance", eq. 2.1. Quantiles interpolate linearly, as ``torch.quantile`` does.
+that of all elements. The deviation is the sample's (n - 1), as ``torch.std``'s. Quantiles interpolate linearly, as
+``torch.quantile`` does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from math import inf, isnan, nan, prod, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from math import hypot, inf, isnan, nan, prod, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import found, told
 from torchobs.support.result import Result
 from torchobs.support.tensor_parts import evenly_sampled, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """What statistics are computed of."""
-
-    tensor: Any
-    """A strided, real tensor on the same device; ``None`` if there are no numbers to read"""
-    kind: str
-    """What they are of: elements, magnitudes, stored elements, local shard ..., or why there are none"""
-    nan: Any = None
-    """A mask of NaN where ``tensor`` does not show them (the magnitude of ``inf + nan j`` is inf)"""
+    from collections.abc import Callable, Iterable, Iterator
 
 
 def require_tensor(x: Any, function: str) -> None:
@@ -43,24 +31,65 @@ def require_tensor(x: Any, function: str) -> None:
         raise TypeError(f"{function}() takes a torch.Tensor, not {type(x).__name__}: convert it by torch.as_tensor()")
 
 
-def values_of(x: Any) -> Values:
-    """Return the numbers of a tensor. Call it under ``no_grad``.
+def require_module(model: Any, function: str) -> None:
+    """Raise ``TypeError`` with advice if ``model`` is no module."""
+    import torch
 
-    An uncoalesced sparse tensor is coalesced, and a strided nested tensor is put together, which on a device waits for it;
-    everything else does not. Of a DTensor it is the local shard: no collective is called.
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{function}() takes a torch.nn.Module, not {type(model).__name__}")
+
+
+def require_optimizer(optimizer: Any, function: str) -> None:
+    """Raise ``TypeError`` with advice if ``optimizer`` is none."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def require_scaler(scaler: Any, function: str, *methods: str) -> None:
+    """Raise ``TypeError`` with advice if ``scaler`` is neither None nor a loss scaler that has what the function calls."""
+    if scaler is not None and not all(hasattr(scaler, name) for name in ("get_scale", *methods)):
+        raise TypeError(f"{function}() takes a torch.amp.GradScaler as scaler, not {type(scaler).__name__}")
+
+
+def values_of(x: Any) -> tuple[Any, str]:
+    """Return the numbers of a tensor as a strided, real one on the same device, and what they are. Call it under ``no_grad``.
+
+    Where there are none it is ``None``, and why. An uncoalesced sparse tensor is coalesced, and a strided nested one is put
+    together, which on a device waits for it; nothing else does. Of a DTensor it is the local shard, without a collective.
     """
     import torch
 
     if _has_no_data(torch, x):
-        return Values(None, "no data")
+        return None, "no data"
     x = x.detach()
     if hasattr(x, "placements") and hasattr(x, "device_mesh"):
-        local = values_of(x.to_local())
-        return Values(local.tensor, f"{local.kind} of the local shard", local.nan)
+        values, kind = values_of(x.to_local())
+        return values, f"{kind} of the local shard"
     try:
-        return _real(torch, *_dense(torch, x))
+        dense, kind = _dense(torch, x)
+        if dense.is_complex():
+            dense = dense.to(torch.complex64) if dense.dtype is torch.complex32 else dense
+            dense, kind = dense.abs().masked_fill_(dense.isnan(), nan), f"magnitudes of {kind}"  # that of inf + nan j is inf
+        dense.reshape(-1)[:1].float()  # packed types have no conversion
     except (NotImplementedError, TypeError):  # by a TypeError a class of tensors says that it does not know the operator
-        return Values(None, f"unreadable: torch converts no {str(x.dtype).removeprefix('torch.')} of this layout")
+        return None, f"unreadable: torch converts no {_name(x.dtype)} of this layout"
+    return dense, kind
+
+
+def _dense(torch: Any, x: Any) -> tuple[Any, str]:
+    if x.is_nested:
+        parts = [x.values()] if x.layout is torch.jagged else x.unbind()
+        return torch.cat([part.reshape(-1) for part in parts]) if len(parts) else x.new_empty(0), "elements"
+    if x.layout is torch.sparse_coo:
+        return x.coalesce().values(), "stored elements"
+    if x.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
+        return x.values(), "stored elements"
+    if x.layout is not torch.strided:
+        return x.to_dense(), "elements"
+    is_quantised = x.is_quantized or type(x).dequantize is not torch.Tensor.dequantize  # or by a class of its own: torchao's
+    return (x.dequantize(), "dequantised elements") if is_quantised else (x, "elements")
 
 
 def is_uninitialized(x: Any) -> bool:
@@ -77,38 +106,11 @@ def _has_no_data(torch: Any, x: Any) -> bool:
     return type(x).__name__ == "FakeTensor" or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _dense(torch: Any, x: Any) -> tuple[Any, str]:
-    if x.is_nested:
-        parts = [x.values()] if x.layout is torch.jagged else [part.reshape(-1) for part in x.unbind()]
-        return torch.cat([part.reshape(-1) for part in parts]) if parts else x.new_empty(0), "elements"
-    if x.layout is torch.sparse_coo:
-        return x.coalesce().values(), "stored elements"
-    if x.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
-        return x.values(), "stored elements"
-    if x.layout is not torch.strided:
-        return x.to_dense(), "elements"
-    is_quantised = x.is_quantized or type(x).dequantize is not torch.Tensor.dequantize  # or by a class of its own: torchao's
-    return (x.dequantize(), "dequantised elements") if is_quantised else (x, "elements")
-
-
-def _real(torch: Any, dense: Any, kind: str) -> Values:
-    if dense.is_complex():
-        wide = dense.to(torch.complex64) if dense.dtype is torch.complex32 else dense
-        return Values(wide.abs(), f"magnitudes of {kind}", torch.isnan(wide))
-    if not dense.dtype.is_floating_point or dense.dtype.itemsize > 1:
-        if dense.numel():
-            dense.reshape(-1)[:1].double()  # raises for packed types, which have no conversion
-        return Values(dense, kind)
-    return Values(dense.float(), kind)  # float8 has no isnan
-
-
 def shape_of(x: Any) -> tuple[int | str, ...]:
     """Return the shape; a dimension of unequal lengths (nested) is ``"*"``, an uninitialised parameter has none."""
     if is_uninitialized(x):
         return ()
-    if not x.is_nested:
-        return tuple(map(int, x.shape))
-    return tuple(_length(x, dimension) for dimension in range(x.dim()))
+    return tuple(_length(x, dimension) for dimension in range(x.dim())) if x.is_nested else tuple(map(int, x.shape))
 
 
 def _length(x: Any, dimension: int) -> int | str:
@@ -139,6 +141,10 @@ def bytes_of(x: Any) -> int:
     return sum(int(part.numel() * part.element_size()) for part in stored(x))
 
 
+def _name(attribute: Any) -> str:
+    return str(attribute).removeprefix("torch.")
+
+
 CHUNK = 1 << 22
 """Elements that are converted at once: 32 MiB as float64"""
 SAMPLE = 1 << 18
@@ -154,23 +160,22 @@ class _OwnWork(threading.local):
 
 
 own_work = _OwnWork()
-F = TypeVar("F", bound="Callable[..., Any]")
 
 
-def _own(function: F) -> F:
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        before, own_work.on = own_work.on, True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            own_work.on = before
+@contextmanager
+def _computing() -> Iterator[None]:
+    import torch
 
-    return cast("F", marked)
+    before, own_work.on = own_work.on, True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        own_work.on = before
 
 
 class Moments(NamedTuple):
-    """What :func:`moments` computes, read."""
+    """What :func:`_moments` computes, read."""
 
     finite: float
     nan: float
@@ -184,60 +189,20 @@ class Moments(NamedTuple):
     norm_squared: float
 
     @property
-    def std(self) -> float:
-        """The sample's standard deviation; NaN for fewer than two finite elements."""
-        return sqrt(self.squares / (self.finite - 1)) if self.finite > 1 and self.squares >= 0 else nan
-
-    @property
     def norm(self) -> float:
         """The L2 norm of all elements: NaN or infinite if one of them is."""
-        return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared) if not isnan(self.norm_squared) else nan
-
-    def with_zeros(self, count: int) -> Moments:
-        """Return the moments of the same elements and so many zeros, by eq. 2.1 of Chan, Golub & LeVeque."""
-        if not count:
-            return self
-        finite = self.finite + count
-        mean = 0.0 if isnan(self.mean) else self.mean
-        return self._replace(
-            finite=finite, zeros=self.zeros + count, mean=mean * self.finite / finite,
-            squares=self.squares + mean * mean * self.finite * count / finite,
-            min=0.0 if isnan(self.min) else min(self.min, 0.0), max=0.0 if isnan(self.max) else max(self.max, 0.0),
-        )  # fmt: skip
+        return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared)
 
     def described(self, scale: float = 1.0) -> dict[str, Any]:
-        """Return what results tell of it, by the names of their fields; values are divided by ``scale``."""
-        values = {"norm": self.norm, "mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
+        """Return what results have of it, by the names of their fields; values are divided by ``scale``."""
+        std = sqrt(self.squares / (self.finite - 1)) if self.finite > 1 else nan
+        values = {"norm": self.norm, "mean": self.mean, "std": std, "min": self.min, "max": self.max}
         counts = {"zero_count": self.zeros, "nan_count": self.nan, "inf_count": self.infinite}
         return {name: value / scale for name, value in values.items()} | {name: int(n) for name, n in counts.items()}
 
 
 NOTHING = Moments(0, 0, 0, 0, nan, 0, nan, nan, 0)
 """Moments of no elements"""
-UNKNOWN = NOTHING._replace(norm_squared=nan)
-"""Moments of a tensor without numbers, such as one on the device meta"""
-
-
-@_own
-def moments(x: Any, nans: Any = None) -> Any:
-    """Return the :class:`Moments` of a strided tensor as a one-dimensional tensor on its device. Call it under ``no_grad``.
-
-    ``nans``: mask of elements that count as NaN whatever they hold.
-    """
-    import torch
-
-    flat, marks = x.reshape(-1), None if nans is None else nans.reshape(-1)
-    if not flat.numel():
-        return _numbers(torch, NOTHING, x.device)
-    total = None
-    for begin in range(0, flat.numel(), CHUNK):
-        mark = None if marks is None else marks[begin : begin + CHUNK]
-        part = _part(torch, flat[begin : begin + CHUNK], mark)
-        total = part if total is None else _combined(torch, total, part)
-    count, is_nan, infinite, zeros, mean, squares, least, greatest, norm = total or ()
-    defined = (torch.where(count > 0, value, nan) for value in (mean, least, greatest))
-    mean, least, greatest = defined  # they need a finite element
-    return torch.stack([count, is_nan, infinite, zeros, mean, squares, least, greatest, norm])
 
 
 def wide(torch: Any, device: Any) -> Any:
@@ -245,31 +210,29 @@ def wide(torch: Any, device: Any) -> Any:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _part(torch: Any, x: Any, mark: Any) -> tuple[Any, ...]:
-    number = wide(torch, x.device)
-    x = x.to(number)
-    is_nan = torch.isnan(x) if mark is None else torch.isnan(x) | mark
-    infinite = torch.isinf(x) & ~is_nan
-    odd = is_nan | infinite
-    finite = torch.where(odd, 0.0, x)
-    count = (~odd).sum().to(number)
-    mean = finite.sum() / count.clamp(min=1)
-    squares = torch.where(odd, 0.0, x - mean).square().sum()
-    return (
-        count, is_nan.sum().to(number), infinite.sum().to(number), ((x == 0) & ~odd).sum().to(number), mean, squares,
-        torch.where(odd, inf, x).min(), torch.where(odd, -inf, x).max(), finite.square().sum(),
-    )  # fmt: skip
+def _moments(x: Any) -> Any:
+    """Return the :class:`Moments` of a strided tensor as a one-dimensional tensor on its device."""
+    import torch
+
+    if not x.numel():
+        return _numbers(torch, NOTHING, x.device)
+    parts, number = x.reshape(-1).split(CHUNK), wide(torch, x.device)
+    rows = torch.stack([_sums(torch, part.to(number)) for part in parts])
+    count, is_nan, infinite, zeros, total, norm = rows[:, :6].sum(0)
+    mean = total / count  # NaN without a finite element
+    odd = ((part.to(number) - mean).nan_to_num_(0.0, 0.0, 0.0) for part in parts)
+    squares = sum((part.square_().sum() for part in odd), torch.zeros_like(count))
+    least, greatest = (torch.where(count > 0, value, nan) for value in (rows[:, 6].min(), rows[:, 7].max()))
+    return torch.stack([count, is_nan, infinite, zeros, mean, squares, least, greatest, norm])
 
 
-def _combined(torch: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-    count = one[0] + other[0]
-    safe, delta = count.clamp(min=1), other[4] - one[4]
-    return (
-        count, one[1] + other[1], one[2] + other[2], one[3] + other[3],
-        (one[0] * one[4] + other[0] * other[4]) / safe,
-        one[5] + other[5] + delta.square() * one[0] * other[0] / safe,
-        torch.minimum(one[6], other[6]), torch.maximum(one[7], other[7]), one[8] + other[8],
-    )  # fmt: skip
+def _sums(torch: Any, x: Any) -> Any:
+    is_finite, is_nan = x.isfinite(), x.isnan()
+    count, nans = is_finite.sum(), is_nan.sum()
+    counts = count, nans, x.numel() - count - nans, (x == 0).sum()
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    extremes = torch.where(is_finite, x, inf).min(), torch.where(is_finite, x, -inf).max()
+    return torch.stack([*(each.to(x.dtype) for each in counts), finite.sum(), finite.square().sum(), *extremes])
 
 
 def _numbers(torch: Any, numbers: Iterable[float], device: Any) -> Any:
@@ -277,29 +240,24 @@ def _numbers(torch: Any, numbers: Iterable[float], device: Any) -> Any:
     return torch.stack([torch.full((), number, dtype=wide(torch, device), device=device) for number in numbers])
 
 
-@_own
-def distribution(x: Any, nans: Any = None) -> Any:
+def _distribution(x: Any) -> Any:
     """Return :data:`QUANTILES`, then :data:`BINS` counts between least and greatest, of the finite elements of a sample.
 
-    The last number is how many elements the sample has. Call it under ``no_grad``; ``x`` is not empty.
+    The last number is how many elements the sample has. ``x`` is not empty.
     """
     import torch
 
     number = wide(torch, x.device)
-    flat, marks = x.reshape(-1), None if nans is None else nans.reshape(-1)
-    sample = evenly_sampled(flat, SAMPLE).to(number)
-    odd = ~torch.isfinite(sample) if marks is None else ~torch.isfinite(sample) | evenly_sampled(marks, SAMPLE)
-    ordered = torch.where(odd, inf, sample).sort().values
-    count = (~odd).sum()
+    sample = evenly_sampled(x.reshape(-1), SAMPLE).to(number)
+    ordered = torch.where(sample.isfinite(), sample, inf).sort().values
+    count = sample.isfinite().sum()
     places = _numbers(torch, QUANTILES, x.device) * (count - 1).clamp(min=0)
-    below, above = ordered[places.floor().long()], ordered[places.ceil().long()]
-    quantiles = torch.where(below == above, below, below + (above - below) * (places - places.floor()))
+    quantiles = torch.lerp(ordered[places.floor().long()], ordered[places.ceil().long()], places.frac())
     low, high = ordered[0], ordered[(count - 1).clamp(min=0).reshape(1)]  # a 0-dimensional index would be read
     steps = torch.arange(1, BINS, dtype=number, device=x.device) / BINS
     inner = torch.searchsorted(ordered, low + (high - low) * steps)
     edges = torch.cat([torch.zeros_like(inner[:1]), inner.clamp(max=count), count.reshape(1)])
-    counts = edges.diff().to(number)
-    return torch.cat([torch.where(count > 0, quantiles, nan), counts, count.reshape(1).to(number)])
+    return torch.cat([torch.where(count > 0, quantiles, nan), edges.diff().to(number), count.reshape(1).to(number)])
 
 
 POLL_S = 0.0005
@@ -318,6 +276,12 @@ class Numbers:
         index, self._count = self._count, self._count + 1
         self._parts.setdefault(numbers.device, []).append((index, numbers))
         return index
+
+    def add_moments(self, x: Any) -> int | None:
+        """Start to compute the moments of a tensor; return their index, or ``None`` of one without numbers."""
+        with _computing():
+            values, _ = values_of(x)
+            return None if values is None else self.add(_moments(values))
 
     def read(self) -> list[list[float]]:
         """Return the numbers, after one copy for each device."""
@@ -358,6 +322,57 @@ async def _arrived(flat: Any) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorRow(Result):
+    """One parameter, gradient, input, output or activation. Statistics are of the finite elements, the norm of all."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    device: str
+    numel: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    norm: float
+    zero_count: int
+    nan_count: int
+    inf_count: int
+
+    @property
+    def anomaly(self) -> str:
+        """What is wrong with it in words, or nothing."""
+        counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nan_count, "NaN"), (self.inf_count, "Inf")) if n)
+        return f"{self.name}: {counts} of {self.numel} elements" if counts else ""
+
+
+class Rows:
+    """Tensors that are described together: computed where they are, read by one copy from each device."""
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        self._taken: list[tuple[dict[str, Any], int | None]] = []
+
+    def add(self, name: str, x: Any) -> None:
+        """Start to describe a tensor."""
+        about = {"shape": shape_of(x), "dtype": _name(x.dtype), "device": str(x.device), "numel": elements_of(x)}
+        self._taken.append(({"name": name} | about, self.numbers.add_moments(x)))
+
+    def described(self, read: list[list[float]] | None = None, scale: float = 1.0) -> tuple[TensorRow, ...]:
+        """Return a row for each, divided by ``scale``, by what was read of ``numbers``; without it, read them."""
+        read = self.numbers.read() if read is None else read
+        unknown = NOTHING._replace(norm_squared=nan)
+        moments = [unknown if index is None else Moments(*read[index]) for _, index in self._taken]
+        return tuple(TensorRow(**about, **m.described(scale)) for (about, _), m in zip(self._taken, moments, strict=True))
+
+
+def total_norm(rows: Iterable[TensorRow]) -> float:
+    """Return the L2 norm of all elements together; NaN of a tensor without numbers counts for nothing."""
+    rows = list(rows)
+    return nan if any(row.nan_count for row in rows) else hypot(*(row.norm for row in rows if not isnan(row.norm)))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorStats(Result):
     """One tensor. Mean, std, min, max, quantiles and histogram are of the finite elements; NaN if there are none."""
 
@@ -395,26 +410,6 @@ class TensorStats(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterStats(Result):
-    """One parameter."""
-
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
-    device: str
-    trainable: bool
-    numel: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    norm: float
-    zero_count: int
-    nan_count: int
-    inf_count: int
-
-
-@dataclass(frozen=True, slots=True)
 class ParameterAnalysis(Result):
     """The parameters of a model, each named once however often it is shared."""
 
@@ -427,7 +422,7 @@ class ParameterAnalysis(Result):
     has_nan: bool
     has_inf: bool
     anomalies: tuple[str, ...]
-    parameters: tuple[ParameterStats, ...]
+    parameters: tuple[TensorRow, ...]
 
 
 def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
@@ -447,44 +442,29 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
 def start_tensor(x: Any, name: str, function: str) -> tuple[Numbers, Callable[[list[list[float]]], TensorStats]]:
     """Start the computations of :func:`analyze_tensor`; return the device's numbers, and what makes the result of them."""
     require_tensor(x, function)
-    import torch
-
-    with torch.no_grad():
-        values, numbers = values_of(x), Numbers()
-        if values.tensor is not None:
-            numbers.add(moments(values.tensor, values.nan))
-            if values.tensor.numel():
-                numbers.add(distribution(values.tensor, values.nan))
-    counted = 0 if values.tensor is None else values.tensor.numel()
+    numbers = Numbers()
+    with _computing():
+        values, kind = values_of(x)
+        counted = 0 if values is None else values.numel()
+        if counted:
+            numbers.add(_moments(values))
+            numbers.add(_distribution(values))
 
     def build(read: list[list[float]]) -> TensorStats:
-        stats = _tensor_stats(x, name, values.kind, counted, read)
+        moments, shape = (Moments(*read[0]), read[1]) if counted else (NOTHING, [nan] * len(QUANTILES) + [0.0] * (BINS + 1))
+        stats = TensorStats(
+            name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), layout=_name(x.layout),
+            size_bytes=bytes_of(x), numel=elements_of(x), requires_grad=bool(x.requires_grad), values=kind, counted=counted,
+            has_nan=moments.nan > 0, has_inf=moments.infinite > 0, **moments.described(),
+            quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)},
+            histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
+        )  # fmt: skip
         if stats.has_nan or stats.has_inf:
-            what = " and ".join(
-                f"{count} {kind}" for kind, count in (("NaN", stats.nan_count), ("Inf", stats.inf_count)) if count
-            )
-            found("nonfinite_tensor", f"{name}: {what} of {stats.counted} {stats.values}", function=function, name=name)
+            counts = " and ".join(f"{n} {what}" for n, what in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n)
+            found("nonfinite_tensor", f"{name}: {counts} of {counted} {kind}", function=function, name=name)
         return stats
 
     return numbers, build
-
-
-def _tensor_stats(x: Any, name: str, kind: str, counted: int, read: list[list[float]]) -> TensorStats:
-    moments = Moments(*read[0]) if read else NOTHING
-    shape = read[1] if len(read) > 1 else [nan] * len(QUANTILES) + [0.0] * (BINS + 1)
-    return TensorStats(
-        name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), layout=_name(x.layout),
-        size_bytes=bytes_of(x), numel=elements_of(x), requires_grad=bool(x.requires_grad), values=kind, counted=counted,
-        has_nan=moments.nan > 0, has_inf=moments.infinite > 0, nan_count=int(moments.nan), inf_count=int(moments.infinite),
-        zero_count=int(moments.zeros), mean=moments.mean, std=moments.std if counted else nan, min=moments.min, max=moments.max,
-        norm=moments.norm if counted else nan,
-        quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)},
-        histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
-    )  # fmt: skip
-
-
-def _name(attribute: Any) -> str:
-    return str(attribute).removeprefix("torch.")
 
 
 def analyze_parameters(model: Any) -> ParameterAnalysis:
@@ -493,75 +473,15 @@ def analyze_parameters(model: Any) -> ParameterAnalysis:
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
     """
-    named = parameters_of(model, "analyze_parameters")
-    found_moments = read_moments([parameter for _, parameter in named])
-    rows = tuple(
-        ParameterStats(
-            name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), trainable=bool(x.requires_grad),
-            numel=elements_of(x), **m.described(),
-        )
-        for (name, x), m in zip(named, found_moments, strict=True)
-    )  # fmt: skip
-    odd = [row for row in rows if row.nan_count or row.inf_count]
-    texts = [("nonfinite_parameter", row.name, f"{row.name}: {row.nan_count} NaN, {row.inf_count} Inf") for row in odd]
+    require_module(model, "analyze_parameters")
+    taken, parameters = Rows(), dict(model.named_parameters())
+    for name, x in parameters.items():
+        taken.add(name, x)
+    rows = taken.described()
     return ParameterAnalysis(
-        model=type(model).__name__, numel=sum(row.numel for row in rows), trainable=sum(r.numel for r in rows if r.trainable),
-        size_bytes=sum(bytes_of(parameter) for _, parameter in named), norm=total_norm(found_moments),
-        has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows),
-        anomalies=told("analyze_parameters", texts), parameters=rows,
+        model=type(model).__name__, numel=sum(row.numel for row in rows),
+        trainable=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
+        size_bytes=sum(map(bytes_of, parameters.values())), norm=total_norm(rows),
+        has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows), parameters=rows,
+        anomalies=told("analyze_parameters", [("nonfinite_parameter", row.name, row.anomaly) for row in rows if row.anomaly]),
     )  # fmt: skip
-
-
-def parameters_of(model: Any, function: str) -> list[tuple[str, Any]]:
-    """Return the named parameters of a module. Raises ``TypeError`` with advice if it is none."""
-    require_module(model, function)
-    return list(model.named_parameters())
-
-
-def require_module(model: Any, function: str) -> None:
-    """Raise ``TypeError`` with advice if ``model`` is no module."""
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{function}() takes a torch.nn.Module, not {type(model).__name__}")
-
-
-def require_optimizer(optimizer: Any, function: str) -> None:
-    """Raise ``TypeError`` with advice if ``optimizer`` is none."""
-    import torch
-
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-
-
-def require_scaler(scaler: Any, function: str, *methods: str) -> None:
-    """Raise ``TypeError`` with advice if ``scaler`` is neither None nor a loss scaler that has what the function calls."""
-    if scaler is not None and not all(hasattr(scaler, name) for name in ("get_scale", *methods)):
-        raise TypeError(f"{function}() takes a torch.amp.GradScaler as scaler, not {type(scaler).__name__}")
-
-
-def read_moments(tensors: Iterable[Any]) -> list[Moments]:
-    """Return the moments of each tensor, after one transfer from each device; unknown ones for one without numbers."""
-    import torch
-
-    numbers = Numbers()
-    with torch.no_grad():
-        indices = [start_moments(x, numbers) for x in tensors]
-    read = numbers.read()
-    return [UNKNOWN if index is None else Moments(*read[index]) for index in indices]
-
-
-def start_moments(x: Any, numbers: Numbers) -> int | None:
-    """Start to compute the moments of a tensor; return their index in ``numbers``. Call it under ``no_grad``."""
-    values = values_of(x)
-    return None if values.tensor is None else numbers.add(moments(values.tensor, values.nan))
-
-
-def total_norm(all_moments: Iterable[Moments], scale: float = 1.0) -> float:
-    """Return the L2 norm of all elements together, divided by ``scale``."""
-    parts = list(all_moments)
-    whole = NOTHING._replace(
-        nan=sum(part.nan for part in parts), infinite=sum(part.infinite for part in parts),
-        norm_squared=sum(part.norm_squared for part in parts),
-    )  # fmt: skip
-    return whole.norm / scale
