@@ -356,7 +356,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "takes a torch.amp.GradScaler as scaler, not int": lambda: wrong.check_gradients(_model(), scaler=3),
     "a threshold of a norm is above 0, not '3'": lambda: wrong.check_gradients(_model()).exploding("3"),
     "whole numbers, 1 or more, not 100, '3', 10, 1000": lambda: wrong.enable("basic", memory_every="3"),
-    "takes a name, or stands alone above a function, not int": lambda: wrong.operation(3),
+    "takes a name, or nothing, in parentheses, not int": lambda: wrong.operation(3),
     "takes at least one batch, not '3'": lambda: wrong.dataloader([1], batches="3"),
     "active >= 1, whole numbers, not 1, 1, '3'": lambda: wrong.profile(lambda: None, active="3"),
     "slow_s > 0 and samples >= 1, not 'x', '3', None": lambda: wrong.performance("x", slow_s="3").__enter__(),

@@ -6,12 +6,12 @@ import logging
 import sys
 import time
 from collections import Counter, deque
-from contextlib import closing
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torchobs import api, catalog
+from torchobs.flight.metrics.totals import NORM_SUM, Word
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
@@ -78,26 +78,12 @@ def record_series(values: dict[str, Any]) -> None:
     api.log(**values)
 
 
-def forget() -> None:
-    """Log and record the next finding of each kind again, as at the start."""
-    global _log_limiter, _event_limiter  # the limiters of the process
-    with _lock:
-        _log_limiter, _event_limiter = RateLimiter(LOG_EVERY_S), anomaly_limiter()
-
-
 class LoggingBridge(logging.Handler):
     """Hands findings on to another logger until it is closed. A context manager, too."""
-
-    _open: ClassVar[set[LoggingBridge]] = set()
-    _propagated: ClassVar[bool] = True
-    """What the first of those that are open found"""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
         self._target = target
-        if not self._open:
-            LoggingBridge._propagated = logger.propagate
-        self._open.add(self)
         logger.addHandler(self)
         logger.propagate = False  # the target's own handlers would print it a second time
 
@@ -107,11 +93,9 @@ class LoggingBridge(logging.Handler):
             self._target.handle(record)
 
     def close(self) -> None:
-        """Let findings go where they went before. Idempotent."""
-        if self in self._open:
-            self._open.remove(self)
-            logger.removeHandler(self)
-            logger.propagate = self._propagated if not self._open else False
+        """Let findings go where they went before, if no other bridge is open. Idempotent."""
+        logger.removeHandler(self)
+        logger.propagate = not any(isinstance(handler, LoggingBridge) for handler in logger.handlers)
         super().close()
 
     def __enter__(self) -> LoggingBridge:  # noqa: PYI034  # typing.Self needs Python 3.11
@@ -145,7 +129,6 @@ MOST_OPERATIONS = 16
 MOST_RECENT = 100
 OTHER = "other"
 _ALL, _ANOMALOUS, _MEASURED = "steps", "anomalous steps", "measured norms"
-_COUNTED = {catalog.STEPS.name: _ALL, catalog.GRAD_NONFINITE_STEPS.name: _MEASURED}
 LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 
 
@@ -274,7 +257,8 @@ class History:
         if steps[_ALL] or current() is None:
             kinds = (steps[kind] for kind in catalog.STEP_ANOMALIES)
             return _training(steps[_ALL], steps[_ALL], steps[_ANOMALOUS], *kinds, source="monitored")
-        now = Counter({name: int(value - before.get(name, 0)) for name, value in _recorded().items()})
+        now = _recorded()
+        now.subtract(before)
         loss = sum(now[kind] for kind in LOSS_KINDS)
         explosions, vanishing = (now[kind] for kind in catalog.STEP_ANOMALIES[:2])
         anomalous = max(now[kind] for kind in catalog.ANOMALY_KINDS)
@@ -292,27 +276,14 @@ def _training(
 
 
 def _recorded() -> Counter[str]:
-    """Return the session's steps, those with a gradient norm, and its anomalies by kind, as in its file now."""
-    from torchobs.flight.reader import reader
-
-    found, session = Counter[str](), current()
-    if session is None or session.writer is None:
-        return found
-    try:
-        file = reader.open_path(session.writer.path)
-    except OSError:  # its directory was removed under the run
-        return found
-    with closing(file):
-        points = file.read().points
-    for series, value in points:
-        name: Any = None if series.scope is not None else series.name
-        if name == catalog.GRAD_NORM_DISTRIBUTION.name:
-            found[_MEASURED] += sum(value.counts)  # type: ignore[union-attr]
-        elif name in _COUNTED:
-            found[_COUNTED[name]] += int(value)  # type: ignore[arg-type]
-        elif name == catalog.ANOMALIES.name:
-            found[str(dict(series.attributes)["kind"])] = int(value)  # type: ignore[arg-type]
-    return found
+    """Return the session's steps, those with a gradient norm, and its anomalies by kind, as its sampler has counted them."""
+    session = current()
+    if session is None or session.context is None:
+        return Counter()
+    ints = session.context.writer.table.core.totals.ints
+    measured = sum(ints[Word.NORM_DISTRIBUTION : NORM_SUM]) + ints[Word.NONFINITE_STEPS]
+    kinds = {kind: ints[Word.ANOMALIES + place] for place, kind in enumerate(catalog.ANOMALY_KINDS)}
+    return Counter({_ALL: ints[Word.STEPS], _MEASURED: measured, **kinds})
 
 
 history = History()
@@ -331,5 +302,7 @@ def training_summary() -> TrainingSummary:
 
 def clear() -> None:
     """Forget all operations and steps seen so far, and which findings were logged already. Metrics and events stay."""
+    global _log_limiter, _event_limiter  # the limiters of the process
     history.clear()
-    forget()
+    with _lock:
+        _log_limiter, _event_limiter = RateLimiter(LOG_EVERY_S), anomaly_limiter()

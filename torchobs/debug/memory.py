@@ -7,12 +7,11 @@ import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import operations
 from torchobs.debug.backward_passes import beside_grad, running_modules
-from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer
+from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer, wide
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.result import Result, fill
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
     from torchobs.debug.backward_passes import Backward
     from torchobs.debug.operations import MemoryUse
     from torchobs.debug.operator_watch import Live
-
-
-_SHADOW = 8
-"""Length of the first dimension of the parameters that an optimizer is tried on. Each further one is longer by one, so that the
-state says which of them it has: a factored one (Adafactor) has rows and columns, no product of both"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,7 @@ class MemoryBreakdown(Result):
     gradients: int
     """Of the trainable parameters, whether they are there already or not"""
     optimizer_state: int | None
-    """Measured on small parameters where the optimizer has not stepped yet; ``None`` without one, or if it cannot be"""
+    """Where the optimizer has not stepped yet, what its first step will make; ``None`` without one, or if that is unknown"""
     inputs: int
     activations: int
     """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
@@ -91,17 +85,10 @@ def memory_usage(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows = sorted((ModuleActivations(*name, size) for name, size in passes.modules.items()), key=lambda row: -row.size)
     return MemoryBreakdown(
-        model=type(model).__name__,
-        batch_size=size,
-        parameters=_unique(model.parameters()),
-        buffers=_unique(model.buffers()),
-        gradients=sum(map(bytes_of, parameters)),
-        optimizer_state=_optimizer_state(optimizer),
-        inputs=_unique(_tensors_in(batch)),
-        activations=sum(row.size for row in rows),
-        peak=passes.peak,
-        modules=tuple(rows),
-    )
+        model=type(model).__name__, batch_size=size, parameters=_unique(model.parameters()), buffers=_unique(model.buffers()),
+        gradients=sum(map(bytes_of, parameters)), optimizer_state=_optimizer_state(optimizer),
+        inputs=_unique(_tensors_in(batch)), activations=sum(row.size for row in rows), peak=passes.peak, modules=tuple(rows),
+    )  # fmt: skip
 
 
 class _Passes(NamedTuple):
@@ -141,16 +128,18 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
     return beside_grad(model, passes)
 
 
-def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
+def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None = None) -> Any:
     """Return the loss to differentiate: the function's, the output's own, or the sum of its tensors; ``None`` without any."""
     import torch
 
     if loss_fn is not None:
         return loss_fn(output)
-    if getattr(output, "loss", None) is not None:
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
         return output.loss
-    parts = [(torch.view_as_real(x) if x.is_complex() else x).sum() for x in _tensors_in(output) if x.requires_grad]
-    return sum(parts[1:], parts[0]) if parts else None
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in _tensors_in(output)]
+    # in float64: the sum of finite numbers is to be finite
+    sums = [x.sum(dtype=wide(torch, x.device)) for x in parts if x.is_floating_point()]
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else None
 
 
 def _tensors_in(values: Any) -> list[Any]:
@@ -184,57 +173,41 @@ def resized(values: Any, size: int, other: int) -> Any:
 
 
 def _unique(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors, those in the same memory once: of views that overlap, no more than that memory has."""
-    import torch
-
-    memory: dict[int, tuple[int, dict[Any, int]]] = {}
+    """Return the bytes of tensors; of those that lie in the same memory no more than that memory has."""
+    memory: dict[int, tuple[int, int]] = {}
     for x in tensors:
         parts = list(storages(x))
-        first = parts[0].data_ptr() if parts else 0
-        _, views = memory.setdefault(first or -id(x), (sum(part.nbytes() for part in parts), {}))
-        is_plain = x.layout is torch.strided and not x.is_nested and not hasattr(type(x), "__tensor_flatten__")
-        views[(x.storage_offset(), x.shape, x.stride()) if is_plain else None] = bytes_of(x)
-    return sum(min(size, sum(views.values())) if size else sum(views.values()) for size, views in memory.values())
+        key = (parts[0].data_ptr() if parts else 0) or -id(x)
+        memory[key] = sum(part.nbytes() for part in parts), memory.get(key, (0, 0))[1] + bytes_of(x)
+    return sum(min(whole or used, used) for whole, used in memory.values())
 
 
 def _optimizer_state(optimizer: Any) -> int | None:
-    """Return the bytes of an optimizer's state when all parameters have one."""
-    if optimizer is None:
-        return None
-    existing = sum(map(bytes_of, _tensors_in([dict(state) for state in optimizer.state.values()])))
-    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
-    if existing and len(optimizer.state) >= len(parameters):
-        return existing
-    try:
-        return sum(_state_of_group(optimizer, group) for group in optimizer.param_groups)
-    except (TypeError, ValueError, RuntimeError):  # the class takes other arguments than its groups have
-        return existing or None
+    """Return the bytes of an optimizer's state when all parameters have one.
 
-
-def _state_of_group(optimizer: Any, group: dict[str, Any]) -> int:
-    """Return the bytes of a group's state: an optimizer of the class steps on small parameters of the same types."""
+    Before its first step, one of the same class steps on the device meta, where nothing is allocated or computed.
+    """
     import torch
 
-    total = 0
-    options = {name: value for name, value in group.items() if name not in {"params", "param_names"}}
-    trained = [x for x in group["params"] if x.requires_grad]
-    for dtype, device, dimensions in {(x.dtype, x.device, x.dim()) for x in trained}:
-        shape = range(_SHADOW, _SHADOW + dimensions)
-        shadow = torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
-        shadow.grad = torch.ones_like(shadow)
-        tried = type(optimizer)([{**options, "params": [shadow]}])
-        type(tried).step.__wrapped__(tried) if hasattr(type(tried).step, "__wrapped__") else tried.step()
-        same = [x for x in trained if (x.dtype, x.device, x.dim()) == (dtype, device, dimensions)]
-        for x in _tensors_in(dict(tried.state[shadow])):
-            total += sum(x.element_size() * prod(_as_of(y, shadow, size) for size in x.shape) for y in same)
-    return total
-
-
-def _as_of(parameter: Any, shadow: Any, size: int) -> int:
-    """Return how long a dimension of the state is for this parameter, which is ``size`` long for the shadow."""
-    if size in shadow.shape:
-        return int(parameter.shape[list(shadow.shape).index(size)])
-    return int(parameter.numel()) if size == shadow.numel() else size  # a flat one, or one that no parameter changes
+    if optimizer is None:
+        return None
+    groups = [{**group, "params": [x for x in group["params"] if x.requires_grad]} for group in optimizer.param_groups]
+    if len(optimizer.state) >= sum(len(group["params"]) for group in groups):
+        return sum(map(bytes_of, _tensors_in([dict(state) for state in optimizer.state.values()])))
+    for group in groups:
+        group["params"] = [torch.nn.Parameter(torch.empty_like(x, device="meta")) for x in group["params"]]
+        for x in group["params"]:
+            x.grad = torch.empty_like(x)
+        group.pop("param_names", None)
+        group.update({name: False for name in ("fused", "foreach") if name in group})
+    tried = None
+    try:
+        tried = type(optimizer)(groups)
+        getattr(type(tried).step, "__wrapped__", type(tried).step)(tried)  # without hooks
+    except (TypeError, ValueError, RuntimeError):  # it takes other arguments than its groups have, or reads its tensors
+        if tried is None or not tried.state:
+            return None
+    return sum(int(x.nbytes) for x in _tensors_in([dict(state) for state in tried.state.values()]))
 
 
 MOST_ROWS = 15

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs import catalog
 from torchobs.debug.backward_passes import checkpoints_kept, running_modules
+from torchobs.debug.memory import loss_of
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
-from torchobs.debug.tensors import require_module, wide
+from torchobs.debug.tensors import require_module
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.forward import MASKABLE, RESHAPING
 from torchobs.probes.nonfinite.locate import Place, memory_of
@@ -283,26 +284,13 @@ def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | N
         *batch, last = batch
         target = (last,)
     output = call(model, batch)
-    loss = loss_fn(output, *target) if loss_fn is not None else _summed(output)
-    if loss.numel() != 1 or loss.grad_fn is None:
-        what = "has no gradient" if loss.grad_fn is None else f"has {loss.numel()} elements"
-        raise ValueError(f"the loss {what}: trace_nan() needs one number that parameters have been used for; give loss_fn")
+    loss: Any = loss_of(output) if loss_fn is None else loss_fn(output, *target)
+    if loss is None or loss.numel() != 1 or loss.grad_fn is None:
+        what = "there is no loss" if loss is None else "the loss has no gradient, or more than one element"
+        raise ValueError(f"{what}: trace_nan() needs one number that parameters have been used for; give loss_fn")
     if loss.is_meta:
         raise ValueError("the loss is on the device meta, where nothing is computed: move model and batch to a real one first")
-    return loss
-
-
-def _summed(output: Any) -> torch.Tensor:
-    """Return the output's own loss, or the sum of its floating-point and complex elements, wherever they are nested."""
-    if isinstance(getattr(output, "loss", None), torch.Tensor):
-        own: torch.Tensor = output.loss
-        return own
-    parts = [torch.view_as_real(x) if x.is_complex() else x for _, x in walk(output)]
-    # in float64: the sum of finite numbers is to be finite
-    sums = [x.sum(dtype=wide(torch, x.device)) for x in parts if x.is_floating_point()]
-    if not sums:
-        raise ValueError("the model's output holds no tensor of floating-point numbers: give loss_fn")
-    return torch.stack([each.to(sums[0].device) for each in sums]).sum()
+    return loss  # type: ignore[no-any-return]
 
 
 def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueFlow, batch: Any) -> NonfiniteOrigin | None:

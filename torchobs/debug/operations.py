@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import isfinite
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import psutil
 
@@ -315,25 +315,23 @@ def _note_birth(birth: Birth) -> None:
 
 
 def operation(
-    name: str | Callable[..., Any] | None = None, model_name: str | None = None, *, anomaly: Anomaly = "off"
+    name: str | None = None, model_name: str | None = None, *, anomaly: Anomaly = "off"
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function, or a coroutine function, whose calls are measured as :func:`context` does.
 
     Args:
-        name: the operation's name; the function's own without it. ``@debug.operation`` without parentheses does that, too.
+        name: the operation's name; the function's own without it.
         model_name: recorded as it is.
         anomaly: as for :func:`context`.
 
     Raises:
-        TypeError: it decorates a generator, whose body does not run when it is called.
+        TypeError: it decorates a generator, whose body does not run when it is called, or the name is no text.
         ValueError: ``anomaly`` is none of the three.
     """
     if name is not None and not isinstance(name, str):
-        if not hasattr(name, "__qualname__"):
-            raise TypeError(f"@debug.operation takes a name, or stands alone above a function, not {type(name).__name__}")
-        return cast("Callable[[Callable[P, R]], Callable[P, R]]", operation()(name))
+        raise TypeError(f"@debug.operation() takes a name, or nothing, in parentheses, not {type(name).__name__}")
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Any) -> Any:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"{function.__qualname__} is a generator: use debug.context() inside it")
         label = name if name is not None else function.__qualname__
@@ -345,10 +343,10 @@ def operation(
                 with context(label, model_name, anomaly=anomaly):
                     return await function(*args, **kwargs)
 
-            return cast("Callable[P, R]", measured_coroutine)
+            return measured_coroutine
 
         @functools.wraps(function)
-        def measured(*args: P.args, **kwargs: P.kwargs) -> R:
+        def measured(*args: Any, **kwargs: Any) -> Any:
             with context(label, model_name, anomaly=anomaly):
                 return function(*args, **kwargs)
 
@@ -365,7 +363,7 @@ class Performance(Result):
     slow_s: float
     samples: int | None = None
     time: float | None = None
-    """Seconds by the clock; of what was launched on a device only the launch, unless ``synchronize``"""
+    """Seconds by the clock; CUDA devices are waited for at both ends"""
     cpu_time: float | None = None
     """Seconds that this process's threads computed: far less than ``time`` is waiting"""
     time_per_sample: float | None = None
@@ -377,9 +375,7 @@ class Performance(Result):
 
 
 @contextmanager
-def performance(
-    operation: str, slow_s: float = 10.0, *, samples: int | None = None, synchronize: bool = False
-) -> Iterator[Performance]:
+def performance(operation: str, slow_s: float = 10.0, *, samples: int | None = None) -> Iterator[Performance]:
     """Time a ``with`` block, or a function that it decorates; one that takes longer than ``slow_s`` is a finding.
 
     It yields a :class:`Performance` that the end fills, and counts in ``debug.summary()``.
@@ -388,7 +384,6 @@ def performance(
         operation: name to count it by; a few names, not one for each step.
         slow_s: seconds above which it is slow.
         samples: that it processes, for the time by sample.
-        synchronize: wait for the CUDA device before and after, so that its work is in the time.
 
     Raises:
         ValueError: ``slow_s`` or ``samples`` is not above 0, or the operation has no name.
@@ -398,21 +393,20 @@ def performance(
         given = f"{operation!r}, {slow_s!r}, {samples!r}"
         raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {given}")
     measured, before = Performance(operation, slow_s, samples), read()
-    if synchronize:
-        wait_for_devices()
+    wait_for_devices()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:
         yield measured
+    except BaseException as error:
+        fill(measured, error=type(error).__name__)
+        raise
     finally:
-        raised = sys.exc_info()[0]
-        error = raised.__name__ if raised is not None else None
-        if synchronize and error is None:
+        if measured.error is None:
             wait_for_devices()
         elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
         fill(
-            measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, error=error,
-            time_per_sample=elapsed / samples if samples else None,
-            throughput=samples / elapsed if samples and elapsed else None,
+            measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, time_per_sample=samples and elapsed / samples,
+            throughput=samples and samples / elapsed,
         )  # fmt: skip
         (host, device), texts = use(before, read()), tuple[str, ...]()
         if measured.slow:
