@@ -660,35 +660,28 @@ def display(monkeypatch: pytest.MonkeyPatch) -> Display:
     return made
 
 
-def test_a_run_that_stands_still_is_marked_and_has_no_speed(
-    run: Recording, display: Display, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on the page, by the same rule; the clock is the test's."""
-    now_s = [1000.0]
-    monkeypatch.setattr(notebook, "live_phase", lambda _: (4, 0))
+def test_a_notebook_shows_the_run_while_it_trains(run: Recording, display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step, loss, speed and phase; a run without a step for seconds says so; a link to the page once there is one."""
+    monkeypatch.setattr(notebook, "INTERVAL_S", 0.0)
     assert run.session.context is not None
-    status = NotebookStatus(run.session.context, "gpt", clock=lambda: now_s[0])
+    page = notebook.PageAddress("/nowhere/r0.flight", says=False)
+    status = NotebookStatus(run.session.context, "gpt <x>", page)
     status.begin()
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(3)
 
-    def look(seconds: float, steps: int = 0) -> Any:
-        now_s[0] += seconds
-        for _ in range(steps):
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+    def line() -> str:
         status.sample()
         return display.shown[-1]
 
-    look(1.0, steps=1)
-    look(1.0, steps=10)
-    for _ in range(3):
-        assert "10 steps/s" in look(1.0, steps=10)
-    assert "10 steps/s" in look(9.0)
-    line = look(30.0)
-    assert "<b>⚠ no step for 39 s</b> (usual: 0.1 s), step 41" in line
-    assert "– steps/s" in line
-    assert "no step for" not in look(1.0, steps=10)
+    support.wait_until(lambda: all(word in line() for word in ("step 3 ", "loss ", "gradient norm ", "steps/s")))
+    assert "gpt &lt;x&gt;" in display.shown[-1]
+    page.url = "http://127.0.0.1:9/"
+    monkeypatch.setattr(notebook, "_QUIET_S", 0.0)
+    status.sample()
+    assert "no step for 0 s" in display.shown[-1]
+    assert '<a href="http://127.0.0.1:9/" target="_blank" rel="noopener">live page</a>' in display.shown[-1]
+    status.end()
+    assert "ended after step 3" in display.shown[-1]
 
 
 SCRIPT = f"""

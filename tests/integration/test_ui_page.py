@@ -39,7 +39,6 @@ from torchobs.flight.writer.writer import FlightWriter
 from torchobs.node import election
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot
-from torchobs.runtime.notebook import NotebookStatus, PageAddress
 
 HOSTILE = "</bdi><script>alert(1)</script>"
 
@@ -581,16 +580,3 @@ def test_a_script_says_where_its_page_is(
     assert log.read_text().count("shown live") == (1 if rank == 0 else 0)
     if rank == 0:
         assert re.search(rf"run \S+, rank 0, step 0, live on {re.escape(url)}>", said), said
-
-
-def test_a_notebook_has_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its line of status, from when the address is there."""
-    shown: list[str] = []
-    page = PageAddress("/nowhere/r0.flight", says=False)
-    status = NotebookStatus(None, "job run", page)  # type: ignore[arg-type]  # the line alone
-    status._handle = type("Handle", (), {"update": staticmethod(shown.append)})()
-    monkeypatch.setattr(NotebookStatus, "_html", lambda _, words: words)
-    status.update("step 1")
-    page.url = "http://127.0.0.1:9/"
-    status.update("step 1")
-    assert shown == ["step 1", 'step 1 · <a href="http://127.0.0.1:9/" target="_blank" rel="noopener">live page</a>']

@@ -1,4 +1,4 @@
-"""What is read of a data loader's workers: from /proc, and from what py-spy writes."""
+"""What is read of a data loader's workers: from /proc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.support import wait_until
-from torchobs.diagnosis.stall import main_frames, worker_frames
 from torchobs.probes.data.worker_states import in_words, parse_call, parse_channel, parse_state, state_of
 
 
@@ -65,35 +64,3 @@ def test_a_process_that_waits_is_sleeping() -> None:
         assert wait_until(lambda: state_of(waiting.pid).startswith("sleeping"))
     assert state_of(waiting.pid) == "unknown"
     assert state_of(os.getpid()) == "running"
-
-
-DUMP = """\
-# Thread 0x0000000000000001 is 'MainThread'
-# worker 1 (pid 20): sleeping
-
-Thread 0x0000000000000001 (most recent call first):
-  File "/torch/dataloader.py", line 7 in _next_data
-  File "/home/me/train.py", line 3 in main
-
-# worker 1 (pid 20)
-Process 20:
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 21 (active): "feeder"
-    wait (/lib/threading.py:3)
-Thread 20 (idle): "MainThread"
-    Images.__getitem__ (/home/me/my data.py:31)
-    fetch (/torch/fetch.py:54)
-
-# worker 0 (pid 19)
-# py-spy: Permission Denied
-
-# end of stacks
-"""
-
-
-def test_stacks_of_workers_are_told_from_the_rank_s() -> None:
-    """The main thread's of each, by process."""
-    assert main_frames(DUMP)[0] == "/torch/dataloader.py:7 in _next_data"
-    assert worker_frames(DUMP) == {20: ("/home/me/my data.py:31 in Images.__getitem__", "/torch/fetch.py:54 in fetch")}
-    assert worker_frames("") == {}

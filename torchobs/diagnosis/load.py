@@ -25,7 +25,7 @@ from torchobs.diagnosis.rank_report import (
     steps_of,
     values_of,
 )
-from torchobs.diagnosis.stall import crash_frames, main_frames, with_patience, worker_frames
+from torchobs.diagnosis.stall import crash_frames, main_frames, with_patience
 from torchobs.flight.files import artifacts, endings
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
@@ -274,11 +274,10 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
 def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
     dump, crashed = _stacks(directory, own, report), _crash(directory, report)
-    frames, of_workers = main_frames(dump), worker_frames(dump)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
     # where the file lies now, perhaps a copy, tells only if its header does not
     unwritten = silent and not (in_memory(directory) if report.header.in_memory is None else report.header.in_memory)
-    return replace(report, left=tuple(own), frames=frames, worker_frames=of_workers, crash=crashed, unwritten=unwritten)
+    return replace(report, left=tuple(own), frames=main_frames(dump), crash=crashed, unwritten=unwritten)
 
 
 def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:

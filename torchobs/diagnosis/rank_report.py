@@ -181,8 +181,6 @@ class RankReport:
     """non-empty artifacts of the rank"""
     frames: tuple[str, ...] = ()
     """frames of the training thread in the stacks written after its last step, the innermost first; empty: none are here"""
-    worker_frames: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """frames of its data loader's workers in them, by process id, the innermost first; empty: none are here"""
     crash: tuple[str, ...] = ()
     """frames of the thread that crashed, the innermost first; empty: none did, or it ran no Python code"""
     copied: bool = False

@@ -21,9 +21,6 @@ from torchobs.ranks import labels, state
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
 _FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
 _MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
-_PROCESS = re.compile(r"^Process (?=[0-9]{1,10}:)", re.MULTILINE)
-_MAIN_OF_PROCESS = re.compile(r'^Thread [^\n]*"MainThread"\n((?:    [^\n]*\n?)*)', re.MULTILINE)
-_FRAME_OF_PROCESS = re.compile(r"^    ([^\n]*) \(([^\n]*:[0-9]+)\)$", re.MULTILINE)
 _STACK = "Stack (most recent call first):\n"
 _MOST = 64
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
@@ -43,17 +40,6 @@ def main_frames(text: str) -> tuple[str, ...]:
     named = _MAIN.search(text)
     main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
     return _frames(main)
-
-
-def worker_frames(text: str) -> dict[int, tuple[str, ...]]:
-    """Return the main threads' frames of a data loader's workers by process id, as py-spy writes them, the innermost first."""
-    found = {}
-    for process in _PROCESS.split(text)[1:]:
-        pid, _, body = process.partition(":")
-        if (main := _MAIN_OF_PROCESS.search(body)) is not None:
-            frames = _FRAME_OF_PROCESS.findall(main[1])[:_MOST]
-            found[int(pid)] = tuple(f"{place} in {function}" for function, place in frames)
-    return found
 
 
 def crash_frames(text: str) -> tuple[str, ...]:
@@ -221,9 +207,7 @@ def _awaited(report: RankReport) -> str:
         return ""
     name = dumps[-1].text("awaited")
     state = next((text.removeprefix(name) for text in dumps[-1].texts("workers") if text.startswith(f"{name}: ")), "")
-    frames = next((frames for pid, frames in report.worker_frames.items() if f"(pid {pid})" in name), ())
-    at = f", at {place(frames)}" if frames else ""
-    return f" The next batch was to come from the loader's {name}{state.replace(': ', ', then ', 1)}{at}."
+    return f" The next batch was to come from the loader's {name}{state.replace(': ', ', then ', 1)}."
 
 
 def _stacks(report: RankReport) -> tuple[str, ...]:

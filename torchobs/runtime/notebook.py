@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from html import escape
 from importlib import import_module
 from math import isnan
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import catalog
-from torchobs.detect.hangs import Standstill, standstill
 from torchobs.flight.format.layout import LIVE_PHASES
 from torchobs.flight.metrics.totals import Word, is_active
-from torchobs.runtime.stacks import durations, live_phase
+from torchobs.runtime.stacks import live_phase
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchobs.probes.core.context import ProbeContext
 
 
@@ -67,8 +62,8 @@ def announced(directory: str) -> str:
 
 
 INTERVAL_S = 1.0
-_LATEST = 64
-"""Number of updates over which the duration of a step is the usual one"""
+_QUIET_S = 10.0
+"""Time without a step after which the line says that instead of the speed"""
 _STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radius:6px;padding:.35em .8em;display:inline-block"
 
 
@@ -82,16 +77,13 @@ def in_notebook() -> bool:
 class NotebookStatus:
     """The line, shown below the cell that called ``init()``; the sampler thread updates it once a second."""
 
-    def __init__(
-        self, context: ProbeContext, name: str, page: PageAddress | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._context, self._name, self._page, self._clock = context, name, page, clock
+    def __init__(self, context: ProbeContext, name: str, page: PageAddress | None = None) -> None:
+        self._context, self._name, self._page = context, name, page
         self._handle: Any = None
         self._shown, self._due_s = "", 0.0
-        self._before: tuple[float, int] | None = None
+        self._stepped = (time.monotonic(), 0)
         """When the step was last another than before, and that step"""
-        self._step_s: deque[float] = deque(maxlen=_LATEST)
-        """Durations of a step between two updates, of the latest"""
+        self._speed = ""
 
     def begin(self) -> None:
         """Show the line."""
@@ -99,7 +91,7 @@ class NotebookStatus:
 
     def sample(self) -> None:
         """Update the line, if it has changed."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + INTERVAL_S
             self.update(self._state(now_s))
@@ -126,26 +118,17 @@ class NotebookStatus:
         for word, name in ((Word.LOSS, "loss"), (Word.GRAD_NORM, "gradient norm")):
             if totals.ints[word] and not isnan(value := totals.floats[word]):
                 parts.append(f"{name} {value:.4g}")
-        phase, since_ns = live_phase(self._context)
-        still = self._standstill(now_s, LIVE_PHASES[phase], since_ns / 1e9)
-        if self._before is None or step > self._before[1]:
-            if self._before is not None:
-                self._step_s.append((now_s - self._before[0]) / (step - self._before[1]))
-            self._before = now_s, step
-        if still is not None:
-            parts[0] = f"<b>⚠ no step for {still.seconds:,.0f} s</b> (usual: {still.usual_step:.3g} s), {parts[0]}"
-        if self._step_s:
-            parts.append("– steps/s" if still or LIVE_PHASES[phase] == "idle" else f"{1 / self._step_s[-1]:.3g} steps/s")
-        parts.append(LIVE_PHASES[phase])
+        since_s, before = self._stepped
+        if step > before:
+            self._speed = f"{(step - before) / max(now_s - since_s, 1e-9):.3g} steps/s"
+            self._stepped = now_s, step
+        phase = LIVE_PHASES[live_phase(self._context)[0]]
+        if self._speed and phase != "idle":
+            parts.append(self._speed if now_s - since_s < _QUIET_S else f"no step for {now_s - since_s:,.0f} s")
+        parts.append(phase)
         odd = [kind for index, kind in enumerate(catalog.ANOMALY_KINDS) if is_active(totals, index)]
         parts += [f"<b>⚠ {escape(kind.replace('_', ' '))}</b>" for kind in odd]
         return " · ".join(parts)
-
-    def _standstill(self, now_s: float, phase: str, since_s: float) -> Standstill | None:
-        if self._before is None or not self._step_s or self._context.recorder.step > self._before[1]:
-            return None
-        age_s = now_s - self._before[0]
-        return standstill(age_s, min(age_s, now_s - since_s), phase, median(self._step_s), durations(self._context))
 
 
 def _display() -> Any:

@@ -1,10 +1,7 @@
-"""Stacks of a rank's threads and of its loader's workers: on request, early in a stall, and where the GIL is held.
+"""Stacks of a rank's threads: on request, early in a stall, and where the GIL is held.
 
-On request or in a stall: 17 µs in the sampler thread, and some 30 µs for each worker of a data loader; no locals or values. The
-workers' stacks are py-spy's, which reads their memory, needs the kernel's permission for that, and neither stops a worker nor
-runs in it; all of that is for a thread of its own, which may wait.
-
-An exporter has the stacks of a hung rank written, too, but only once it is sure (``ranks.state.hang_timeout_s``), and not every
+On request or in a stall the sampler thread writes them, in 17 µs, with neither locals nor values, and the states of a data
+loader's workers. An exporter requests them of a hung rank only once it is sure (``ranks.state.hang_timeout_s``), and not every
 run has one. In a stall no alert is raised here: the file lies beside the flight file, and ``inspect`` reads it if the run ends
 there.
 
@@ -23,18 +20,12 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from datetime import datetime, timezone
-from inspect import getclosurevars
-from pathlib import Path
-from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +40,6 @@ from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 from torchobs.probes.data.worker_states import state_of
 from torchobs.support.descriptors import Descriptor
-from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,65 +48,6 @@ if TYPE_CHECKING:
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.data.worker_states import LoaderWorker
-
-
-PROGRAM = "py-spy"
-PATIENCE_S = 3.0
-"""For all workers together; ``torchobs stacks`` waits for five seconds"""
-_MAX_DUMPED = 4
-_MAX_OUTPUT = 64 << 10
-_COMMAND = re.compile(r"^(Process [0-9]+):[^\n]*", re.MULTILINE)
-"""A line with the command, which may hold secrets"""
-_TORCH = "torch.utils.data._utils.signal_handling"
-
-
-def worker_stacks(workers: Sequence[LoaderWorker]) -> str:
-    """Return the stacks of the first workers, as py-spy writes them; empty without it."""
-    program = _program()
-    if program is None:
-        return ""
-    deadline_s, found = monotonic() + PATIENCE_S, []
-    for worker in workers[:_MAX_DUMPED]:
-        left_s = deadline_s - monotonic()
-        if left_s > 0:
-            found.append(f"# {worker.name}\n{_dump(program, worker.pid, left_s)}\n")
-    return "".join(found)
-
-
-def _program() -> str | None:
-    """Return the program's path; ``None`` if it is missing, or if a handler of the script's would see that it has ended.
-
-    Its file is read before: until it has been executed the interpreter's lock is held, also where a file system hangs.
-    """
-    path = shutil.which(PROGRAM)
-    if path is None or not _is_unheard(signal.getsignal(signal.SIGCHLD)):
-        return None
-    try:
-        Path(path).read_bytes()
-    except OSError:
-        return None
-    return path
-
-
-def _is_unheard(handler: Any) -> bool:
-    """Return whether a child's end runs no code but torch's, which looks after the workers alone."""
-    if getattr(handler, "__module__", "") == _TORCH:
-        handler = getclosurevars(handler).nonlocals.get("previous_handler")
-    return handler in {None, signal.SIG_DFL, signal.SIG_IGN}
-
-
-def _dump(program: str, pid: int, timeout_s: float) -> str:
-    command = (program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid))
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False, start_new_session=True
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as problem:
-        return f"# {PROGRAM}: {type(problem).__name__}\n"
-    if done.returncode:
-        return f"# {PROGRAM}: {done.stderr.decode(errors='replace').strip().partition(chr(10))[0][:200]}\n"
-    return _COMMAND.sub(r"\1:", done.stdout[:_MAX_OUTPUT].decode(errors="replace"))
 
 
 _MAX_WORKERS = 8
@@ -127,81 +58,43 @@ MIN_FREE = 64 << 10
 def write_stacks(
     context: ProbeContext, number: int, cause: str = "asked", more: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Write the stacks as the artifact of that number; on failure, an event and the log say why.
+    """Write the stacks as the artifact of that number, and an event with ``cause`` and ``more``.
 
-    ``cause``, ``more``: attributes of the event. Only who has asked for them is told of a failure in the log. Stacks of a data
-    loader's workers take seconds to get: who asks waits for them, others' are added later.
+    On failure, the event says why; it is logged only where somebody asked for the stacks.
     """
     writer, place = context.writer, context.writer.place
     if place is None:
         return
+    evidence = named(writer.name, STACKS, number)
     workers = [worker for find in context.loader_workers for worker in find()][:_MAX_WORKERS]
-    dump = _Dump(context, place, named(writer.name, STACKS, number), cause, more, workers)
-    if not workers or cause != "asked":
-        dump.write()
-    if workers:
-        thread = threading.Thread(target=dump.write_workers, name="torchobs-stacks", daemon=True)
-        call(CircuitBreaker("stacks"), thread.start)
-
-
-class _Dump:
-    """One artifact."""
-
-    def __init__(
-        self, context: ProbeContext, place: FlightDirectory, evidence: ArtifactName, cause: str,
-        more: Mapping[str, object], workers: Sequence[LoaderWorker],
-    ) -> None:  # fmt: skip
-        self._context, self._place, self._evidence, self._cause = context, place, evidence, cause
-        self._workers = workers
-        self._states = [f"{worker.name}: {state_of(worker.pid)}" for worker in workers]
-        awaited = [worker.name for worker in workers[:1] if worker.awaited]
-        self._more = {**more, **({"workers": self._states} if workers else {}), **({"awaited": awaited[0]} if awaited else {})}
-
-    def write(self, stacks: str = "") -> None:
-        """Write it, with the workers' ``stacks``, and record an event."""
-        context, evidence, cause = self._context, self._evidence, self._cause
-        refused = _write(context, self._place, evidence, self._states, stacks)
-        event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
-        attributes = {"cause": cause, **(self._more if refused is None else refused), "evidence": evidence.id}
-        context.event(event, attributes)
-        if refused is not None and cause == "asked":
-            context.warn_limited("stacks", f"stacks could not be written to {self._place.path}: {refused['detail']}", own=True)
-
-    def write_workers(self) -> None:
-        """Write it, or add to it, with the workers' stacks. In a thread of its own."""
-        call(CircuitBreaker("stacks"), self._write_workers)
-
-    def _write_workers(self) -> None:
-        stacks = worker_stacks(self._workers)
-        if self._cause == "asked":
-            self.write(stacks)
-        elif stacks and shortage(self._place.fd, MIN_FREE) is None:
-            with contextlib.suppress(OSError):  # a disk that is full, or a run that has ended: what is written stays
-                artifacts.extend(self._place, self._evidence, f"\n{stacks}".encode())
+    states = [f"{worker.name}: {state_of(worker.pid)}" for worker in workers]
+    refused = _write(context, place, evidence, states)
+    if refused is None:
+        found: dict[str, object] = {"workers": states} if workers else {}
+        if workers and workers[0].awaited:
+            found["awaited"] = workers[0].name
+        context.event(catalog.EVENT_STACKS, {"cause": cause, **more, **found, "evidence": evidence.id})
+        return
+    context.event(catalog.EVENT_STACKS_FAILED, {"cause": cause, **refused, "evidence": evidence.id})
+    if cause == "asked":
+        context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
 
 
 def _write(
-    context: ProbeContext, place: FlightDirectory, done: ArtifactName, states: Sequence[str], stacks: str
+    context: ProbeContext, place: FlightDirectory, evidence: ArtifactName, states: Sequence[str]
 ) -> dict[str, str] | None:
-    """Write the artifact; on failure, return the event's attributes that say why."""
+    """Write header, stacks and end marker; on failure, return the event's attributes that say why."""
     if (lack := shortage(place.fd, MIN_FREE)) is not None:
         return {"reason": "no_room", "detail": lack}
     try:
-        with artifacts.new(place, done) as file:
-            _write_content(file, _header(context, states).encode(), f"\n{stacks}".encode() if stacks else b"")
+        with artifacts.new(place, evidence) as file:
+            artifacts.append(file, _header(context, states).encode())
+            faulthandler.dump_traceback(file=file.number(), all_threads=True)
+            os.ftruncate(file.number(), min(os.fstat(file.number()).st_size, LIMITS[STACKS] - len(END)))
+            artifacts.append(file, END)
     except OSError as problem:
         return artifacts.refusal(problem)
     return None
-
-
-def _write_content(file: Descriptor, header: bytes, workers: bytes) -> None:
-    """Write header, stacks, those of ``workers``, and the end marker. Raises ``OSError``."""
-    artifacts.append(file, header)
-    faulthandler.dump_traceback(file=file.number(), all_threads=True)
-    size = os.fstat(file.number()).st_size
-    os.ftruncate(file.number(), min(size, LIMITS[STACKS] - len(END) - len(workers)))
-    artifacts.append(file, workers)
-    artifacts.append(file, END)
 
 
 def _header(context: ProbeContext, states: Sequence[str]) -> str:

@@ -153,15 +153,6 @@ def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> No
         remove(place, one.name)
 
 
-def extend(place: FlightDirectory, evidence: ArtifactName, data: bytes) -> None:
-    """Add to complete stacks, before :data:`END`. Raises ``OSError``; they are as they were then."""
-    fd, size = open_checked(place.fd, evidence, None)
-    with os.fdopen(fd, "rb") as file:
-        content = file.read(size).removesuffix(END) + data
-    with new(place, evidence) as out:
-        append(out, content[: LIMITS[evidence.kind] - len(END)] + END)
-
-
 def write(place: FlightDirectory, evidence: ArtifactName, data: bytes) -> dict[str, str] | None:
     """Write a whole file; on failure, return why, as :func:`refusal` does."""
     if (lack := shortage(place.fd, len(data))) is not None:

@@ -1,7 +1,7 @@
 """What the processes of a data loader's workers do, from ``/proc``: no privileges, no signal, nothing that a worker runs.
 
-A worker can wait for a lock that was held at its fork, for a file system, or compute. Its stack is another process's to read
-(:mod:`torchobs.runtime.stacks`); state, wait channel and system call are files (proc(5)).
+A worker can wait for a lock that was held at its fork, for a file system, or compute. State, wait channel and system call are
+files (proc(5)); its stack is another process's to read.
 """
 
 from __future__ import annotations
