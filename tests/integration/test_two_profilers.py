@@ -200,25 +200,6 @@ step()
 """)
 
 
-def test_tools_for_inference_beside_the_script_s_profiler() -> None:
-    """Where torch's profiler is taken, what needs it says so in words."""
-    ends_well("""
-from torchobs.tune.choices import kernels_of
-from torchobs.tune.comparison import peak_bytes
-with torch.profiler.profile() as own:
-    step()
-    assert peak_bytes(step, "cpu") is None
-    try:
-        kernels_of(step)
-    except RuntimeError as error:
-        assert "torch allows one" in str(error)
-    else:
-        raise AssertionError("it ran")
-assert "aten::addmm" in names(own)
-assert peak_bytes(step, "cpu") > 0
-""")
-
-
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "threading.Thread(target=raise_soon).start()"])
 def test_a_profile_in_progress_at_the_exit(end: str) -> None:
     """A thread that still profiles with ours when the interpreter exits does not crash it."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import random
-from pathlib import Path
+import warnings
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
-from torchobs.tune.comparison import Benchmark, ModeResult, Quartiles, quartiles, recommend
+from torchobs.tune.comparison import ModeResult, Quartiles, quartiles, recommend
 
 
 def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = True) -> ModeResult:
@@ -41,6 +41,7 @@ def test_a_real_gain_is_found_and_recommended() -> None:
     assert json.loads(json.dumps(result.to_dict()))["recommended"] == "amp"
     assert "amp" in str(result)
     assert "speedup_factor" in str(result)
+    assert amp.peak_bytes is amp.memory_savings is None  # which only a GPU's allocator tells
 
 
 def test_model_optimizer_and_random_state_are_as_before() -> None:
@@ -59,20 +60,6 @@ def test_model_optimizer_and_random_state_are_as_before() -> None:
     assert all(weight.grad is None for weight in model.parameters())
     assert type(model) is nn.Sequential
     assert "checkpointing" in result["memory_efficient"].used
-
-
-def test_recomputed_activations_need_less_memory() -> None:
-    """Promise: memory_savings is the share of the first mode's peak, measured."""
-    batch = torch.randn(512, 16), torch.randn(512, 4)
-    result = tune.benchmark(
-        blocks(depth=12), batch, None, nn.functional.mse_loss, modes=("none", "memory_efficient"), rounds=6, warmup=1
-    )
-    none, efficient = result["none"], result["memory_efficient"]
-    assert none.memory_savings == 0.0
-    assert none.peak_bytes
-    assert none.peak_bytes > 12 * 512 * 32 * 4  # the wider activation of each block at least
-    assert efficient.memory_savings is not None
-    assert efficient.memory_savings > 0.4
 
 
 def test_compilation_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +98,6 @@ def test_a_mode_that_fails_is_left_out() -> None:
         tune.benchmark(_FailsUnderAutocast(), torch.ones(2), modes=("amp", "none"), **options)
 
 
-def test_what_does_not_fit_into_a_budget_is_left_out() -> None:
-    """Promise: a mode whose fewest rounds would take longer than the budget is named, and the first mode is measured."""
-    result = tune.benchmark(SlowUnlessAutocast(), torch.ones(2, 4), modes=("none", "memory_efficient", "amp"), budget_s=1e-3)
-    assert {each.mode for each in result.left_out} == {"memory_efficient", "amp"}
-    assert [each.mode for each in result.modes] == ["none"]
-    assert result.rounds < 20
-
-
-def test_json_and_picture(tmp_path: Path) -> None:
-    """Promise: JSON has every figure, and the picture is a whole file of the ending asked for; others are an error."""
-    once = mode("none", (1, 1, 1))
-    result = Benchmark("cpu", 6, "amp", "faster", (once, mode("amp", (1.5, 1.2, 1.6)), mode("compile", (1.0, 0.8, 1.1))))
-    assert json.loads(result.to_json())["modes"][1]["speedup_factor"] == {"median": 1.5, "low": 1.2, "high": 1.6}
-    assert Path(result.plot(tmp_path / "a.svg")).read_text().rstrip().endswith("</svg>")
-    assert Path(result.plot(str(tmp_path / "a.png"))).read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match=r"'a.gif' ends in none of these: .pdf, .png, .svg"):
-        result.plot("a.gif")
-
-
 def test_recommendations() -> None:
     """Promise: noise is called noise; what is fast and wrong is not recommended; the fastest of the good is."""
     none = mode("none", (1, 1, 1))
@@ -157,7 +125,6 @@ def test_quartiles_lie_between_the_values() -> None:
         ({"modes": ("none", "fast")}, "unknown mode 'fast'"),
         ({"rounds": 3}, "a whole number, at least 6, not 3"),
         ({"warmup": -1}, "number of steps"),
-        ({"budget_s": 0}, "number of seconds above 0"),
         ({"modes": "amp"}, "a tuple of names, such as .'none', 'amp'."),
         ({"rounds": 7.5}, "at least 6, not 7.5"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}, "pass loss_fn"),
@@ -175,63 +142,33 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], words: str) -> 
         tune.benchmark(nn.Linear(2, 2), DataLoader(TensorDataset(torch.empty(0, 2))))
 
 
-def test_modes_that_do_the_same_need_the_same_memory() -> None:
-    """Promise: peak memory is that of a step, whatever was allocated and freed before it."""
-    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
-    batch, modes = (torch.randn(512, 300), torch.randn(512, 10)), ("none", "amp", "memory_efficient", "compile")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    options: dict[str, Any] = {"rounds": 8, "warmup": 1, "amp_dtype": torch.bfloat16}
-    same = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=modes, level="none", **options)
-    gradients = sum(weight.nbytes for weight in model.parameters())
-    outputs = 4 * 512 * 300  # of the two wide layers and their activations, kept for the backward pass
-    assert {each.peak_bytes for each in same.modes} == {same.modes[0].peak_bytes}
-    assert [each.memory_savings for each in same.modes] == [0.0] * 4
-    assert same.modes[0].peak_bytes is not None
-    assert 2 * outputs + gradients < same.modes[0].peak_bytes < 6 * outputs + gradients
-    amp = tune.benchmark(model, batch, optimizer, nn.functional.mse_loss, modes=("amp",), **options)["amp"]
-    assert amp.peak_bytes is not None
-    assert amp.peak_bytes > gradients  # which stay in float32
-
-
 class _Temperature(nn.Module):
-    """A loss with a parameter and statistics of its own."""
+    """A loss with a parameter and statistics of its own, and a weight that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.norm = nn.Parameter(torch.ones(())), nn.BatchNorm1d(4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.computed = nn.utils.weight_norm(nn.Linear(4, 4))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.norm(output) * self.scale, target)
+        return nn.functional.mse_loss(self.computed(self.norm(output)) * self.scale, target)
 
 
-@pytest.mark.parametrize("kind", ["module", "method", "partial", "function", "object"])
+@pytest.mark.parametrize("kind", ["module", "method", "partial"])
 def test_what_a_loss_function_has_is_as_before(kind: str) -> None:
-    """Promise: gradients, parameters and buffers that a loss function knows are as before, as are gradients of the batch."""
+    """Promise: gradients, parameters and buffers of a loss that is a module, or bound to one, are as before."""
     model, loss = nn.Linear(8, 4), _Temperature()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
-    x, target = torch.randn(16, 8, requires_grad=True), torch.randn(16, 4)
+    x, target = torch.randn(16, 8), torch.randn(16, 4)
     loss(model(x), target).backward()
-
-    def penalised(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output, target) + model.weight.pow(2).sum()  # type: ignore[no-any-return]
-
-    class Criterion:
-        def __init__(self) -> None:
-            self.part = loss
-
-        def __call__(self, output: Tensor, target: Tensor) -> Any:
-            return self.part(output, target)
-
-    functions: dict[str, Any] = {"module": loss, "method": loss.forward, "function": penalised, "object": Criterion()}
-    loss_fn = functions.get(kind) or functools.partial(loss.forward)
+    loss_fn: Any = {"module": loss, "method": loss.forward, "partial": functools.partial(loss.forward)}[kind]
     values = [*model.state_dict().values(), *loss.state_dict().values()]
-    leaves = [x, *model.parameters(), *loss.parameters()]
-    held, gradients = [leaf.grad for leaf in leaves], [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    values += [leaf.grad for leaf in (*model.parameters(), *loss.parameters()) if leaf.grad is not None]
     before = [value.clone() for value in values]
     tune.benchmark(model, (x, target), optimizer, loss_fn, modes=("none", "amp"), rounds=6, amp_dtype=torch.bfloat16)
     assert all(map(torch.equal, before, values))
-    assert all(leaf.grad is one for leaf, one in zip(leaves, held, strict=True))
-    assert all(torch.equal(one, leaf.grad) for one, leaf in zip(gradients, leaves, strict=True) if leaf.grad is not None)
 
 
 class _Chancy(nn.Module):

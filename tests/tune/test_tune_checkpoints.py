@@ -8,7 +8,6 @@ import os
 import random
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -66,11 +65,11 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     tune.pipeline(blocks(), amp=False).fit([PAIR], 1, loss_fn, checkpoint=path)
     longer = nn.Sequential(*blocks(), nn.Linear(16, 16))
-    with pytest.raises(ValueError, match="of a model with another number of parameters"):
+    with pytest.raises(ValueError, match="of another model"):
         tune.pipeline(longer, amp=False).resume(path)
     model = nn.Sequential(*list(blocks().children())[:-1], nn.Linear(16, 5))
     run, before = tune.pipeline(model, amp=False), weights(model)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(ValueError, match="of another model: its parameters have other names or shapes"):
         run.resume(path)
     assert all(map(torch.equal, before, weights(model)))
     assert (run.step, run.optimizer.state) == (0, {})
@@ -82,21 +81,12 @@ def test_a_checkpoint_is_as_readable_as_any_file(tmp_path: Path) -> None:
     torch.save({}, plain)
     link.symlink_to("run.pt")
     for step in (1, 2):
+        (tmp_path / ".run.pt.tmp").write_bytes(b"half of it, of a process that was killed")
         checkpoint_file.save({"step": step}, link)
+        assert not (tmp_path / ".run.pt.tmp").exists()
         assert link.is_symlink()
         assert path.stat().st_mode == plain.stat().st_mode
         assert checkpoint_file.load(path, torch.device("cpu")) == {"step": step}
-
-
-def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
-    """Promise: kills while a checkpoint is saved do not fill the disk; a save that is under way is left alone."""
-    path = tmp_path / "run.pt"
-    left = tmp_path / ".run.pt.00000000.tmp"
-    left.write_bytes(b"half of it")
-    with checkpoint_file._locked(path) as (_, under_way):  # another process's, as far as anybody can see
-        checkpoint_file.save({"step": 1}, path)
-        assert not left.exists()
-        assert under_way.exists()
 
 
 def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
@@ -112,34 +102,6 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint_file.load(path, torch.device("cpu")) == {"step": 1}
-
-
-class _Extra(nn.Linear):
-    """Has a state beside its tensors."""
-
-    def get_extra_state(self) -> Any:
-        return 1
-
-    def set_extra_state(self, state: Any) -> None:
-        del state
-
-
-class _Refusing(nn.Linear):
-    """Loads by a method of its own, which wants a key that it does not find."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        state_dict[f"{prefix}scale"]
-
-
-@pytest.mark.parametrize(("kind", "error"), [(_Extra, RuntimeError), (_Refusing, KeyError)])
-def test_however_a_module_refuses_a_checkpoint_nothing_is_changed(kind: type[nn.Module], error: type[Exception]) -> None:
-    """Promise: a state that torch alone lacks, and errors of a module's own loading, leave no layer loaded."""
-    model: Any = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
-    before = weights(model)
-    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 if kind is _Extra else 5))
-    with pytest.raises(error):
-        checkpoint_file.load_state(model, other.state_dict())
-    assert all(map(torch.equal, before, weights(model)))
 
 
 def test_a_flipped_bit_is_no_other_state(tmp_path: Path) -> None:
@@ -169,15 +131,3 @@ def test_a_flipped_bit_is_no_other_state(tmp_path: Path) -> None:
             for weight, value in zip(model.parameters(), before, strict=True):
                 weight.data.copy_(value)
     assert errors > 60
-
-
-def test_checksums_are_written_where_they_are_switched_off(tmp_path: Path) -> None:
-    """Promise: a checkpoint has them all the same, and what the process has set for its own files stays."""
-    run = tune.pipeline(blocks(), amp=False)
-    torch.serialization.set_crc32_options(compute_crc32=False)
-    try:
-        run.save(tmp_path / "run.pt")
-        assert not torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(compute_crc32=True)
-    run.resume(tmp_path / "run.pt")

@@ -298,7 +298,6 @@ def test_options_for_optimizer_and_loader() -> None:
         ({"checkpoint": "Linear"}, TypeError, "checkpoint is a class of modules, or several of them, not 'Linear'"),
         ({"activation_budget": "1GB"}, ValueError, "a number of bytes above 0, not '1GB'"),
         ({"activation_budget": 0}, ValueError, "bytes above 0"),
-        ({"attention": "fast"}, ValueError, "unknown attention 'fast': use one of flash"),
         ({"quantize": "int3"}, ValueError, "unknown quantize 'int3': use one of dynamic"),
     ],
 )

@@ -1,15 +1,11 @@
-"""Two ranks train on halves of each batch by tune.pipeline, in DDP and sharded; rank 0 writes. Started by torchrun."""
+"""Two ranks train on halves of each batch by tune.pipeline, in DDP; rank 0 writes. Started by torchrun."""
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.tune.models import Block, blocks
 from torchobs import tune
 
 folder = Path(sys.argv[1])
@@ -35,49 +31,5 @@ def ddp() -> None:
     run.save(folder / "ddp.pt")
 
 
-def one_rate() -> None:
-    """Each rank validates on its own data: a plateau goes by the mean, for ranks of different rates train different models."""
-    run = tune.pipeline(nn.Linear(4, 2), optimizer="sgd", lr=0.1, scheduler="plateau", amp=False)
-    run.scheduler = ReduceLROnPlateau(run.optimizer, patience=0)
-    metrics = iter([(1.0, 1.0), (4.0, 0.5)])  # worse in the mean, and better on rank 1
-    run.fit([(torch.ones(2, 4), torch.ones(2, 2))], 2, loss_fn, validate=lambda: next(metrics)[distributed.get_rank()])
-    assert 0.009 < run.optimizer.param_groups[0]["lr"] < 0.011
-
-
-def sharded_by_halves() -> None:
-    """Five batches of which each rank has a half, two epochs, as the test does with whole ones in one process."""
-    model = blocks(depth=2, dropout=0.0)
-    run = tune.pipeline(model, lr=1e-2, accumulate=2, max_grad_norm=0.05, amp=False, fsdp=Block)
-    assert all(isinstance(weight, DTensor) for weight in model.parameters())
-    torch.manual_seed(3)
-    batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
-    rank = distributed.get_rank()
-    halves = [(x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]) for x, y in batches]
-    try:
-        run.fit(halves, 2, loss_fn, checkpoint=folder / "fsdp.pt")
-    except RuntimeError as error:
-        assert "torch.distributed.checkpoint" in str(error)  # noqa: PT017  # no test, but a rank of one
-    assert run.step == 0
-    run.fit(halves, 2, loss_fn)
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    if not rank:
-        torch.save(whole, folder / "fsdp.pt")
-
-
-def skipped_by_both() -> None:
-    """A gradient that overflows on one rank alone."""
-    model: Any = nn.Linear(4, 2)
-    run = tune.pipeline(model, amp=torch.float16, scheduler="constant", fsdp=True)
-    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 256.0})
-    before = model.weight.to_local().clone()
-    scale = float("inf") if distributed.get_rank() else 1.0
-    run.train_step((torch.ones(1, 4), torch.ones(1, 2)), lambda output, target: loss_fn(output, target) * scale)
-    assert (run.step, run.scaler.get_scale()) == (0, 128.0)
-    assert torch.equal(before, model.weight.to_local())
-
-
 ddp()
-one_rate()
-sharded_by_halves()
-skipped_by_both()
 distributed.destroy_process_group()

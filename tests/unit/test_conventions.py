@@ -50,12 +50,12 @@ def test_the_installed_version_is_the_one_in_the_source() -> None:
 
 
 def test_the_extra_all_holds_what_is_ours_to_choose() -> None:
-    """`torchobs[all]` means all, but for tools of ours, frameworks, which would bring a torch, and torchao, which fits few."""
+    """`torchobs[all]` means all, but for tools of ours, and frameworks, which would bring a torch."""
 
     def brought_by(extra: str) -> set[str]:
         return {r.name for r in REQUIREMENTS if r.marker and r.marker.evaluate({"extra": extra})}
 
-    left_out = {"all", "dev", "bench", "lightning", "transformers", "accelerate", "torchao"}
+    left_out = {"all", "dev", "bench", "lightning", "transformers", "accelerate"}
     extras = set(METADATA.get_all("Provides-Extra") or ()) - left_out
     assert brought_by("all") == set().union(*map(brought_by, extras))
 

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchobs.probes.core.torch_profiler import recorded
 from torchobs.support.result import Result
 from torchobs.tune import techniques
 
@@ -58,8 +56,6 @@ class Request:
     """classes of the modules to checkpoint; empty for repeated blocks"""
     activation_budget: int | None = None
     """bytes of activations that the backward pass may need; None to checkpoint all blocks"""
-    attention: str | None = None
-    """kernel of scaled_dot_product_attention; None for torch's choice"""
     quantize: str | None = None
     """kind of quantisation"""
     example: Any = None
@@ -72,36 +68,6 @@ def reclass_obstacle(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "the module has a forward of its own beside its class's; another library has wrapped it"
     return None
-
-
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "memory_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-_OPERATORS = {
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "memory_efficient",
-    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_scaled_dot_product_attention_math": "math",
-    "aten::_scaled_dot_product_attention_math_for_mps": "math",
-    "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
-    "aten::_native_multi_head_attention": "native_multi_head",
-}
-"""Operator as the profiler names it to the kernel's name; the last is what nn.MultiheadAttention does in evaluation mode"""
-
-
-def kernels_of(function: Callable[[], object]) -> dict[str, int]:
-    """Return how often each kernel of attention ran during a call, as torch's profiler saw it.
-
-    Raises:
-        RuntimeError: another profiler runs, or the function starts one.
-    """
-    profiler = recorded("torchobs.tune, kernels of attention", function)
-    events = profiler.events() or ()
-    return dict(Counter(_OPERATORS[event.name] for event in events if event.name in _OPERATORS))
 
 
 _AMPERE = (8, 0)
@@ -267,49 +233,20 @@ def _compile(request: Request) -> Reply:
     return f"{reason}; eager from then on, should it fail", technique
 
 
-def _attention(request: Request) -> Reply:
-    if request.attention is None:
-        return "torch chooses the kernel; pass attention= to prefer one"
-    if (obstacle := reclass_obstacle(request.model)) is not None:
-        return obstacle
-    if request.attention in {"memory_efficient", "cudnn"} and request.device.type != "cuda":
-        return f"{request.device.type} has no kernel {request.attention!r}"
-    other = "" if request.attention == "math" else ", math where it cannot run"
-    reason = f"{request.attention}{other}; attention_kernels(batch) tells which ran"
-    kernels = list(dict.fromkeys((KERNELS[request.attention], SDPBackend.MATH)))
-    return reason, techniques.Reclassed([request.model], lambda: sdpa_kernel(kernels))
-
-
 def _quantization(request: Request) -> Reply:
     if request.quantize is None:
         return "changes the outputs; pass quantize= to have it"
     linear = list(_linear_layers(request.model))
     if not linear:
         return "the model has no nn.Linear with float32 weights"
-    return _dynamic(request, linear) if request.quantize == "dynamic" else _torchao(request, linear)
-
-
-def _dynamic(request: Request, linear: list[nn.Module]) -> Reply:
     if request.device.type != "cpu":
-        return "torch.ao quantises dynamically on CPUs alone; pass quantize='torchao_int8'"
-    if importlib.util.find_spec("torch.ao.nn.quantized.dynamic") is None:
-        return "this torch is without torch.ao; pass quantize='torchao_int8'"
-    if torch.backends.quantized.engine == "none":
-        return "this torch was built without kernels for 8-bit integers"
+        return "torch.ao quantises dynamically on CPUs alone"
+    if torch.backends.quantized.engine == "none" or importlib.util.find_spec("torch.ao.nn.quantized.dynamic") is None:
+        return "this torch is without torch.ao or its kernels for 8-bit integers"
     if (obstacle := next(filter(None, map(reclass_obstacle, linear)), None)) is not None:
         return obstacle
     reason = f"{len(linear)} × Linear in 8-bit integers by torch.ao (deprecated), where nothing asks for gradients"
     return reason, techniques.DynamicQuantization(linear)
-
-
-def _torchao(request: Request, linear: list[nn.Module]) -> Reply:
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed: pip install 'torchobs[torchao]'"
-    if (obstacle := techniques.torchao_obstacle()) is not None:
-        return f"this torchao does not fit this torch: {obstacle}"
-    what = "weights and inputs" if request.quantize == "torchao_int8" else "weights"
-    reason = f"{what} of {len(linear)} × Linear in 8-bit integers by torchao"
-    return reason, techniques.TorchaoQuantization(request.model, str(request.quantize), linear)
 
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -322,7 +259,6 @@ def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
 _DECIDE: dict[str, Callable[[Request], Reply]] = {
     "quantization": _quantization,
     "autocast": _autocast,
-    "attention": _attention,
     "checkpointing": _checkpointing,
     "channels_last": _channels_last,
     "tf32": _tf32,
@@ -334,9 +270,9 @@ _DECIDE: dict[str, Callable[[Request], Reply]] = {
 """In the order in which they are applied"""
 MODES: dict[str, frozenset[str]] = {
     "none": frozenset(),
-    "amp": frozenset({"autocast", "attention", "tf32", "fused_optimizer", "loader"}),
-    "compile": frozenset({"attention", "compile", "channels_last", "cudnn_benchmark", "fused_optimizer", "loader"}),
-    "memory_efficient": frozenset({"autocast", "attention", "checkpointing"}),
+    "amp": frozenset({"autocast", "tf32", "fused_optimizer", "loader"}),
+    "compile": frozenset({"compile", "channels_last", "cudnn_benchmark", "fused_optimizer", "loader"}),
+    "memory_efficient": frozenset({"autocast", "checkpointing"}),
     "full": frozenset(_DECIDE) - {"quantization"},
     "inference": frozenset(_DECIDE) - {"checkpointing", "fused_optimizer"},
 }

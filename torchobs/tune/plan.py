@@ -12,9 +12,8 @@ import torch
 from torchobs import api, catalog
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Result
-from torchobs.tune.choices import KERNELS, LEVELS, MODES, Choice, Decision, Request, choose, kernels_of
+from torchobs.tune.choices import LEVELS, MODES, Choice, Decision, Request, choose
 from torchobs.tune.difference import Difference, NumericalDifferenceError, compare, outputs, tolerance_of
-from torchobs.tune.techniques import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -117,27 +116,6 @@ class Plan(Result):
             self._switch(on=was_applied)
         return compare(got, reference, tolerance_of(self.compute_dtype) if tolerance is None else tolerance)
 
-    def attention_kernels(self, batch: Any = None) -> dict[str, int]:
-        """Return how often each kernel of attention runs in one forward pass under the plan, in evaluation mode.
-
-        Kernels are ``flash``, ``memory_efficient``, ``cudnn``, ``math``, and ``native_multi_head``, which is that of
-        ``nn.MultiheadAttention``. Empty if the model calls none of them.
-
-        Raises:
-            RuntimeError: a profiler is at work already.
-            ValueError: there is no batch.
-        """
-        batch = self._batch(batch)
-        was_applied = self._state.applied
-        try:
-            self._switch(on=False)
-            _, gradients = outputs(self._model, batch)
-            self._switch(on=True)
-            outputs(self._model, batch, gradients=gradients)  # a compilation is none of it
-            return kernels_of(lambda: outputs(self._model, batch, gradients=gradients))
-        finally:
-            self._switch(on=was_applied)
-
     def _batch(self, batch: Any) -> Any:
         batch = self._example if batch is None else batch
         if batch is None:
@@ -215,7 +193,6 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     amp_dtype: torch.dtype | None = None,
     checkpoint: tuple[type[nn.Module], ...] | type[nn.Module] = (),
     activation_budget: int | None = None,
-    attention: str | None = None,
     quantize: str | None = None,
 ) -> Plan:
     """Plan what makes a model's training faster or smaller on the device that it is on. Nothing changes until ``apply()``.
@@ -230,8 +207,7 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         checkpoint: class or classes of the modules whose activations are recomputed; by default repeated blocks.
         activation_budget: bytes that activations may need for the backward pass of ``example``. What each block keeps is
             measured by a forward pass, and no more blocks are recomputed than needed, the largest first.
-        attention: kernel of ``scaled_dot_product_attention`` to prefer: ``flash``, ``memory_efficient``, ``cudnn``, ``math``.
-        quantize: for mode ``inference``: ``dynamic`` (torch.ao, CPU), ``torchao_int8`` or ``torchao_int8_weights``.
+        quantize: for mode ``inference``: ``dynamic`` (linear layers in 8-bit integers by torch.ao, on a CPU).
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``, ``amp_dtype`` no floating type, or ``checkpoint`` no class of modules.
@@ -243,9 +219,8 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     _one_of("level", level, LEVELS)
     if amp_dtype not in {None, torch.bfloat16, torch.float16}:
         raise TypeError(f"amp_dtype is torch.bfloat16 or torch.float16, not {amp_dtype}")
-    for what, name, known in (("attention", attention, KERNELS), ("quantize", quantize, QUANTIZATIONS)):
-        if name is not None:
-            _one_of(what, name, known)
+    if quantize is not None:
+        _one_of("quantize", quantize, ("dynamic",))
     if activation_budget is not None and not (is_number(activation_budget) and activation_budget > 0):
         raise ValueError(f"activation_budget is a number of bytes above 0, not {activation_budget!r}")
     classes: tuple[Any, ...] = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (checkpoint,)
@@ -260,7 +235,6 @@ def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         dtype=amp_dtype,
         checkpoint=classes,
         activation_budget=activation_budget,
-        attention=attention,
         quantize=quantize,
         example=example,
         failed=state.failed,

@@ -298,26 +298,19 @@ def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> 
         call(model, example)
         for block, values in zip(blocks, before, strict=True):
             for name, buffer in block.named_buffers():
-                if name not in values or not _equal(values[name], buffer):
+                if name not in values or not _is_equal(values[name], buffer):
                     return f"{type(block).__name__}'s buffer {name!r}, which a second forward pass would change again"
     return None
 
 
-def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Return True if two buffers hold the same, NaN in the same places: nothing has been written to such a one yet."""
-    mine, theirs = (x.unbind() if x.is_nested else stored(x) for x in (before, after))
-    return len(mine) == len(theirs) and all(map(_parts_equal, mine, theirs))
-
-
-def _parts_equal(before: torch.Tensor, after: torch.Tensor) -> bool:
-    if torch.equal(before, after):
-        return True
-    if before.shape != after.shape or not (before.is_floating_point() or before.is_complex()):
+def _is_equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether two buffers hold the same, NaN in the same places: nothing has been written to such a one yet."""
+    if (before.shape, before.dtype, before.layout) != (after.shape, after.dtype, after.layout):
         return False
-    return bool(((before == after) | (before.isnan() & after.isnan())).all())
-
-
-QUANTIZATIONS = ("dynamic", "torchao_int8", "torchao_int8_weights")
+    return all(
+        torch.isclose(mine, theirs, rtol=0, atol=0, equal_nan=True).all()
+        for mine, theirs in zip(stored(before), stored(after), strict=True)
+    )
 
 
 class DynamicQuantization(Reclassed):
@@ -366,51 +359,3 @@ def _quantized_linear(module: nn.Module) -> Any:
         twin.qconfig = default_dynamic_qconfig  # type: ignore[assignment]
         warnings.simplefilter("ignore")  # that torch will give this up is said in the plan's reason
         return Linear.from_float(twin)  # type: ignore[no-untyped-call]
-
-
-def torchao_obstacle() -> str | None:
-    """Return why torchao cannot be imported, or None: each of its releases fits few of torch's."""
-    try:
-        with torch.random.fork_rng([]):  # its import draws random numbers
-            from torchao import quantization  # noqa: F401
-    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        return f"{type(error).__name__}: {first_line(error)}"
-    return None
-
-
-class TorchaoQuantization:
-    """Puts torchao's quantised parameters in the place of these linear layers' own, and these back again."""
-
-    def __init__(self, model: nn.Module, kind: str, linear: Sequence[nn.Module]) -> None:
-        self._model, self._kind, self._linear = model, kind, linear
-        self._before: list[tuple[nn.Module, nn.Parameter]] = []
-        self._after: list[nn.Parameter] = []
-        self._versions: list[int] = []
-        self._added: list[tuple[nn.Module, set[str]]] = []
-
-    def apply(self) -> None:
-        """Quantise, unless no weight changed since the last time."""
-        self._before = [(module, module.weight) for module in self._linear]  # type: ignore[misc]
-        versions = [weight._version for _, weight in self._before]
-        if versions == self._versions:
-            for (module, _), weight in zip(self._before, self._after, strict=True):
-                module._parameters["weight"] = weight
-            return
-        from torchao import quantization
-
-        names = [(module, set(vars(module))) for module, _ in self._before]
-        both = self._kind == "torchao_int8"
-        config = quantization.Int8DynamicActivationInt8WeightConfig() if both else quantization.Int8WeightOnlyConfig()
-        chosen = set(self._linear)
-        quantization.quantize_(self._model, config, filter_fn=lambda module, _: module in chosen)
-        self._added = [(module, set(vars(module)) - before) for module, before in names]
-        self._versions, self._after = versions, [module.weight for module, _ in self._before]  # type: ignore[misc]
-
-    def undo(self) -> None:
-        """Give each layer its own parameter back, the same object, unless it was given another one since."""
-        for (module, weight), ours in zip(self._before, self._after, strict=True):
-            if module._parameters["weight"] is ours:
-                module._parameters["weight"] = weight
-        for module, names in self._added:
-            for name in names:  # a representation of their own
-                vars(module).pop(name, None)

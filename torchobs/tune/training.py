@@ -1,4 +1,4 @@
-"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, FSDP, checkpoints."""
+"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import sys
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.import_hooks import imported
@@ -20,18 +20,15 @@ from torchobs.support.process_group import gradient_sync
 from torchobs.tensors.batches import call, rebuilt
 from torchobs.tensors.running import length, samplers
 from torchobs.tune import checkpoint_file
-from torchobs.tune.choices import amp_dtype, outermost, repeated_blocks
+from torchobs.tune.choices import amp_dtype
 from torchobs.tune.difference import described, pair_of
 from torchobs.tune.plan import model_device, optimize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    import os
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
-
-    Wrapped = bool | type[nn.Module] | Collection[type[nn.Module]]
-    import os
-    from collections.abc import Iterator
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -42,7 +39,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-SCHEDULERS = ("constant", "cosine", "linear", "plateau")
+SCHEDULERS = ("constant", "cosine", "linear")
 
 
 def check_arguments(optimizer: object, scheduler: object, amp: object, ddp: object, **numbers: Any) -> None:
@@ -81,11 +78,7 @@ class Schedule:
 
     def scheduler(self, optimizer: Optimizer, total_steps: Callable[[], int | None]) -> LRScheduler:
         """Return torch's scheduler of an optimizer."""
-        if self.name != "plateau":
-            return LambdaLR(optimizer, lambda step: self.factor(total_steps(), step))
-        for group in optimizer.param_groups:
-            group["lr"] *= self._warmup(0)
-        return ReduceLROnPlateau(optimizer)
+        return LambdaLR(optimizer, lambda step: self.factor(total_steps(), step))
 
     def factor(self, total_steps: int | None, step: int) -> float:
         """Return the factor of the learning rate at a step, from 0."""
@@ -95,12 +88,6 @@ class Schedule:
             raise ValueError(f"scheduler {self.name!r} ends at a step: pass total_steps to tune.pipeline(), or use fit()")
         progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
         return (1 + math.cos(math.pi * progress)) / 2 if self.name == "cosine" else 1 - progress
-
-    def warm_up(self, optimizer: Optimizer, step: int) -> None:
-        """Raise the rates after a step as a ``LambdaLR`` would: relative to what they are, which a plateau may have lowered."""
-        if step <= self.warmup_steps:
-            for group in optimizer.param_groups:
-                group["lr"] *= self._warmup(step) / self._warmup(step - 1)
 
     def _warmup(self, step: int) -> float:
         return min(1.0, (step + 1) / (self.warmup_steps + 1))
@@ -116,21 +103,10 @@ def moved(value: Any, device: torch.device) -> Any:
     return rebuilt(value, lambda part: moved(part, device))
 
 
-def check_sharding(model: nn.Module, fsdp: Wrapped, *, ddp: str | bool, compiled: bool) -> None:
-    """Raise ValueError for classes that the model has not, and for what cannot be had together with sharding."""
-    if fsdp is False:
-        return
-    _blocks(model, fsdp)
-    if ddp is True:
-        raise ValueError("fsdp replaces ddp: leave out ddp=True")
-    if compiled:
-        raise ValueError("fsdp and compile=True: gathering parameters breaks the graph at each block; leave out compile")
-
-
-def distribute(model: nn.Module, *, ddp: str | bool, fsdp: Wrapped, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model as the ranks train it: sharded in place, in DDP, or as it is where there is one rank."""
+def distribute(model: nn.Module, *, ddp: str | bool) -> nn.Module:
+    """Return the model as the ranks train it: in DDP, or as it is where there is one rank or FSDP has sharded it."""
     launched = distributed.is_available() and (distributed.is_initialized() or distributed.is_torchelastic_launched())
-    if is_sharded(model) or not (launched if ddp == "auto" or fsdp else ddp):
+    if is_sharded(model) or not (launched if ddp == "auto" else ddp):
         return model
     if not distributed.is_initialized():
         try:
@@ -140,9 +116,6 @@ def distribute(model: nn.Module, *, ddp: str | bool, fsdp: Wrapped, dtype: torch
             raise ValueError(f"ddp=True needs a process group: {words} ({error})") from error
     if distributed.get_world_size() == 1:
         return model
-    if fsdp:
-        _shard(model, fsdp, dtype)
-        return model
     device = model_device(model)
     return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
 
@@ -151,33 +124,6 @@ def is_sharded(model: nn.Module) -> bool:
     """Return True if ``fully_shard`` was given the model."""
     fsdp = imported("torch.distributed.fsdp")  # its import takes long, and who has not imported it has sharded nothing
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
-
-
-def _shard(model: nn.Module, wrapped: Wrapped, dtype: torch.dtype | None) -> None:
-    """Shard blocks and root over all ranks; compute in ``dtype``, average gradients in float32."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    blocks = _blocks(model, wrapped)
-    mesh = init_device_mesh(model_device(model).type, (distributed.get_world_size(),))
-    reduce = None if dtype is None else torch.float32
-    for block in reversed([module for module in model.modules() if module in blocks and module is not model]):
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce))  # children first
-    # the loss is computed in float32, as of autocast's outputs it should be
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, output_dtype=reduce))
-
-
-def _blocks(model: nn.Module, wrapped: Wrapped) -> set[nn.Module]:
-    if wrapped is True:
-        return set(outermost(repeated_blocks(model)))
-    kinds = tuple(wrapped) if isinstance(wrapped, (tuple, list, set, frozenset)) else (wrapped,)
-    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        raise ValueError(f"fsdp is True, False, or module classes, not {wrapped!r}")
-    blocks = {module for module in model.modules() if isinstance(module, kinds)}
-    if not blocks:
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"the model has no module of the classes that fsdp names ({names}): fsdp=True finds repeated blocks")
-    return blocks
 
 
 def check_whole(model: nn.Module) -> None:
@@ -230,7 +176,7 @@ class Pipeline:
             The micro-batch's loss, detached and not divided, on the device.
 
         Raises:
-            ValueError: the batch is no pair, the schedule has no end, or a plateau's has no metric: nothing is trained then.
+            ValueError: the batch is no pair, or the schedule has no end: nothing is trained then.
         """
         self._check_schedule()
         pair_of(batch)
@@ -239,35 +185,10 @@ class Pipeline:
         self._micro_steps += 1
         return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
 
-    def step_plateau(self, metric: Any) -> None:
-        """Tell a ``ReduceLROnPlateau`` an epoch's metric, in a loop of ``train_step``; of several ranks, the mean of all.
-
-        Call it before the first batch, with that of the untrained model, and after each epoch. ``fit`` does it by itself.
-
-        Raises:
-            TypeError: the scheduler takes no metric.
-            ValueError: the metric is no number.
-        """
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
-            raise TypeError(f"a {type(self.scheduler).__name__} takes no metric: it steps after each of the optimizer's steps")
-        if not isinstance(metric, SupportsFloat) or (isinstance(metric, torch.Tensor) and metric.numel() != 1):
-            raise ValueError(f"a plateau's metric is a number, not {described(metric)}")
-        mean = float(metric)
-        if isinstance(self.model, DistributedDataParallel) or is_sharded(self.model):
-            total = torch.tensor(mean, dtype=torch.float64, device=self.device)
-            distributed.all_reduce(total)
-            mean = float(total) / distributed.get_world_size()
-        self.scheduler.step(mean)
-
     def _check_schedule(self) -> None:
         """Raise ValueError if the rate is not known, before the model has changed and not after its first steps."""
         if self.scheduler is self._own_scheduler and self._schedule.ends and self.total_steps is None:
             self._schedule.factor(None, sys.maxsize)
-        if isinstance(self.scheduler, ReduceLROnPlateau) and not self.scheduler.last_epoch:
-            raise ValueError(
-                "a plateau's scheduler lowers the rate by a metric: call step_plateau(metric) before the first batch, with "
-                "the untrained model's, and after each epoch, or use fit()"
-            )
 
     def fit(  # one keyword for each thing that can be asked for
         self,
@@ -277,8 +198,6 @@ class Pipeline:
         *,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 0,
-        validate: Callable[[], SupportsFloat] | None = None,
-        progress: bool = False,
     ) -> list[float]:
         """Train until ``epochs`` epochs are complete, those before a resume included; return each one's mean loss.
 
@@ -291,9 +210,6 @@ class Pipeline:
             loss_fn: called with output and target.
             checkpoint: file that is replaced after every epoch, and after each ``every`` optimizer steps.
             every: optimizer steps between checkpoints within an epoch; 0 for none.
-            validate: called after each epoch, in evaluation mode and without gradients; returns the metric that a scheduler
-                ``plateau`` goes by (of several ranks the mean). Without it, that is the epoch's mean loss.
-            progress: write a line on stderr.
 
         Raises:
             ValueError: ``epochs`` or ``every`` is no number of them, a batch is no pair, there is none, or their number is not
@@ -304,39 +220,20 @@ class Pipeline:
         if not (is_whole(epochs) and is_whole(every) and every >= 0):
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
         self._check_place(checkpoint)  # now, and not after an epoch
-        batches = length(loader)
-        self._plan_steps(epochs, batches)
+        self._plan_steps(epochs, length(loader))
         self.model.train()
         losses = []
         while self.epoch < epochs:
             for _ in self._epoch_groups(loader, loss_fn):
-                if progress:
-                    self._show(epochs, batches)
                 if checkpoint is not None and every and self.step % every == 0:
                     self.save(checkpoint)
             if not self._batches_done:
                 raise ValueError(f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch")
             losses.append(float(self._loss_sum) / self._batches_done)
-            self._judge_epoch(losses[-1], validate)
             self.epoch, self._batches_done = self.epoch + 1, 0
-            if progress:
-                sys.stderr.write("\n")
             if checkpoint is not None:
                 self.save(checkpoint)
         return losses
-
-    def _judge_epoch(self, loss: float, validate: Callable[[], SupportsFloat] | None) -> None:
-        """Have the caller judge the model, and tell a scheduler that goes by it."""
-        metric: Any = loss
-        if validate is not None:
-            self.model.eval()
-            try:
-                with torch.no_grad():
-                    metric = validate()
-            finally:
-                self.model.train()
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.step_plateau(metric)
 
     def _plan_steps(self, epochs: int, batches: int | None) -> None:
         """Let the schedule end with the last epoch, unless the caller has said where."""
@@ -381,15 +278,15 @@ class Pipeline:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no checkpoint of a pipeline, damaged, or of one with another optimizer or other parts.
-            RuntimeError: it is of another model, or this one is sharded by FSDP.
+            ValueError: it is no checkpoint of a pipeline, damaged, of another model, or of one with another optimizer.
+            RuntimeError: the model is sharded by FSDP.
         """
         check_whole(self.model)
         parts = self._parts()
         state = checkpoint_file.load(path, self.device)
         checkpoint_file.check(state, parts, path)
         for name, part in parts.items():
-            checkpoint_file.load_state(part, state[name])
+            part.load_state_dict(state[name])
         counts = state["counts"]
         self.step, self.epoch = counts["step"], counts["epoch"]
         if self._counts_steps:
@@ -425,14 +322,11 @@ class Pipeline:
         if self.scaler.get_scale() < scale:
             return  # gradients overflowed: the scaler has skipped the step
         self.step += 1
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self._schedule.warm_up(self.optimizer, self.step)
-        else:
-            self.scheduler.step()
+        self.scheduler.step()
 
     @property
     def _autocasts(self) -> bool:
-        """FSDP's policy of mixed precision is in autocast's place: it gathers parameters in that type."""
+        """FSDP has a policy of mixed precision in autocast's place."""
         return self.dtype is not None and not is_sharded(self.model)
 
     def _epoch_groups(self, loader: Any, loss_fn: LossFunction) -> Iterator[None]:
@@ -459,10 +353,6 @@ class Pipeline:
             pass
         return batches
 
-    def _show(self, epochs: int, batches: int | None) -> None:
-        loss, of = float(self._loss_sum) / self._batches_done, "" if batches is None else f"/{batches}"
-        sys.stderr.write(f"\repoch {self.epoch + 1}/{epochs}  batch {self._batches_done}{of}  loss {loss:.4g}  ")
-
     def __repr__(self) -> str:
         model, optimizer = type(self.model).__name__, type(self.optimizer).__name__
         dtype = "float32" if self.dtype is None else str(self.dtype).removeprefix("torch.")
@@ -483,7 +373,6 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     amp: str | bool | torch.dtype = "auto",
     compile: bool = False,  # noqa: A002  # the field's word
     ddp: str | bool = "auto",
-    fsdp: Wrapped = False,
     **optimizer_options: Any,
 ) -> Pipeline:
     """Return a training loop around a model that is on its device.
@@ -493,8 +382,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         lr: initial learning rate.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``rmsprop``.
         scheduler: ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts) or ``linear`` to 0 at
-            ``total_steps``, ``constant``, or ``plateau`` (torch's ``ReduceLROnPlateau``: a tenth of it, when an epoch's metric
-            has not improved for more than ten; for others replace ``Pipeline.scheduler``).
+            ``total_steps``, or ``constant``; for others replace ``Pipeline.scheduler``.
         warmup_steps: steps over which the rate first rises linearly.
         total_steps: the optimizer's steps in all; ``fit`` counts them itself.
         accumulate: micro-batches for each of the optimizer's steps.
@@ -502,24 +390,20 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         amp: ``auto`` (the type the device has instructions for), False, True (as auto), or a type for autocast.
         compile: compile the model; it runs eagerly if that fails.
         ddp: ``auto`` (if launched by torchrun, or a process group of several ranks exists), True or False.
-        fsdp: shard parameters, gradients and the optimizer's state by ``torch.distributed.fsdp.fully_shard`` instead: True
-            (repeated blocks, and the rest), or the classes of the modules to gather at a time. ``amp``'s type is then that of
-            its policy: parameters are computed in it, gradients averaged in float32. Nothing is sharded on one rank.
         optimizer_options: what else the optimizer takes.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: an unknown name, a number out of its range, or ``fsdp`` with ``compile`` or ``ddp=True``.
+        ValueError: an unknown name, or a number out of its range.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune.pipeline() takes a torch.nn.Module, not {type(model).__name__}")
     numbers = {"lr": lr, "accumulate": accumulate, "warmup_steps": warmup_steps, "total_steps": total_steps}
     check_arguments(optimizer, scheduler, amp, ddp, **numbers, max_grad_norm=max_grad_norm)
-    check_sharding(model, fsdp, ddp=ddp, compiled=compile)
     dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
     if compile:
         optimize(model, mode="compile").apply()
-    trained = distribute(model, ddp=ddp, fsdp=fsdp, dtype=dtype)
+    trained = distribute(model, ddp=ddp)
     return Pipeline(
         trained,
         OPTIMIZERS[optimizer](trained.parameters(), lr=lr, **optimizer_options),  # type: ignore[call-arg]

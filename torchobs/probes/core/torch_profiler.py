@@ -105,25 +105,6 @@ class Recording:
         call(CircuitBreaker("profile"), self.stop)
 
 
-def recorded(purpose: str, function: Callable[[], object], **options: Any) -> Any:
-    """Call a function while a profiler records what the CPU does for it; return the profiler, stopped.
-
-    Raises:
-        ProfilerBusyError: another profiler runs, or began within the function.
-    """
-    from torch.profiler import ProfilerActivity
-
-    recording = Recording(purpose, activities=[ProfilerActivity.CPU], acc_events=True, **options)
-    try:
-        recording.start()
-        function()
-    finally:
-        complete = recording.stop()
-    if not complete:
-        raise ProfilerBusyError(_in_use("the program's own, begun meanwhile"))
-    return recording.profiler
-
-
 class _Guard:
     """The recording of this process, and what is known of the script's profilers."""
 
