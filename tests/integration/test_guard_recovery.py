@@ -156,16 +156,6 @@ def sized(number: int) -> Batch:
     return {"x": torch.randn(number, 8), "y": torch.randn(number, 1)}
 
 
-def test_larger_parts_are_tried_again() -> None:
-    """Promise: where the memory was short for a moment, batches are whole again after some hundred steps."""
-    trained = Trained(model())
-    batch = sized(8)
-    trained.largest = 2
-    trained.step(batch)
-    trained.largest = 8
-    assert [trained.step(batch).parts for _ in range(210)] == [4] * 99 + [2] * 101 + [1] * 10
-
-
 @dataclass
 class _Batch:
     x: torch.Tensor

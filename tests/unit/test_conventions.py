@@ -97,7 +97,6 @@ def test_only_the_guard_catches_everything() -> None:
         "probes/step/loss.py": "the guard's own decision, inline: in every step its frame would cost more than what it guards",
         "probes/step/steps.py": "the same",
         "support/error_guard.py": "it is the guard",
-        "tune/checkpoint_file.py": "everything is raised again, once the model is as it was",
     }
     assert sorted(name for name, path in sources() if blanket.search(path.read_text())) == sorted(reasons)
 

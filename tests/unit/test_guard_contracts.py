@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
@@ -146,24 +145,6 @@ def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
         guard.validate_inputs({"x": inputs["x"]}, {"x": "batch"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="no input w; there is x"):
         guard.validate_inputs({"x": inputs["x"]}, {"w": guard.Contract()})
-
-
-def test_an_awaited_answer() -> None:
-    """Promise: the forms that do not wait find the same."""
-    bad = torch.tensor([nan])
-    with pytest.raises(guard.ContractError):
-        asyncio.run(guard.Contract().acheck(bad))
-    pending = guard.Contract().check_later(bad)
-    assert pending.done()
-    with pytest.raises(guard.ContractError):
-        pending.result()
-    pending.result()  # it was raised
-    scalar = guard.Contract().check_later(torch.tensor(nan))
-    with pytest.raises(guard.ContractError):
-        scalar.result()
-    finished = guard.Contract().check_later(torch.ones(1000))
-    finished.result()
-    assert finished._values.untyped_storage().nbytes() == 0, "what has been checked is not kept alive"
 
 
 def test_no_graph_break() -> None:

@@ -235,33 +235,17 @@ def test_a_file_is_what_it_contains_and_not_what_it_is_called(tmp_path: Path) ->
 
 
 def test_hashes(tmp_path: Path) -> None:
-    """Promise: one byte's difference is refused, alone and with a list of hashes, and so is a file that this does not name."""
-    path = tmp_path / "model" / "weights.bin"
-    path.parent.mkdir()
+    """Promise: one byte's difference is refused."""
+    path = tmp_path / "weights.bin"
     path.write_bytes(b"weights")
-    listed = subprocess.run(["sha256sum", "weights.bin"], cwd=path.parent, capture_output=True, text=True, check=True).stdout
-    manifest = tmp_path / "SHA256SUMS"
-    manifest.write_text(listed)
+    listed = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout
     guard.verify(path, sha256=listed.split()[0].upper())
-    guard.verify(path.parent, manifest=manifest)
-    more = path.with_name("more.bin")
-    more.write_bytes(b"")
-    for unlisted in (path.parent, more):
-        with pytest.raises(guard.WrongFileError, match=r"does not name more\.bin"):
-            guard.verify(unlisted, manifest=manifest)
-    more.unlink()
-    guard.verify(path, manifest=manifest)
     path.write_bytes(b"Weights")
     with pytest.raises(guard.WrongFileError, match="was published"):
         guard.verify(path, sha256=listed.split()[0])
-    with pytest.raises(guard.WrongFileError):
-        guard.verify(path.parent, manifest=manifest)
-    manifest.write_text(listed.replace("weights.bin", "../weights.bin"))
-    with pytest.raises(ValueError, match="line 1"):
-        guard.verify(path.parent, manifest=manifest)
 
 
-@pytest.mark.parametrize("ways", [{}, {"sha256": "a" * 64, "manifest": "b"}, {"signature": "c"}, {"sha256": "short"}])
+@pytest.mark.parametrize("ways", [{}, {"sha256": "a" * 64, "signature": "b"}, {"signature": "c"}, {"sha256": "short"}])
 def test_a_way_to_know_it_is_needed(tmp_path: Path, ways: dict[str, str]) -> None:
     """Promise: nothing, two ways, half a way and a hash that is none are errors."""
     (tmp_path / "x").write_bytes(b"")
@@ -365,18 +349,6 @@ def test_without_modelscan_what_it_alone_reads_is_not_clean(tmp_path: Path, monk
     assert (scan.verdict, "no release" in scan.reasons[0]) == ("unreadable", True)
     assert guard.scan_file(dangerous).verdict == "dangerous"
     assert guard.scan_file(tmp_path / "model.safetensors").verdict == "clean"
-
-
-@pytest.mark.parametrize("read", [guard.load, guard.scan_file])
-def test_a_pipe_or_a_device_is_refused_at_once(read: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Promise: nobody waits for a writer, or reads zeros until memory is full."""
-    pipe = tmp_path / "model.pt"
-    os.mkfifo(pipe)
-    for path in (pipe, Path("/dev/zero")):
-        with pytest.raises(OSError, match="is a pipe or a device, and no file"):
-            read(path)
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-        read(tmp_path)
 
 
 @pytest.mark.parametrize(

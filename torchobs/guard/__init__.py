@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchobs.support.import_hooks import attach
 
 if TYPE_CHECKING:
-    from torchobs.guard.contracts import Contract, ContractError, PendingCheck, Violation, validate_inputs
+    from torchobs.guard.contracts import Contract, ContractError, Violation, validate_inputs
     from torchobs.guard.model_files import FileScan, UnsafeFileError, WrongFileError, load, scan_file, verify
     from torchobs.guard.models import LayerReport, ModelReport, check_model
     from torchobs.guard.outputs import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchobs.guard.resource_usage import ResourceGuard, ResourceReport, Usage, resources
 
 _HOMES: dict[str, str] = {
-    **dict.fromkeys(("Contract", "ContractError", "PendingCheck", "Violation", "validate_inputs"), "contracts"),
+    **dict.fromkeys(("Contract", "ContractError", "Violation", "validate_inputs"), "contracts"),
     **dict.fromkeys(("Category", "LossSpikeError", "NonFiniteLossError", "Severity"), "record"),
     **dict.fromkeys(("Drift", "InferenceResult", "NonFiniteOutputError", "OutputReport"), "outputs"),
     **dict.fromkeys(("check_outputs", "safe_inference", "sanitize_outputs"), "outputs"),
@@ -49,7 +49,6 @@ __all__ = [
     "NonFiniteLossError",
     "NonFiniteOutputError",
     "OutputReport",
-    "PendingCheck",
     "Recovery",
     "RecoveryPolicy",
     "ResourceGuard",

@@ -1,12 +1,10 @@
 """What a tensor has to be: shape, dtype, device, range, finite; and checks that say what was found, and where.
 
-A tensor on a device costs one transfer of three numbers: :meth:`Contract.check` waits for it, :meth:`Contract.acheck` lets an
-event loop go on, :meth:`Contract.check_later` returns at once.
+A tensor on a device costs one transfer of three numbers, for which :meth:`Contract.check` waits.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,16 +39,12 @@ class Violation(Result):
         return f"{self.tensor}: {self.what}: {self.found}{place}; expected {self.expected}"
 
 
-class PendingCheck:
-    """A check of values: the least and the largest, and the norm, which a device may not have delivered yet."""
+class _Values:
+    """The values of a tensor, and what is wrong with them by a contract."""
 
     def __init__(self, contract: Contract, x: torch.Tensor, name: str) -> None:
         self._contract, self._name, self._shape = contract, name, shape_of(x)
         self._values = self._dense_values(x)
-        self._event: Any = None
-        self._numbers: torch.Tensor | list[float] = []
-        if self._values.numel():
-            self._start()
 
     def _dense_values(self, x: torch.Tensor) -> torch.Tensor:
         """Return the values to look at as a dense tensor of ordered numbers; an empty one if there is nothing to look at."""
@@ -64,51 +58,24 @@ class PendingCheck:
             raise ValueError(f"{self._name} is complex, and complex numbers are in no order: use max_norm")
         return dense_values(x.detach())
 
-    def _start(self) -> None:
-        values = self._values
-        numbers = list(torch.aminmax(values))
-        if self._contract.max_norm is not None:
-            numbers.append(norm_of(values))
-        if values.device.type == "cpu":
-            self._numbers = [float(number) for number in numbers]
-            return
-        wide = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
-        together = torch.stack([number.to(wide) for number in numbers])
-        self._numbers = together
-        if values.device.type == "cuda":
-            pinned = torch.empty(len(numbers), dtype=together.dtype, device="cpu", pin_memory=True)
-            self._numbers = pinned.copy_(together, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(values.device))
-
-    def done(self) -> bool:
-        """Return True if :meth:`result` would not wait."""
-        return self._event is None or bool(self._event.query())
-
-    def result(self) -> None:
-        """Wait for the answer; return if the contract is kept. Raises ``ContractError``, once."""
-        found = tuple(self.violations())
-        self._values, self._event = torch.empty(0, device="cpu"), None  # lest the check keep the caller's tensor alive
-        if found:
-            refuse(found)
-
     def violations(self) -> list[Violation]:
-        """Wait for the answer, and return what is wrong with the values. Where it is, is looked for only if something is."""
-        if not self._values.numel():
+        """Return what is wrong, by the least value, the largest and the norm; where, is looked for only if something is."""
+        values = self._values
+        if not values.numel():
             return []
-        if self._event is not None:
-            self._event.synchronize()
-        least, largest, *norm = self._numbers if isinstance(self._numbers, list) else self._numbers.tolist()
+        numbers = [*torch.aminmax(values), *([norm_of(values)] if self._contract.max_norm is not None else [])]
+        wide = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
+        least, largest, *norm = torch.stack([number.to(wide) for number in numbers]).tolist()
         contract, found = self._contract, []
         if contract.finite and (isnan(least) or isinf(least) or isinf(largest)):
             found.append(self._not_finite())
         if isnan(least) and (contract.min is not None or contract.max is not None):
             least, largest = self._extremes_beside_nan()
-        dtype = self._values.dtype
+        dtype = values.dtype
         if contract.min is not None and least < (low := rounded(contract.min, dtype)):
-            found.append(self._beyond("min", f"{contract.min:g} or more", least, self._values < low))
+            found.append(self._beyond("min", f"{contract.min:g} or more", least, values < low))
         if contract.max is not None and largest > (high := rounded(contract.max, dtype)):
-            found.append(self._beyond("max", f"{contract.max:g} or less", largest, self._values > high))
+            found.append(self._beyond("max", f"{contract.max:g} or less", largest, values > high))
         if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
             found.append(Violation(self._name, "norm", f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
         return found
@@ -208,12 +175,6 @@ class ShapePattern(NamedTuple):
             shape: the tensor's shape.
             sizes: sizes of the names seen so far, which other tensors of one check share; new names are added.
         """
-        if self.rest is None and len(shape) == len(self.before):  # of most patterns; fast
-            for wanted, size in zip(self.before, shape, strict=True):
-                if wanted != size and (isinstance(wanted, int) or (wanted != _ANY and sizes.setdefault(wanted, size) != size)):
-                    break
-            else:
-                return None
         least = len(self.before) + len(self.after)
         if len(shape) < least or (len(shape) > least and self.rest is None):
             return f"{len(shape)} dimensions where {least}{' or more' if self.rest is not None else ''} are expected"
@@ -263,13 +224,8 @@ def parse(shape: str | Sequence[int | None]) -> ShapePattern:
 
 KINDS = ("floating", "integer", "complex", "bool")
 """Names for groups of dtypes, which a contract takes in place of a dtype"""
-_CPU = torch.device("cpu")
-_PLAIN = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-"""Dtypes of most tensors, for which a check is fast"""
 MOST_NAMED = 8
 """Tensors that an event names"""
-POLL_S = 0.0005
-"""How often an awaited answer of a device is looked for"""
 
 
 class ContractError(ValueError):
@@ -304,8 +260,6 @@ class Contract:
     """largest 2-norm of all elements"""
     _pattern: ShapePattern | None = field(init=False, repr=False, compare=False, default=None)
     _device: torch.device | None = field(init=False, repr=False, compare=False, default=None)
-    _passed: set[torch.dtype] = field(init=False, repr=False, compare=False, default_factory=set)
-    """dtypes that were seen to be right"""
 
     def __post_init__(self) -> None:
         if self.shape is not None:
@@ -339,8 +293,6 @@ class Contract:
         """
         if torch.compiler.is_compiling():
             return  # values are not known while a graph is made of them
-        if self._surely_keeps(x, sizes):
-            return
         found = self.violations(x, name, sizes)
         if found:
             refuse(found)
@@ -349,49 +301,7 @@ class Contract:
         self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None
     ) -> tuple[Violation, ...]:
         """Return what :meth:`check` would raise; nothing is recorded."""
-        return tuple(self._outer(x, name, {} if sizes is None else sizes)) or tuple(PendingCheck(self, x, name).violations())
-
-    def check_later(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> PendingCheck:
-        """Check shape, dtype and device now, and the values once the device has them: nothing waits for it.
-
-        The result keeps ``x`` alive. Raises ``ContractError`` as :meth:`check` does.
-        """
-        outer = tuple(self._outer(x, name, {} if sizes is None else sizes))
-        if outer:
-            refuse(outer)
-        return PendingCheck(self, x, name)
-
-    async def acheck(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> None:
-        """As :meth:`check`; other tasks of the event loop run while a device computes."""
-        pending = self.check_later(x, name, sizes)
-        while not pending.done():  # noqa: ASYNC110  # a CUDA event can only be asked
-            await asyncio.sleep(POLL_S)
-        pending.result()
-
-    def _surely_keeps(self, x: Any, sizes: dict[str, object] | None) -> bool:
-        """Return True if a plain tensor on the CPU keeps the contract; False says nothing. It is there for its speed."""
-        if type(x) is not torch.Tensor or x.layout is not torch.strided or x.dtype not in _PLAIN or x.is_nested:
-            return False
-        if sizes is not None or x.device != _CPU or self._device not in {None, _CPU} or not x.numel():
-            return False
-        if x.dtype not in self._passed:
-            if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
-                return False
-            self._passed.add(x.dtype)
-        return (self._pattern is None or self._pattern.mismatch(x.shape, {}) is None) and self._surely_has_values(x.detach())
-
-    def _surely_has_values(self, values: torch.Tensor) -> bool:
-        low, high = self.min, self.max
-        if self.finite or low is not None or high is not None:
-            least, largest = (extreme.item() for extreme in torch.aminmax(values))
-            # a comparison with NaN is False, and a NaN is both the least and the largest
-            bounds = (-inf if low is None else low), (inf if high is None else high)
-            low, high = (rounded(bound, values.dtype) for bound in bounds)
-            if not low <= least or not largest <= high:
-                return False
-            if self.finite and (least == -inf or largest == inf):
-                return False
-        return self.max_norm is None or bool(norm_of(values).item() <= self.max_norm)
+        return tuple(self._outer(x, name, {} if sizes is None else sizes)) or tuple(_Values(self, x, name).violations())
 
     def _outer(self, x: Any, name: str, sizes: dict[str, object]) -> list[Violation]:
         """Check what needs no values."""

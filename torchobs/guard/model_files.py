@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import errno
 import hashlib
 import hmac
 import io
 import logging
 import os
 import re
-import stat
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchobs.guard.record import Severity, found_wrong, text_of
 from torchobs.support.arguments import is_text
@@ -102,7 +100,7 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
             import modelscan  # noqa: F401
     except ImportError as error:
         raise ImportError("scan_file needs fickling and modelscan: pip install 'torchobs[guard]'") from error
-    with _opened(name) as file:
+    with Path(name).open("rb") as file:
         head = file.read(_HEAD)
     kind = _kind(name, head)
     try:
@@ -138,7 +136,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     import torch
 
     name = os.fspath(path)
-    with _opened(name) as file:
+    with Path(name).open("rb") as file:
         head = file.read(_HEAD)
     shown, kind = text_of(name), _kind(name, head)
     if kind == "safetensors":
@@ -156,7 +154,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     try:
         if kind == "zip":
             _check_archive(name)
-        with _opened(name) as file:  # by a file, for torch would take a name's ending for its kind
+        with Path(name).open("rb") as file:  # by a file, for torch would take a name's ending for its kind
             return torch.load(file, map_location=map_location, weights_only=True)
     except (torch.OutOfMemoryError, UnsafeFileError):
         raise
@@ -165,16 +163,6 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     except DAMAGE as error:
         why = str(error).strip() or type(error).__name__
         raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
-
-
-def _opened(name: str) -> IO[bytes]:
-    """Open a file to read. Raises ``OSError`` for a pipe or a device, at which a reader would wait, or never come to an end."""
-    without_waiting = getattr(os, "O_NONBLOCK", 0)
-    file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115  # closed by the caller
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is a pipe or a device, and no file", name)
-    return file
 
 
 def _no_model(head: bytes) -> str | None:
@@ -246,8 +234,6 @@ def _read(name: str, kind: str) -> Iterator[_Finding]:
         with Path(name).open("rb") as file:
             content = file.read(_MOST_BYTES)
         yield _npy(content, name) if kind == "npy" else _by_fickling(content, name)
-        if kind == "pickle" and zipfile.is_zipfile(name):
-            yield _Finding("suspicious", ("it is a zip file as well: what it is depends on who reads it",))
 
 
 def _read_zip(name: str) -> Iterator[_Finding]:
@@ -357,17 +343,14 @@ def verify(
     path: str | os.PathLike[str],
     *,
     sha256: str | None = None,
-    manifest: str | os.PathLike[str] | None = None,
     signature: str | os.PathLike[str] | None = None,
     public_key: str | os.PathLike[str] | None = None,
 ) -> None:
     """Return if a file, or a directory, is the one that was published. One way to know it has to be given.
 
     Args:
-        path: the file; with ``manifest`` or ``signature`` it may be a directory.
+        path: the file; with ``signature`` it may be a directory.
         sha256: its hash, 64 hexadecimal digits.
-        manifest: a file of ``sha256sum``'s lines. Of a directory it has to name every file, and each has to be the same; of a
-            file, that one.
         signature: one of model-signing (OpenSSF), made with the private key of:
         public_key: in PEM.
 
@@ -377,15 +360,13 @@ def verify(
         OSError: a file cannot be read.
         ImportError: model-signing is not installed: ``pip install torchobs[signing]``.
     """
-    if sum(way is not None for way in (sha256, manifest, signature)) != 1:
-        raise ValueError("give one of sha256, manifest and signature")
+    if (sha256 is None) == (signature is None):
+        raise ValueError("give one of sha256 and signature")
     if (signature is None) != (public_key is None):
         raise ValueError("signature and public_key go together")
     try:
         if sha256 is not None:
             _verify_hash(Path(path), sha256)
-        elif manifest is not None:
-            _verify_manifest(Path(path), _manifest(Path(manifest)))
         elif signature is not None and public_key is not None:
             _verify_signature(os.fspath(path), os.fspath(signature), os.fspath(public_key))
     except WrongFileError:
@@ -402,35 +383,6 @@ def _verify_hash(path: Path, wanted: str) -> None:
             digest.update(chunk)
     if not hmac.compare_digest(digest.hexdigest(), wanted.lower()):
         raise WrongFileError(f"{path} has the SHA-256 {digest.hexdigest()}, and {wanted.lower()} was published")
-
-
-def _verify_manifest(path: Path, entries: list[tuple[str, str]]) -> None:
-    listed = {Path(name): digest for digest, name in entries}
-    if path.is_dir():
-        there = {each.relative_to(path) for each in path.rglob("*") if not each.is_dir()}
-        base = path
-    else:
-        there, base = {Path(path.name)}, path.parent
-    if unlisted := sorted(map(str, there - listed.keys())):
-        raise WrongFileError(f"{path}: the manifest does not name {', '.join(unlisted[:5])}")
-    for name in sorted(listed) if path.is_dir() else [Path(path.name)]:
-        _verify_hash(base / name, listed[name])
-
-
-def _manifest(path: Path) -> list[tuple[str, str]]:
-    """Return hashes and names of a file as ``sha256sum`` writes it. Raises ``ValueError``."""
-    entries = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        digest, _, name = line.partition(" ")
-        name = name.removeprefix(" ").removeprefix("*")
-        if not _SHA256.fullmatch(digest) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{path}, line {number}: not a hash and a path below the directory")
-        entries.append((digest, name))
-    if not entries:
-        raise ValueError(f"{path} names no file")
-    return entries
 
 
 def _verify_signature(path: str, signature: str, public_key: str) -> None:

@@ -114,11 +114,6 @@ def copied(state: Any) -> Any:
     return pytree.tree_map(leaf_of, state)
 
 
-LEAST_WAIT = 100
-"""Steps with a split batch before larger parts are tried again. One that does not fit costs about a step: 1 % of the time, and
-less each time, since the wait doubles"""
-
-
 def samples_in(batch: Any) -> int:
     """Return the number of samples: the first dimension that all tensors of the batch share; 0 if there is none."""
     sizes = {tensor.shape[0] for _, tensor in walk(batch) if tensor.dim()}
@@ -167,41 +162,6 @@ def parts_of(micro_batches: Sequence[Any], most: int | None) -> Iterator[Part]:
         is_too_large = most is not None and samples_in(micro_batch) > most
         within = split(micro_batch, most) if most is not None and is_too_large else [(micro_batch, 1.0)]
         yield from (Part(part, share * part_share, index) for part, part_share in within)
-
-
-@dataclass(slots=True)
-class PartSize:
-    """How many samples may go through the model at once: as many as have fitted, and after a while more."""
-
-    fits: int | None = None
-    """None until something did not fit"""
-    wait: int = LEAST_WAIT
-    """steps with a split batch before twice as many are tried; doubled by each step in which something did not fit"""
-    steps: int = 0
-    """such steps, since the number changed or the last try"""
-
-    @property
-    def most(self) -> int | None:
-        """Samples of the largest part of this step; None: any number."""
-        return self.fits if self.fits is None or self.steps < self.wait else 2 * self.fits
-
-    def is_try(self, largest: int) -> bool:
-        """Return True if parts of so many samples are more than have fitted."""
-        return self.fits is not None and largest > self.fits
-
-    def passed(self, largest: int, *, is_split: bool) -> None:
-        """Learn from a step that fitted, whose largest part had so many samples."""
-        if self.is_try(largest):
-            self.fits, self.steps = largest, 0
-        elif is_split:
-            self.steps += 1
-
-    def failed(self, largest: int, *, is_first: bool) -> None:
-        """Learn from an attempt that did not fit: the first one of its step, or another."""
-        if is_first and self.fits is not None:
-            self.wait *= 2
-        self.fits = self.fits if self.is_try(largest) else -(-largest // 2)
-        self.steps = 0
 
 
 def on_cpu(value: Any) -> Any:
@@ -277,8 +237,8 @@ class Recovery:
     _baseline: LossBaseline = field(init=False, default_factory=LossBaseline)
     _snapshot: tuple[int, tuple[dict[str, Any], ...]] | None = field(init=False, default=None)
     """the step before which it was taken, and the states"""
-    _size: PartSize = field(init=False, default_factory=PartSize)
-    """samples that go through the model at once"""
+    _most: int | None = field(init=False, default=None)
+    """samples that may go through the model at once; None until something did not fit"""
 
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
@@ -388,28 +348,20 @@ class Recovery:
         self, micro_batches: Sequence[Any], compute: Callable[[Any], torch.Tensor], buffers: Buffers
     ) -> tuple[list[Part], list[float]]:
         """Return what went through the model at once, and the mean loss of each."""
-        is_first = True
         while True:
-            parts = list(parts_of(micro_batches, self._size.most))
+            parts = list(parts_of(micro_batches, self._most))
             largest = max(samples_in(part.batch) for part in parts)
             self.optimizer.zero_grad(set_to_none=True)
             try:
                 losses = [self._one(part, compute, last=part is parts[-1]) for part in parts]
-                numbers = [float(loss) for loss in losses]  # read together: a device is waited for once
+                return parts, [float(loss) for loss in losses]  # read together: a device is waited for once
             except torch.OutOfMemoryError as error:
                 if is_shared() or largest <= 1:
                     raise
                 too_large = error.with_traceback(None)
-            else:
-                self._size.passed(largest, is_split=len(parts) > len(micro_batches))
-                return parts, numbers
             # outside of the handler, whose traceback keeps the forward's tensors alive
-            if self._size.is_try(largest):  # the recovery's own: it costs no budget
-                self._note(Category.MEMORY, Severity.INFO, too_large, "split")
-            else:
-                self._spend(Category.MEMORY, self.policy.oom, too_large, "split")
-            self._size.failed(largest, is_first=is_first)
-            is_first = False
+            self._spend(Category.MEMORY, self.policy.oom, too_large, "split")
+            self._most = -(-largest // 2)
             self.optimizer.zero_grad(set_to_none=True)
             buffers.put_back()
             free_memory()
