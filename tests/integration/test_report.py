@@ -372,7 +372,7 @@ import sys
 import time
 import torch
 import torchobs
-from torchobs.identity.identity import this_process
+from torchobs.config.identity import this_process
 
 while time.time_ns() - this_process().start_ns < 1_500_000_000:
     torch.randn(64, 64) @ torch.randn(64, 64)

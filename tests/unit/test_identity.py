@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import fork_server, support
+from torchobs.config.identity import Identity, ProcessInfo, discover, parse_start_ticks, this_process
+from torchobs.config.launchers import tasks_on_node
 from torchobs.config.settings import SettingsProblem, resolve
-from torchobs.identity.identity import Identity, ProcessInfo, discover, parse_start_ticks, this_process
-from torchobs.identity.launchers import tasks_on_node
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -532,8 +532,8 @@ def test_one_nodes_ranks_and_torchruns_do_not_go_by_the_address() -> None:
 RANK = """
 import json, pathlib, sys, time
 from torchobs.config import settings
-from torchobs.identity import identity
-from torchobs.identity import identity
+from torchobs.config import identity
+from torchobs.config import identity
 environ = settings.environment()
 found, problems = identity.discover(environ, settings.resolve({}, environ)[0], identity.this_process())
 folder = pathlib.Path(sys.argv[1])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.identity.provenance import HIDDEN, Checkout, checkout, is_secret_name, redacted, redacted_text, redacted_value
+from torchobs.config.provenance import HIDDEN, Checkout, checkout, is_secret_name, redacted, redacted_text, redacted_value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,5 +213,5 @@ def test_no_checkout(tmp_path: Path) -> None:
 
 def test_a_slow_file_system_is_given_up(git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit is known all the same, and whether files have changed is not."""
-    monkeypatch.setattr("torchobs.identity.provenance.LONGEST_S", -1.0)
+    monkeypatch.setattr("torchobs.config.provenance.LONGEST_S", -1.0)
     assert checkout(tmp_path) == Checkout(git("rev-parse", "HEAD"), "trunk", dirty=None)

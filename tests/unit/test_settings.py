@@ -18,11 +18,11 @@ from opentelemetry.sdk.resources import OTELResourceDetector
 from tests.support import ROOT
 from torchobs.cli import exporter, run
 from torchobs.config import option_types, settings
+from torchobs.config.identity import exit_status
 from torchobs.config.option_types import Address
 from torchobs.config.options import Option, SettingsProblem, values_of
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
-from torchobs.identity.identity import exit_status
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.config import option_types, settings
-from torchobs.identity.identity import exit_status
+from torchobs.config.identity import exit_status
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:

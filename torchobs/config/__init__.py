@@ -1,1 +1,1 @@
-"""Configuration: option types, options, settings."""
+"""Configuration: options, settings, and which rank of which run this process is."""

@@ -195,7 +195,7 @@ _DEFAULTS = Settings()
 
 
 def environment() -> Mapping[str, str]:
-    """Return a copy of ``os.environ``, so that :func:`resolve` and ``identity.identity.discover`` read the same values."""
+    """Return a copy of ``os.environ``, so that :func:`resolve` and ``identity.discover`` read the same values."""
     return dict(os.environ)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.config import settings
+from torchobs.config.launchers import LAUNCHED_BY
 from torchobs.diagnosis import rank_report, text_format
 from torchobs.diagnosis.rank_report import (
     RankReport,
@@ -35,7 +36,6 @@ from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import FlightFile, Value, View
-from torchobs.identity.launchers import LAUNCHED_BY
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
 from torchobs.ranks.scanner import system_clock

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torchobs import catalog
 from torchobs.catalog import prometheus_label
+from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.event_ring import fields_of
 from torchobs.flight.format.layout import PROCESS_BEGUN, Header
-from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

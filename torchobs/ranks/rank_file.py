@@ -19,6 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.detect import hangs
 from torchobs.detect.hangs import Durations, Standstill
 from torchobs.flight.files import endings, lock
@@ -28,7 +29,6 @@ from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.metrics import throughput
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import DecodedBlock, Distribution, FlightFile, View
-from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import labels, state
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchobs.config.identity import boot_id
 from torchobs.flight.files import entries
 from torchobs.flight.files.location import KUBERNETES_MOUNT, find_existing, open_directory
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import MAX_FILES
-from torchobs.identity.identity import boot_id
 from torchobs.ranks import labels, rank_file
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, is_passing, open_tracked, resolve

@@ -1,7 +1,7 @@
 """How the run was started (command line, git commit, versions, devices, settings, seed), and gauges over time since then.
 
 Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span has what
-a run was started with. Secrets are removed (:mod:`torchobs.identity.provenance`); the setting ``run_details`` turns it off.
+a run was started with. Secrets are removed (:mod:`torchobs.config.provenance`); the setting ``run_details`` turns it off.
 
 The step ring holds the last steps only, and the series have no past. Here are at most 128 rows; when they are full every second
 one goes and the interval doubles, so that a run of any length is covered evenly, in 27 KiB.
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.config import option_types, settings
+from torchobs.config.provenance import checkout, redacted, redacted_value
 from torchobs.config.settings import Settings
 from torchobs.flight.format.documents import encode_history
-from torchobs.identity.provenance import checkout, redacted, redacted_value
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.config import option_types, settings
+from torchobs.config import identity, option_types, settings
 from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.location import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
-from torchobs.identity import identity
 from torchobs.probes import factories
 from torchobs.probes.compile.compile import DynamoRules
 from torchobs.probes.core.context import Hooks, ProbeContext
@@ -55,8 +54,8 @@ if TYPE_CHECKING:
     from multiprocessing.util import Finalize
     from types import TracebackType
 
+    from torchobs.config.identity import Identity
     from torchobs.config.settings import Settings
-    from torchobs.identity.identity import Identity
 
 logger = logging.getLogger("torchobs")
 _lock = threading.RLock()

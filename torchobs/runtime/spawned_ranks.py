@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.config import settings
+from torchobs.config.launchers import LAUNCHED_BY
 from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import BadFlightFileError
 from torchobs.flight.reader import reader
-from torchobs.identity.launchers import LAUNCHED_BY
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.process_group import rank_and_size

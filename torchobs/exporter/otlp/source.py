@@ -48,6 +48,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import BY_NAME, UNNAMED, Kind, Severity, cumulative, prometheus_name
+from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.diagnosis.rank_report import with_unit
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.files.create import file_name
@@ -56,7 +57,6 @@ from torchobs.flight.format.layout import PROCESS_BEGUN, Region, encodable
 from torchobs.flight.format.series import Scope, Series, ValueType
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import Distribution
-from torchobs.identity.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.ranks import labels
 from torchobs.ranks.labels import NO_EXEMPLARS, exemplars_of
 from torchobs.ranks.rank_file import READ_ERRORS

@@ -14,12 +14,12 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.config.identity import boot_id
 from torchobs.flight.files import artifacts, entries, lock
 from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, lock_name
 from torchobs.flight.files.entries import TEMPORARY
 from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
 from torchobs.flight.reader.reader import is_name
-from torchobs.identity.identity import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,9 +19,9 @@ from pickle import PickleBuffer
 from secrets import token_bytes
 from typing import TYPE_CHECKING
 
+from torchobs.config.identity import boot_id
 from torchobs.flight.files import entries, lock
 from torchobs.flight.format.layout import Header, encode_header, plan
-from torchobs.identity.identity import boot_id
 from torchobs.support.cgroup import Memory, memory_of, of_process
 from torchobs.support.descriptors import Descriptor
 

@@ -19,6 +19,7 @@ from operator import lt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
+from torchobs.config.identity import boot_id
 from torchobs.flight.files import entries, lock
 from torchobs.flight.files.create import SUFFIX, lock_name
 from torchobs.flight.format import documents, event_ring
@@ -40,7 +41,6 @@ from torchobs.flight.format.series import INT_ABSENT, Series, ValueType, decode
 from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold
 from torchobs.flight.metrics.totals import Totals, Word
-from torchobs.identity.identity import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -24,10 +24,10 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.config.identity import exit_status
+from torchobs.config.provenance import redacted_text
 from torchobs.detect import hangs
 from torchobs.flight.format.layout import Exit
-from torchobs.identity.identity import exit_status
-from torchobs.identity.provenance import redacted_text
 from torchobs.probes.core.timeline import BACKWARD, DATA, OPTIMIZER
 from torchobs.probes.core.training_state import LeftPhase
 from torchobs.probes.memory.device_memory import host_shortage

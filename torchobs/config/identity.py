@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import PurePath
 
+from torchobs.config.launchers import RankPlacement, count, locate
 from torchobs.config.settings import Settings, SettingsProblem
-from torchobs.identity.launchers import RankPlacement, count, locate
 from torchobs.support.cgroup import read
 
 _START_TICKS = 19

@@ -1,1 +1,0 @@
-"""Identity of this process: its run, its rank, and the launcher that started it."""
