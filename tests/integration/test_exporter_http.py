@@ -26,7 +26,7 @@ from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from tests.ui import Parsed
 from tests.web_configs import USERS, certify
-from torchobs.config.option_types import Address
+from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, address_of

@@ -18,7 +18,7 @@ import pytest
 
 from tests.exporters import EXPORTER, Client, frozen_gc, start_program
 from tests.support import clean_environment, freeze, wait_until
-from torchobs.config.option_types import Address
+from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.daemon import serve

@@ -10,8 +10,7 @@ import pytest
 
 from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS
-from torchobs.config import option_types
-from torchobs.config.option_types import Address
+from torchobs.config.options import Address, duration_s
 from torchobs.exporter import config
 from torchobs.exporter.config import EVERY_OPTION, ExporterConfig, PushConfig, PushTarget
 from torchobs.exporter.unix_socket import UnixAddress
@@ -23,14 +22,14 @@ from torchobs.exporter.unix_socket import UnixAddress
 )
 def test_durations_are_prometheus_own(text: str, seconds: float) -> None:
     """With units, or in seconds."""
-    assert option_types.duration_s(text) == seconds
+    assert duration_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1", "5 m", "1d2", "m", "1e3", "nan", "9" * 400, "1s1h", "٣s"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     """Guessing would be worse."""
     with pytest.raises(ValueError, match=f"^{re.escape(text[:10])}"):
-        option_types.duration_s(text)
+        duration_s(text)
 
 
 def test_nothing_given_is_the_default() -> None:

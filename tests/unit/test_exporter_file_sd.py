@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.config.option_types import Address
+from torchobs.config.options import Address
 from torchobs.exporter.file_sd import ScrapeTarget, TargetFile, listened_on, reachable
 
 EVERYWHERE = ScrapeTarget((Address("::", 10960),), "/metrics", tls=False)

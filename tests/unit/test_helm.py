@@ -32,7 +32,7 @@ from tests.helm import (
 from tests.kubernetes import schemas
 from tests.support import ROOT
 from torchobs._version import __version__
-from torchobs.config.option_types import duration_s
+from torchobs.config.options import duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

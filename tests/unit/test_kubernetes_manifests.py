@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from torchobs.config.option_types import duration_s
+from torchobs.config.options import duration_s
 from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.flight.files.location import KUBERNETES_CONTROL, KUBERNETES_MOUNT
 

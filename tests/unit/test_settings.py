@@ -17,10 +17,9 @@ from opentelemetry.sdk.resources import OTELResourceDetector
 
 from tests.support import ROOT
 from torchobs.cli import exporter, run
-from torchobs.config import option_types, settings
+from torchobs.config import settings
 from torchobs.config.identity import exit_status
-from torchobs.config.option_types import Address
-from torchobs.config.options import Option, SettingsProblem, values_of
+from torchobs.config.options import SDK_DISABLED, Address, Option, SettingsProblem, integer, values_of
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
 from torchobs.support.error_guard import CircuitBreaker
@@ -255,7 +254,7 @@ def test_a_long_value_is_shortened_in_the_log(variable: str) -> None:
     assert len(str(problem)) < 600  # it lists what is allowed: the names of all probes
 
 
-PORT = Option("port", option_types.integer(0), "A port.", "0", ("A", "B"), flag="--port")
+PORT = Option("port", integer(0), "A port.", "0", ("A", "B"), flag="--port")
 
 
 def asked(option: Option, given: tuple[str, ...] = (), **environ: str) -> tuple[list[object], list[str]]:
@@ -276,10 +275,10 @@ def test_a_flag_beats_the_variables_in_their_order_and_a_bad_value_the_next_deci
 
 def test_a_variable_of_another_kind_is_asked_last_by_its_own_rules() -> None:
     """OpenTelemetry's milliseconds beside seconds; one variable may be asked before the flag."""
-    option = PORT._replace(also=(("C", option_types.SDK_DISABLED),))
+    option = PORT._replace(also=(("C", SDK_DISABLED),))
     assert asked(option, C="false") == ([True], [])
     assert asked(option, ("1",), C="false") == ([1], [])
-    assert values_of(option, ("1",), {"FIRST": "false"}, [], ("FIRST", option_types.SDK_DISABLED)) == [True]
+    assert values_of(option, ("1",), {"FIRST": "false"}, [], ("FIRST", SDK_DISABLED)) == [True]
 
 
 def test_a_variable_holds_several_values_separated_by_blanks() -> None:

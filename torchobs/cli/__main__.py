@@ -104,10 +104,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         sys.stdout.write(f"torchobs {__version__}\n")
         return 0
     if name not in COMMANDS:
-        from torchobs.config import option_types
+        from torchobs.config.options import closest
 
         what = "option" if name.startswith("-") else "command"
-        hint = option_types.closest(name, [*COMMANDS, *OPTIONS])
+        hint = closest(name, [*COMMANDS, *OPTIONS])
         sys.stderr.write(f"torchobs: no such {what}: {name!r}{hint}\n`torchobs --help` lists them\n")
         return 2
     return _call(name, arguments)

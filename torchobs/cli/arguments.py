@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from torchobs.config import settings
-from torchobs.config.option_types import ValueKind
-from torchobs.config.options import Option
+from torchobs.config.options import Option, ValueKind
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

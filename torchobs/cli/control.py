@@ -15,8 +15,8 @@ from urllib.parse import urlencode
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
-from torchobs.config import option_types, settings
-from torchobs.config.options import Option
+from torchobs.config import settings
+from torchobs.config.options import PATH, Option, duration, integer
 from torchobs.exporter import access, unix_socket
 from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.files.location import find_existing
@@ -59,7 +59,7 @@ examples:
 
 _SOCKET = Option(
     "socket",
-    option_types.PATH,
+    PATH,
     "The exporter's Unix socket.",
     "exporter.sock beside the flight files",
     flag="--socket",
@@ -74,8 +74,8 @@ _RANK = "A rank's number, or its incarnation (the id of one process)."
 TIMEOUT_S = 30.0
 POLL_S = 0.2
 _STACKS_WAIT_S = 5.0
-_STEPS = Option("steps", option_types.integer(1, MAX_PROFILE_STEPS), "Number of steps.", "3", flag="--steps", metavar="N")
-_WAIT = Option("wait", option_types.duration("0.1s", "1h"), "How long to wait for it.", "2m", flag="--wait", metavar="DURATION")
+_STEPS = Option("steps", integer(1, MAX_PROFILE_STEPS), "Number of steps.", "3", flag="--steps", metavar="N")
+_WAIT = Option("wait", duration("0.1s", "1h"), "How long to wait for it.", "2m", flag="--wait", metavar="DURATION")
 
 
 def stacks_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,8 @@ from typing import NoReturn
 from torchobs._version import __version__
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
-from torchobs.config import option_types, settings
+from torchobs.config import settings
+from torchobs.config.options import closest
 from torchobs.exporter import config, log_format
 from torchobs.node import launch
 
@@ -90,7 +91,7 @@ def main(given: Sequence[str]) -> int:
         options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
     flags = [option.flag for option in config.EVERY_OPTION]
     for word in (*clustered, *rest):
-        what, hint = "option" if word.startswith("-") else "argument", option_types.closest(word.partition("=")[0], flags)
+        what, hint = "option" if word.startswith("-") else "argument", closest(word.partition("=")[0], flags)
         mistakes.append(f"no such {what}: {word!r}{hint}")
     found = {name: texts for name, texts in vars(options).items() if texts is not None}
     chosen = config.parse(found, settings.environment(), mistakes)

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
-from torchobs.config import option_types
-from torchobs.config.options import Option
+from torchobs.config.options import Option, integer
 from torchobs.diagnosis.load import choose, default_directory
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.text import render, style_for
 
-_MOST = option_types.integer(0, 1_000_000)  # beyond any file's capacity
+_MOST = integer(0, 1_000_000)  # beyond any file's capacity
 _STEPS_OPTION = Option("steps", _MOST, "Number of last steps to list.", "10", flag="--steps", metavar="N")
 _EVENTS_OPTION = Option("events", _MOST, "Number of last events to list.", "20", flag="--events", metavar="N")
 

@@ -29,8 +29,9 @@ from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
-from torchobs.config import option_types, settings
+from torchobs.config import settings
 from torchobs.config.identity import exit_status
+from torchobs.config.options import either
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:
@@ -362,9 +363,7 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, Program]:
     made = parser()
     options, unknown = made.parse_known_args(own)
     if unknown:
-        made.error(
-            f"unknown option {unknown[0]!r}, expected {option_types.either(_OPTIONS)}; the script's own come after its name"
-        )
+        made.error(f"unknown option {unknown[0]!r}, expected {either(_OPTIONS)}; the script's own come after its name")
     if not command or command == ["-m"]:
         made.error("a script or `-m module` is missing")
     try:

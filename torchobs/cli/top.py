@@ -23,8 +23,8 @@ from typing import NamedTuple, TextIO
 from torchobs import catalog
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
-from torchobs.config import option_types, settings
-from torchobs.config.options import Option
+from torchobs.config import settings
+from torchobs.config.options import Option, duration
 from torchobs.detect import speed as stragglers
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.speed import Slowness
@@ -74,9 +74,7 @@ _KEYS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down",
 _QUIT = (b"q", b"Q", b"\x04")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 QUIT = "quit"
-_INTERVAL = Option(
-    "interval", option_types.duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION"
-)
+_INTERVAL = Option("interval", duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION")
 _CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
 _LARGEST_SHARE = 0.1
 """Largest share of a core to use beside the training: hundreds of ranks are read less often."""

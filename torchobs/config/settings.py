@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchobs.config import option_types as kinds
-from torchobs.config.option_types import Address, Attributes, Level, LogLevel
-from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, unknown_variables, values_of
+from torchobs.config import options as kinds
+from torchobs.config.options import (
+    EXPORTER_PREFIX,
+    Address,
+    Attributes,
+    Level,
+    LogLevel,
+    Option,
+    SettingsProblem,
+    unknown_variables,
+    values_of,
+)
 
 __all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "named", "resolve"]
 

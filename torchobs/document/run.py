@@ -261,9 +261,8 @@ def facts(report: RankReport, known: Mapping[str, Any]) -> dict[str, str]:
 def _known(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     git = _part(known, "git")
     if git.get("commit"):
-        state = {True: ", with changes that are not committed", False: ", no changed files", None: ""}.get(git.get("dirty"), "")
         branch = f" ({_text(git['branch'])})" if git.get("branch") else ""
-        yield "git commit", f"{_text(git['commit'])}{branch}{state}"
+        yield "git commit", f"{_text(git['commit'])}{branch}"
     yield "platform", _text(known.get("platform"))
     torch = _part(known, "torch")
     names = {"version": "torch", "cuda": "CUDA", "hip": "HIP", "cudnn": "cuDNN", "threads": "CPU threads"}

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchobs.catalog import HOST_COLLECTORS
-from torchobs.config import option_types as kinds
 from torchobs.config import options, settings
-from torchobs.config.option_types import Address, ValueKind
-from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, values_of, with_exporter_variable
+from torchobs.config import options as kinds
+from torchobs.config.options import (
+    EXPORTER_PREFIX,
+    Address,
+    Option,
+    SettingsProblem,
+    ValueKind,
+    values_of,
+    with_exporter_variable,
+)
 from torchobs.exporter import log_format, unix_socket
 from torchobs.exporter.unix_socket import UnixAddress, unix_address_of
 

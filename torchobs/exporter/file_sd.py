@@ -15,7 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.config.option_types import Address
+from torchobs.config.options import Address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -20,7 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from torchobs.config.option_types import Address
+from torchobs.config.options import Address
 from torchobs.exporter.unix_socket import UnixAddress, UnixSocket, bind_unix
 
 if TYPE_CHECKING:

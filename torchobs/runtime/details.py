@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import platform
-import struct
 import sys
 import threading
 import time
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.config import option_types, settings
+from torchobs.config import settings
+from torchobs.config.options import as_text
 from torchobs.config.provenance import checkout, redacted, redacted_value
 from torchobs.config.settings import Settings
 from torchobs.flight.format.documents import encode_history
@@ -78,7 +78,7 @@ class RunDetails:
 
     def _add_git(self) -> None:
         main = getattr(sys.modules.get("__main__"), "__file__", None)
-        with suppress(OSError, ValueError, struct.error):  # an index that is cut off
+        with suppress(OSError, ValueError):  # a name that is no path
             if found := checkout(Path(main).resolve().parent if main else Path.cwd()):
                 self._found["git"] = found._asdict()  # one store: the sampler thread adds to the same dictionary
 
@@ -108,7 +108,7 @@ def _settings(chosen: Settings) -> dict[str, str]:
     for option in settings.OPTIONS:
         value = getattr(chosen, option.name)
         if value is not None and value != getattr(usual, option.name) and option.name not in _UNTOLD:
-            found[option.name] = redacted_value(option.name, option_types.as_text(value))[:_LONGEST]
+            found[option.name] = redacted_value(option.name, as_text(value))[:_LONGEST]
     return found
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.config import identity, option_types, settings
+from torchobs.config import identity, settings
+from torchobs.config.options import as_text
 from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.location import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
@@ -317,7 +318,7 @@ def init(**overrides: object) -> Session:
         session.settings = chosen
         # an invalid argument is None here if the default is
         given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
-        session.given = {name: option_types.as_text(value) for name, value in given.items() if value is not None}
+        session.given = {name: as_text(value) for name, value in given.items() if value is not None}
         call(CircuitBreaker("init"), set_level, logger, chosen.log_level)
         breaker = CircuitBreaker("init")
         call(breaker, _begin, session, chosen, list(problems))
@@ -339,7 +340,7 @@ def _warn_ignored(
     given = {name for name, value in overrides.items() if value is not None} - wrong.keys()
     other = [name for name in sorted(given) if getattr(chosen, name) != getattr(session.settings, name)]
     if other:
-        texts = ", ".join(f"{name}={option_types.as_text(getattr(chosen, name))}" for name in other)
+        texts = ", ".join(f"{name}={as_text(getattr(chosen, name))}" for name in other)
         what = "is" if len(other) == 1 else "are"
         logger.warning("torchobs: %s %s ignored, since init() was called before; torchobs.shutdown() ends that", texts, what)
 
