@@ -44,6 +44,7 @@ from torchobs.flight.metrics.totals import (
     NONFINITE_LOSS,
     NORM_SUM,
     SIZE,
+    STATES,
     Anomaly,
     Totals,
     Word,
@@ -288,8 +289,6 @@ class _Losses:
         count(totals, DIVERGED, self.times, active=self.diverged)
 
 
-STATES = ("data", "evaluation", "checkpoint", "compile", "idle")
-"""States known before a step's end; whether training was productive is known only then."""
 _STATE_WORDS = tuple(Word.GOODPUT + catalog.GOODPUT_STATES.index(state) for state in STATES)
 _STATE_COUNT = len(STATES)
 _NO_KIND = -1

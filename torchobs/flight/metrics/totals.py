@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.excursions import Candidate
+from torchobs.detect.excursions import SETTLED, Candidate
 from torchobs.detect.spikes import Bursts
 from torchobs.flight.format.step_record import StepRecord
 
@@ -19,74 +19,110 @@ ABSENT_BITS = 0x7FF8_0000_0000_0002
 """A gauge that was never set. Any NaN reads as absent: NaN values are counted and never stored in a gauge."""
 
 
-class Word:
-    """Words of value block 0 that the fold owns; the others belong to the session."""
+STATES = ("data", "evaluation", "checkpoint", "compile", "idle")
+"""States known before a step's end; whether training was productive is known only then."""
+_HISTOGRAM = 4
+"""Words of a histogram besides one for each of its bounds: the last bucket, sum, least and greatest value"""
+BURST_WORDS = len(Bursts.__slots__)
+_BASELINE = ("mean", "variance", "number")
+_EXCURSION = 4 + (SETTLED - 1) * len(Candidate._fields)
+"""At ``SETTLED`` candidates it is decided what they are"""
 
-    FOLDED_UPTO = 0
-    CLOCK_OFFSET = 1
+
+class _Words:
+    """Gives out the words of block 0, one after another."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def __call__(self, width: int = 1) -> int:
+        first, self.end = self.end, self.end + width
+        return first
+
+
+_take = _Words()
+
+
+class Word:
+    """Words of value block 0 that the fold owns, in their order; the others belong to the session.
+
+    Their number is the format: a new word comes to the end, or in the place of a spare one, or the file's version rises.
+    """
+
+    FOLDED_UPTO = _take()
+    CLOCK_OFFSET = _take()
     """i64: wall clock minus CLOCK_MONOTONIC at the file's creation, ns"""
-    STEPS = 2
-    LAST_STEP = 3
-    LAST_STEP_TIMESTAMP = 4
-    LOSS = 5
-    LOSS_STEP = 6
-    LEARNING_RATE = 7
-    SAMPLES = 8
-    TOKENS = 9
-    GRAD_NORM = 10
-    GRAD_NORM_STEP = 11
-    NONFINITE_STEPS = 12
-    STEPS_SKIPPED = 13
-    RECORDS_LOST = 14
-    CLIPPED_STEPS = 15
-    PHASE_TIME = 16
-    FIRST_LOSS = 21
+    STEPS = _take()
+    LAST_STEP = _take()
+    LAST_STEP_TIMESTAMP = _take()
+    LOSS = _take()
+    LOSS_STEP = _take()
+    LEARNING_RATE = _take()
+    SAMPLES = _take()
+    TOKENS = _take()
+    GRAD_NORM = _take()
+    GRAD_NORM_STEP = _take()
+    NONFINITE_STEPS = _take()
+    STEPS_SKIPPED = _take()
+    RECORDS_LOST = _take()
+    CLIPPED_STEPS = _take()
+    PHASE_TIME = _take(len(catalog.PHASES))
+    FIRST_LOSS = _take()
     """of the present model"""
-    LOSSES = 22
+    LOSSES = _take()
     """number of its finite losses"""
-    LOSS_LEFT = 23
+    LOSS_LEFT = _take()
     """``detect.spikes``: which of them left the start, or one of its two other states"""
-    NORMS = 31
+    GOODPUT = _take(len(catalog.GOODPUT_STATES))
+    NORMS = _take()
     """number of the present model's norms"""
-    GOODPUT = 24
-    ANOMALIES = 32
-    LOSS_USUAL, NORM_USUAL = 38, 39
+    ANOMALIES = _take(len(catalog.ANOMALY_KINDS))
+    LOSS_USUAL = _take()
+    NORM_USUAL = _take()
     """the baseline after the last ordinary value (the norm's as a logarithm), which is reported with an anomaly"""
-    ACTIVE = 40
-    LOSS_START, NORM_START = 46, 47
+    ACTIVE = _take(len(catalog.ANOMALY_KINDS))
+    LOSS_START = _take()
+    NORM_START = _take()
     """``detect.spikes.leaves_start``: the greatest of the model's first values"""
-    LOSS_BASELINE = 48
-    MODEL_STEP = 51
+    LOSS_BASELINE = _take(len(_BASELINE))
+    MODEL_STEP = _take()
     """first step of the present model; 0: the first model"""
-    NORM_BASELINE = 52
-    MODEL_CHANGES = 55
-    LOW_NORMS = 56
+    NORM_BASELINE = _take(len(_BASELINE))
+    MODEL_CHANGES = _take()
+    LOW_NORMS = _take()
     """consecutive measured steps with a vanishing norm"""
-    LAST_CLIPPED = 57
+    LAST_CLIPPED = _take()
     """the newest clipped step: its record and a late one may both have the flag"""
-    CREDITED = 58
-    """seconds in each of ``fold.STATES`` already added to the goodput for the unfinished step"""
-    STEP_DURATION = 64
-    RATE_SUM, RATES = 92, 93
+    CREDITED = _take(len(STATES))
+    """seconds in each of ``STATES`` already added to the goodput for the unfinished step"""
+    SPARE_1 = _take(1)
+    STEP_DURATION = _take(len(catalog.SECONDS_BOUNDS) + _HISTOGRAM)
+    SPARE_2 = _take(2)
+    RATE_SUM = _take()
+    RATES = _take()
     """of the present model (``fold``): sum of its learning rates, and their number"""
-    NORM_DISTRIBUTION = 96
-    TOP_RATE, LATE_SQUARE = 114, 115
+    SPARE_3 = _take(2)
+    NORM_DISTRIBUTION = _take(len(catalog.NORM_BOUNDS) + _HISTOGRAM)
+    SPARE_4 = _take(1)
+    TOP_RATE = _take()
+    LATE_SQUARE = _take()
     """of the present model: the highest learning rate, and the mean of about the last quarter of its squared norms"""
-    LOSS_BURSTS, NORM_BURSTS = 116, 121
+    LOSS_BURSTS = _take(BURST_WORDS)
+    NORM_BURSTS = _take(BURST_WORDS)
     """``detect.spikes.Bursts``; the norm's as logarithms"""
-    RATE_JUMP = 126
+    RATE_JUMP = _take()
     """the step in which the learning rate last jumped to a new maximum"""
-    LOSS_EXCURSION, NORM_EXCURSION = 127, 152
+    LOSS_EXCURSION = _take(_EXCURSION)
+    NORM_EXCURSION = _take(_EXCURSION)
     """``detect.excursions.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
     and of each its value, its step and its time; the norm's as logarithms"""
-    LOSS_RISE = 177
+    LOSS_RISE = _take(3)
     """``fold.Rise``: its first and last step, and whether the loss stayed"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
-BURST_WORDS = len(Bursts.__slots__)
-WORDS = Word.LOSS_RISE + 3
+WORDS = _take.end
 """Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 
