@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,9 @@ import torch
 from torch import nn
 
 from torchobs import catalog
-from torchobs.flight.files import artifacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.training import Recording
 
@@ -52,11 +49,6 @@ class Extreme:
         self.run.look()
         self.probe._pace.fixed = self.probe._pace.interval = 1
 
-    def record_gauges(self) -> None:
-        """Add a row to the gauges over time, which is due now and then."""
-        history: Any = self.run.session._history
-        history.record()
-
     def stats(self) -> dict[str, dict[str, float]]:
         """The series by layer."""
         found: dict[str, dict[str, float]] = {}
@@ -65,11 +57,6 @@ class Extreme:
                 if name == metric.name:
                     found.setdefault(attributes[0], {})[field] = value
         return found
-
-    def histories(self, flight_dir: Path) -> list[dict[str, Any]]:
-        """The files about anomalies, oldest first."""
-        found = sorted(flight_dir.glob(f"*.{artifacts.LAYERS}-*"))
-        return [json.loads(path.read_text()) for path in found]
 
 
 def hooks(model: nn.Module) -> int:

@@ -73,7 +73,6 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_NATIVE", "0", "native", False),
     ("TORCHOBS_WATCHDOG", "off", "watchdog", False),
     ("TORCHOBS_RUN_DETAILS", "off", "run_details", False),
-    ("TORCHOBS_TENSOR_SAMPLES", "no", "tensor_samples", False),
 ]
 BAD: list[tuple[str, str]] = [
     ("TORCHOBS_ENABLED", "maybe"),

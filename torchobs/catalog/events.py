@@ -347,15 +347,6 @@ EVENT_DEAD_UNITS = warning(
     Attribute("units", "of how many"),
     Attribute("steps", "over which they were looked at"),
 )
-EVENT_LAYER_HISTORY = info(
-    "torchobs.layer_history",
-    "What the layers put out in the last steps looked at before an anomaly, and in two after it, was written to a file.",
-    Attribute("kind", "the anomaly's"),
-    Attribute("steps", "number of steps in it at first"),
-    EVIDENCE,
-    Attribute("reason", "why it could not be written", ("no_room", "not_permitted", "error")),
-    Attribute("detail", "the system's error message"),
-)
 EVENT_PROBE_DISABLED = warning(
     "torchobs.probe.disabled",
     "A probe raised and was switched off.",

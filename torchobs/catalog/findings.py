@@ -124,7 +124,7 @@ _BY_SECTION = {
         "nonfinite_parameters", "nonfinite_origin", "past_anomalies", "zero_learning_rate", "scheduler_misused",
         "amp_skips", "amp_scale_collapsed", "amp_unscaled", "clipped_scaled", "model_changes", "other_thread", "device_unread",
     },
-    "layers": {"unmoved_layers", "dead_units", "activations_unread", "layer_history"},
+    "layers": {"unmoved_layers", "dead_units", "activations_unread"},
     "time": {"data", "held_up", "slowdown", "stalled", "checkpoint_age", "no_checkpoint", "checkpoint_failed"},
     "memory": {"memory_growth", "memory_leak", "out_of_memory", "memory.out_of_memory", "memory.shared_full"},
     "compile": {"recompile_storm", "graph_breaks", "compile_failure"},

@@ -41,7 +41,7 @@ levels:
   off       nothing: every hook is removed from the training
   basic     the default: steps, loss, gradient norms, memory and so on
   advanced  also norms of weights and of updates, four times as many layers, proportional memory (PSS)
-  extreme   also what every layer puts out, and its history around an anomaly
+  extreme   also what every layer puts out
 
 examples:
   torchobs level advanced          all ranks of this machine

@@ -76,7 +76,6 @@ class Settings:
     native: bool = True
     watchdog: bool = True
     run_details: bool = True
-    tensor_samples: bool = True
     log_level: LogLevel = "WARNING"
     set_global_providers: bool = True
 
@@ -186,11 +185,6 @@ OPTIONS = (
         "run are kept in the flight file, for `torchobs inspect`, `report` and `compare` alone, and the first lines of "
         "messages of exceptions, which alerts show, too; secrets are removed.",
         "true", ("TORCHOBS_RUN_DETAILS",),
-    ),
-    Option(
-        "tensor_samples", kinds.BOOLEAN, "Whether at level `extreme` 32 elements of every layer's output are kept of the last "
-        "16 steps looked at, and are written beside the flight file, with the statistics, when a step is anomalous.",
-        "true", ("TORCHOBS_TENSOR_SAMPLES",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
     Option(

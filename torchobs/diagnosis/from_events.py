@@ -165,7 +165,7 @@ def _overflow(name: str, note: str, step: str) -> str:
 
 
 def activations(report: RankReport) -> Iterator[Finding]:
-    """Yield which layers were not looked at, and where the history of an anomaly is."""
+    """Yield which layers were not looked at, and those with dead units."""
     for fact in report.events_named(catalog.EVENT_ACTIVATIONS)[-1:]:
         missing = {name: fact.count(name) for name in _WHY if fact.count(name)}
         every = fact.count("layers") + sum(missing.values())
@@ -179,9 +179,3 @@ def activations(report: RankReport) -> Iterator[Finding]:
         steps = text_format.plural(max(each.count("steps") for each in dead), "step")
         text = f"Dead units: {text_format.joined(layers, 3)} gave zero for every sample of up to {steps}, and learn nothing."
         yield stated(WARNING, "dead_units", text)
-    for fact in report.events_named(catalog.EVENT_LAYER_HISTORY)[-1:]:
-        files = [left.name for left in report.left if left.id == fact.text("evidence")]
-        if files:
-            kind = text_format.clean(fact.text("kind").replace("_", " "), 40)
-            text = f"What the layers put out around the {kind} of step {fact.step:,} is in {files[0]}."
-            yield stated(INFO, "layer_history", text)

@@ -204,8 +204,6 @@ class Sampler:
                 more |= self._origin(anomaly) | self._blown_layer(anomaly)
                 attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
                 writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
-            for take in self._context.after_anomaly:
-                call(self._context.breaker("activations"), take, anomaly)
             self._notify(anomaly)
         self._run_span.anomalous.extend(anomaly.step for anomaly in found[:100])
         firsts: dict[str, Anomaly] = {}

@@ -11,14 +11,10 @@ from __future__ import annotations
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.support.tensor_parts import evenly_sampled
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST_ELEMENTS = 1 << 18
-SAMPLED = 32
-"""Most elements of an output that are kept as they are, evenly spaced"""
 NUMBERS = 6
 _DEPTH, _MOST_PARTS = 4, 16
 """How deep an output's tuples and dicts are looked into for its first tensor, and how many of each"""
@@ -37,10 +33,6 @@ class ActivationStats(NamedTuple):
     """Share of the elements that are NaN or infinite"""
     elements: int
     """Number of elements looked at"""
-
-
-FIELDS = ("mean_abs", "std", "max_abs", "zero", "nonfinite", "elements")
-"""Names of these, in a file"""
 
 
 def first_tensor(output: Any, tensor: type, depth: int = _DEPTH) -> Any:
@@ -65,8 +57,8 @@ def first_tensor(output: Any, tensor: type, depth: int = _DEPTH) -> Any:
     return next((one for one in found if one is not None), None)
 
 
-def numbers(torch: Any, output: Any, sampled: int) -> tuple[Any, int]:
-    """Return a vector of ``NUMBERS`` numbers and up to ``sampled`` elements, where the output is, and how many were looked at.
+def numbers(torch: Any, output: Any) -> tuple[Any, int]:
+    """Return a vector of ``NUMBERS`` numbers, where the output is, and how many elements were looked at.
 
     ``output``: a strided tensor of at least one element. To be called without grad.
     """
@@ -82,11 +74,7 @@ def numbers(torch: Any, output: Any, sampled: int) -> tuple[Any, int]:
     # not ``var_mean`` and norms, which take eight times as long on the CPU (2.2 ms for 262,144 elements)
     variance = torch.sub(finite, mean).square_().mean()
     nonzero = (torch.count_nonzero(each).to(values.dtype) for each in (values, size))
-    row = torch.stack([mean, variance, size.sum(), size.max(), *nonzero])
-    count = values.numel()
-    if sampled:
-        row = torch.cat([row, evenly_sampled(values, sampled)])
-    return row, count
+    return torch.stack([mean, variance, size.sum(), size.max(), *nonzero]), values.numel()
 
 
 def combine(calls: Sequence[tuple[Sequence[float], int]]) -> ActivationStats:

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.support.descriptors import Descriptor
 
-STACKS, STUCK, PROFILE, LEAK, LAYERS = "stacks", "stuck", "profile", "leak", "layers"
-KINDS = (STACKS, STUCK, PROFILE, LEAK, LAYERS)
-"""Requested stacks; stacks of a rank that held the GIL for seconds; a profiler's trace; what grew while memory leaked;
-what layers put out around an anomaly."""
-ENDINGS = {STACKS: ".txt", STUCK: ".txt", PROFILE: ".json.gz", LEAK: ".txt", LAYERS: ".json"}
-LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20, LEAK: 1 << 20, LAYERS: 1 << 20}
+KINDS = STACKS, STUCK, PROFILE, LEAK = "stacks", "stuck", "profile", "leak"
+"""Requested stacks; stacks of a rank that held the GIL for seconds; a profiler's trace; what grew while memory leaked."""
+ENDINGS = {STACKS: ".txt", STUCK: ".txt", PROFILE: ".json.gz", LEAK: ".txt"}
+LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20, LEAK: 1 << 20}
 """Maximum size in bytes: on tmpfs the file is charged to the trainer's memory."""
-KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2, LEAK: 3, LAYERS: 3}
+KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2, LEAK: 3}
 """Files of one kind that are kept per rank; the oldest are removed."""
 
 END = b"\n# end of stacks\n"
@@ -43,7 +41,7 @@ _WHY = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "not_permitted"),
 }
 
-_NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile|leak|layers)-([0-9]{1,15})(\.txt|\.json|\.json\.gz)")
+_NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile|leak)-([0-9]{1,15})(\.txt|\.json\.gz)")
 _MAX_FOUND = 4096
 
 

@@ -1,1 +1,1 @@
-"""What every layer puts out, at level extreme: statistics by layer, and their history around an anomaly."""
+"""What every layer puts out, at level extreme: statistics by layer."""

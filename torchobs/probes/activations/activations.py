@@ -16,11 +16,8 @@ selective checkpointing.
 
 from __future__ import annotations
 
-import json
-import time
 from collections import deque
 from functools import partial
-from math import isfinite
 from threading import get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,21 +25,17 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.flight.files import artifacts
 from torchobs.flight.writer.series_table import LAYERS
-from torchobs.probes.core.sampling_interval import MAX_INTERVAL, SamplingInterval
+from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.layers import WIDER
 from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed
-from torchobs.support.rate_limit import RateLimiter
 from torchobs.tensors.device_reads import PendingCopies
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
-from torchobs.tensors.statistics import FIELDS, MOST_ELEMENTS, NUMBERS, SAMPLED, combine, first_tensor, numbers
+from torchobs.tensors.statistics import MOST_ELEMENTS, NUMBERS, combine, first_tensor, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.metrics.totals import Anomaly
     from torchobs.probes.core.context import ProbeContext
     from torchobs.tensors.device_reads import PendingCopy
     from torchobs.tensors.statistics import ActivationStats
@@ -111,7 +104,7 @@ class ActivationProbe:
         self._context, self._torch, self._breaker = context, torch, context.breaker(self.name)
         self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
         self._modes, self._transformed = dispatch_modes(), transformed()
-        self._copies, self._around = PendingCopies(context.device.cuda), Around(context)
+        self._copies = PendingCopies(context.device.cuda)
         self._dead_layers: set[str] = set()
         self._on = self._listening = self._removed = False
         self._chosen: Chosen | None = None
@@ -121,18 +114,19 @@ class ActivationProbe:
         """Those of the window that is open; the sampler thread may choose others meanwhile"""
         self._opened_in = -1
         """The step in which the last window was opened"""
-        self._latest: StepRow | None = None
+        self._latest: tuple[int, dict[str, ActivationStats]] | None = None
+        """The last step that has arrived, and its layers"""
+        self._fresh = False
+        """Whether it is to be published"""
         self._handles: list[Any] = []
         self._open = 0
         self._sent: deque[_Sent] = deque(maxlen=64)
         self._shown_s = 0.0
         self._told: tuple[int, ...] = ()
-        context.after_anomaly[:] = [self._note_anomaly]
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._removed = True  # the sampler's last round comes later, and must arm nothing
-        self._context.after_anomaly[:] = []
         self._end()
 
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
@@ -140,7 +134,6 @@ class ActivationProbe:
     def sample(self) -> None:
         """Follow the level and the model, and take in what has arrived."""
         self._receive(now=False)
-        self._around.proceed(now=False)
         if not self._removed:
             self._follow()
 
@@ -156,12 +149,10 @@ class ActivationProbe:
         if (self._on and self._chosen is not None) != self._listening:
             self._listening = not self._listening
             context.at_backward(self._breaker.guard(self._begin if self._listening else self._end))
-        self._pace.most = 1 if self._around.waits else MAX_INTERVAL
 
     def observe(self) -> None:
-        """Publish the last step, and finish a history that waits for more steps; say what is looked at."""
+        """Publish the last step, and say what is looked at."""
         self._receive(now=True)
-        self._around.proceed(now=True)
         self._tell()
 
     def _choose(self) -> None:
@@ -185,28 +176,25 @@ class ActivationProbe:
             if not isinstance(sent.copies, list) and not sent.copies.ready():
                 break
             self._sent.popleft()
-            self._latest = self._around.add(sent.step, self._unpacked(sent))
+            same = self._latest[1] if self._latest is not None and self._latest[0] == sent.step else {}  # of another device
+            self._latest, self._fresh = (sent.step, same | self._unpacked(sent)), True
             self._context.yield_gil()
-        row = self._latest
-        if row is not None and (now or monotonic() - self._shown_s >= _SHOW_S):
-            self._shown_s, self._latest = monotonic(), None
-            self._show(row)
+        if self._latest is not None and self._fresh and (now or monotonic() - self._shown_s >= _SHOW_S):
+            self._shown_s, self._fresh = monotonic(), False
+            self._show(self._latest[1])
 
-    def _unpacked(self, sent: _Sent) -> dict[str, Any]:
-        """Return each layer's statistics and samples; judge its units."""
+    def _unpacked(self, sent: _Sent) -> dict[str, ActivationStats]:
+        """Return each layer's statistics; judge its units."""
         values = sent.copies if isinstance(sent.copies, list) else sent.copies.take()
         found, at = {}, 0
         for name, calls in sent.rows:
-            rows, samples = [], list[float]()
+            rows = []
             for length, elements, since in calls:
                 rows.append((values[at : at + NUMBERS], elements))
-                end = at + length
-                if since is not None:
-                    end -= 1
-                    self._judge_units(name, int(values[end]), since, sent.step)
-                samples = samples or values[at + NUMBERS : end]
                 at += length
-            found[name] = combine(rows), samples
+                if since is not None:
+                    self._judge_units(name, int(values[at - 1]), since, sent.step)
+            found[name] = combine(rows)
         return found
 
     def _judge_units(self, layer: str, silent: int, since: Since, step: int) -> None:
@@ -219,9 +207,9 @@ class ActivationProbe:
             what = f"{silent} of {since.units} units of {layer} gave zero for every sample of {since.steps} steps"
             self._context.warn_limited("dead units", f"{what}: they learn nothing any more")
 
-    def _show(self, row: StepRow) -> None:
+    def _show(self, layers: dict[str, ActivationStats]) -> None:
         cell = self._context.writer.table.cell
-        for name, (stats, _) in row.layers.items():
+        for name, stats in layers.items():
             for metric, value in (
                 (catalog.ACTIVATION_LAYER_MEAN_ABS, stats.mean_abs),
                 (catalog.ACTIVATION_LAYER_STD, stats.std),
@@ -245,10 +233,6 @@ class ActivationProbe:
             self._told = told
             named = dict(zip(("layers", "left_out", "compiled", "silent"), told, strict=True))
             self._context.event(catalog.EVENT_ACTIVATIONS, named)
-
-    def _note_anomaly(self, anomaly: Any) -> None:
-        if self._on and self._around.note(anomaly):
-            self._pace.most, self._pace.due_at = 1, 0
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -315,7 +299,7 @@ class ActivationProbe:
         if tensor.device.type not in {"cpu", "cuda"} or (tensor.is_cuda and context.device.cuda.capturing()):
             return
         with torch.no_grad():
-            row, count = numbers(torch, tensor, SAMPLED if context.settings.tensor_samples else 0)
+            row, count = numbers(torch, tensor)
             units = slot.units.add(tensor, context.recorder.step) if slot.units is not None else None
             if units is not None:
                 row = torch.cat([row, units[0].to(row.dtype)])
@@ -471,133 +455,3 @@ class FiredUnits:
 def is_rectifier(module: Any) -> bool:
     """Return True for a module whose units may die, by the names of its classes."""
     return any(kind.__name__ in RECTIFIERS for kind in type(module).__mro__)
-
-
-MOST_STEPS = 16
-"""Steps kept. With 64 layers of 32 elements each that is half of 65,536 elements"""
-AFTER = 2
-"""Steps looked at after the anomaly that are waited for"""
-_AGAIN_S = 600.0
-_DIGITS = 6
-
-
-class StepRow(NamedTuple):
-    """One step's layers: statistics, and some elements as they were."""
-
-    step: int
-    layers: dict[str, tuple[ActivationStats, list[float]]]
-
-
-class _Wanted(NamedTuple):
-    anomaly: Anomaly
-    evidence: ArtifactName
-    seen: int
-    """Number of rows at the time"""
-
-
-class Around:
-    """The last rows, written to a file beside the flight file when a step was anomalous. In the sampler thread.
-
-    The file is written at once, since the rank may end soon, and once more when two later steps have been looked at. For one
-    cause at most once in ten minutes.
-    """
-
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
-        self._rows: deque[StepRow] = deque(maxlen=MOST_STEPS)
-        self._seen = 0
-        self._wanted: _Wanted | None = None
-        self._limiter = RateLimiter(_AGAIN_S)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a history waits for more steps."""
-        return self._wanted is not None
-
-    def add(self, step: int, layers: dict[str, tuple[ActivationStats, list[float]]]) -> StepRow:
-        """Keep a step; what several devices have sent of one step is one row."""
-        if self._rows and self._rows[-1].step == step:
-            self._rows[-1].layers.update(layers)
-        else:
-            self._rows.append(StepRow(step, layers))
-            self._seen += 1
-        return self._rows[-1]
-
-    def note(self, anomaly: Anomaly) -> bool:
-        """Write the history of an anomaly; return True if more steps are wanted."""
-        place, writer = self._context.writer.place, self._context.writer
-        if self._wanted is not None or place is None or not self._limiter.take(time.monotonic(), _cause(anomaly)):
-            return False
-        evidence = artifacts.named(writer.name, artifacts.LAYERS, time.time_ns() // 1_000_000)
-        wanted = _Wanted(anomaly, evidence, self._seen)
-        refused = self._write(wanted)
-        told: dict[str, object] = {"kind": anomaly.kind, "steps": len(self._rows)}
-        told |= {"evidence": evidence.id} if refused is None else refused
-        writer.event(catalog.EVENT_LAYER_HISTORY.name, told, anomaly.step)
-        self._wanted = wanted if refused is None else None
-        return self.waits
-
-    def proceed(self, *, now: bool) -> None:
-        """Write the history once more when later steps have come, or ``now`` with what there is."""
-        wanted = self._wanted
-        if wanted is not None and (now or self._seen >= wanted.seen + AFTER):
-            self._wanted = None
-            if self._seen > wanted.seen:
-                self._write(wanted)
-
-    def _write(self, wanted: _Wanted) -> dict[str, str] | None:
-        """Write the file, without the oldest steps where it would be too large; return why it could not be written."""
-        rows = list(self._rows)
-        texts = [self._text(row) for row in rows]
-        while True:
-            text = ",\n".join(texts)
-            data = f'{self._head(wanted.anomaly)},\n"steps": [\n{text}\n]}}\n'.encode()
-            if len(data) <= artifacts.LIMITS[artifacts.LAYERS] or not texts:
-                break
-            del texts[0]
-        place = self._context.writer.place
-        return None if place is None else artifacts.write(place, wanted.evidence, data)
-
-    def _head(self, anomaly: Anomaly) -> str:
-        """Return the beginning of the document: the anomaly, and the gradient norms of the last steps measured."""
-        origin = self._context.origins.get(anomaly.step)
-        head = {
-            "kind": anomaly.kind,
-            "step": anomaly.step,
-            "value": _number(anomaly.value),
-            "usual": _number(anomaly.baseline),
-            "module": origin.module if origin is not None else "",
-            "gradient_norms": [
-                {"step": step, "layers": {name: _number(norm) for name, norm in norms.items()}} for step, norms in self._norms()
-            ],
-        }
-        return json.dumps(head, allow_nan=False)[:-1]
-
-    def _norms(self) -> Iterator[tuple[int, dict[str, float]]]:
-        for recent in self._context.layer_norms:
-            for entry in recent(MOST_STEPS):
-                self._context.yield_gil()
-                yield entry
-
-    def _text(self, row: StepRow) -> str:
-        """Return a step as JSON, made layer by layer, since this thread must not keep the GIL."""
-        layers = []
-        for name, (stats, samples) in row.layers.items():
-            fields: dict[str, Any] = {field: _number(value) for field, value in zip(FIELDS, stats, strict=True)}
-            if samples:
-                fields["samples"] = [_number(value) for value in samples]
-            layers.append(f"{json.dumps(name)}: {json.dumps(fields, allow_nan=False)}")
-            self._context.yield_gil()
-        return f'{{"step": {row.step}, "layers": {{{", ".join(layers)}}}}}'
-
-
-def _cause(anomaly: Anomaly) -> str:
-    """Return what it has in common with others: after a loss that is NaN come gradients that are."""
-    return "nonfinite" if anomaly.kind.startswith("nonfinite") else anomaly.kind
-
-
-def _number(value: float) -> float | int | str:
-    """Return a number of six digits, or ``nan``, ``inf`` or ``-inf`` as text, for which JSON has no number."""
-    if not isfinite(value):
-        return str(value)
-    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torchobs.catalog import Event, Metric
     from torchobs.config.settings import Settings
     from torchobs.detect.spikes import BlownLayer
-    from torchobs.flight.metrics.totals import Anomaly
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
     from torchobs.probes.core.step_recorder import StepRecorder
@@ -92,10 +91,6 @@ class ProbeContext:
     thread. None, or the gradient probe's"""
     modules: list[Callable[[], list[Any]]] = field(default_factory=list)
     """Functions that return the outermost modules known, for the sampler thread. None, or the gradient probe's"""
-    layer_norms: list[Callable[[int], list[tuple[int, dict[str, float]]]]] = field(default_factory=list)
-    """Functions that return the gradient norm of each layer in so many of the last measured steps; as ``blown_layer``"""
-    after_anomaly: list[Callable[[Anomaly], object]] = field(default_factory=list)
-    """Called for each anomaly, by the sampler thread, when its event has been written. None, or the activation probe's"""
     recent_collectives: list[Callable[[], dict[str, list[str]] | None]] = field(default_factory=list)
     """Functions that return the last collectives of a rank that stands still, as an event's attribute; for the sampler thread.
     None, or the collectives probe's"""

@@ -85,7 +85,7 @@ class GradientProbe:
         self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
         self._gauges: dict[str, float] = {}
         context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
-        context.blown_layer[:], context.layer_norms[:] = [self._blown_layer], [self._recent_norms]
+        context.blown_layer[:] = [self._blown_layer]
         self._updates = UpdateWatch(context, self._layers)
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
@@ -210,13 +210,6 @@ class GradientProbe:
             return None
         before = [self._layers.norms(parts) for at, parts in self._past if at < step]
         return blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
-
-    def _recent_norms(self, most: int) -> list[tuple[int, dict[str, float]]]:
-        """Return the norms of the last ``most`` measured steps by layer, of the layers that have series, oldest first."""
-        self._receive()
-        chosen = {layer.name for layer in self._layers.chosen}
-        found = [(step, self._layers.norms(parts)) for step, parts in list(self._past)[-most:]]
-        return [(step, {name: one for name, one in norms.items() if name in chosen}) for step, norms in found if norms]
 
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
         """Count non-finite elements and report their layers: at once, then at most once a minute."""
