@@ -6,7 +6,6 @@ import gc
 import os
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +18,7 @@ from torchobs.diagnosis.performance import pace
 from torchobs.flight.files import artifacts
 from torchobs.probes.memory import leak
 from torchobs.probes.memory.growth import Suspicion
-from torchobs.probes.memory.leak import DeviceLeak, LeakProbe, count_objects, grown_kinds, grown_types
+from torchobs.probes.memory.leak import LeakProbe, count_objects, grown_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,19 +151,6 @@ def test_tracing_that_takes_too_much_memory_ends_early(run: Recording, monkeypat
     assert told["seconds"] < leak.TRACED_S
 
 
-def test_without_a_backward_pass_lines_alone_are_told(run: Recording) -> None:
-    """Objects are counted where nothing else runs in the training thread; evaluation has no such place."""
-    leaking, kept = Leaking(run), list[Any]()
-    leaking.suspicion.host = True
-    for _ in range(50):
-        leaking.seconds += 2.0
-        kept.append("y" * 5000 + str(len(kept)))
-        leaking.probe.sample()
-    (told,) = leaking.told()
-    assert told["lines"]
-    assert "objects" not in told
-
-
 def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -> None:
     """Sparse, nested, meta and functorch's: none raises. Memory that two share counts once."""
     strange = [
@@ -184,82 +170,10 @@ def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -
     assert len(strange + views) == 6
 
 
-def test_types_with_a_hash_of_their_own_are_counted_by_identity() -> None:
-    """No code of the user's runs: such a hash may be slow, or raise."""
-
-    class Meta(type):
-        def __hash__(cls) -> int:
-            raise AssertionError
-
-    kind = Meta("Odd", (), {"__slots__": ("held",)})
-    before = count_objects(torch)
-    odd = [kind() for _ in range(5)]
-    after = count_objects(torch)
-    assert any(name.endswith(".Odd") and more == len(odd) for name, more in grown_types(before, after))
-
-
-class Allocator:
-    """A torch whose caching allocator leaks a block of 4 MiB between two snapshots."""
-
-    def __init__(self) -> None:
-        self.recorded: list[tuple[object, ...]] = []
-        self.snapshots = 0
-        self.__file__ = "/site-packages/torch/__init__.py"
-        self._C = SimpleNamespace(_cuda_isHistoryEnabled=lambda: False)
-        memory = SimpleNamespace(_record_memory_history=self._record, _snapshot=self._snapshot)
-        self.cuda = SimpleNamespace(
-            memory=memory, is_initialized=lambda: True, device_count=lambda: 1,
-            memory_stats_as_nested_dict=lambda _: {"allocation": {"all": {"current": 9}}},
-        )  # fmt: skip
-
-    def _record(self, *args: object, **more: object) -> None:
-        self.recorded.append((*args, *more.values()))
-
-    def _snapshot(self) -> dict[str, Any]:
-        self.snapshots += 1
-        frames = [
-            {"filename": "/site-packages/torch/nn/functional.py", "line": 1, "name": "linear"},
-            {"filename": "/home/me/train.py", "line": 12, "name": "main"},
-        ]
-        block = {"size": 4 << 20, "state": "active_allocated", "frames": frames}
-        return {"segments": [{"device": 0, "blocks": [{"size": 5, "state": "active_allocated"}, *[block] * self.snapshots]}]}
-
-
-def test_a_leak_on_a_device_is_told_by_two_snapshots_of_its_allocator(run: Recording) -> None:
-    """Recording stops; blocks from before it have no line and are not told."""
-    torch_, context = Allocator(), run.session.context
-    assert context is not None
-    found = DeviceLeak.begin(context, 0.0, torch_)
-    assert found is not None
-    assert [found.proceed(at) for at in (1.0, 2.5, 9.0, 13.0)] == [False, False, False, True]
-    assert torch_.recorded == [("state", "state", "python"), (None,)]
-    (told,) = run.attributes(catalog.EVENT_MEMORY_LEAK.name)
-    assert told["space"] == "device"
-    assert told["lines"] == [f"/home/me/train.py:12 1 more, {4 << 20} B"]
-    assert told["grown"] == 4 << 20
-
-
-@pytest.mark.parametrize("lacks", ["_record_memory_history", "_snapshot"])
-def test_a_torch_without_the_allocator_s_history_is_asked_nothing(run: Recording, lacks: str) -> None:
-    """Both functions are private; where the user records a history of their own, it is theirs."""
-    torch_, context = Allocator(), run.session.context
-    assert context is not None
-    delattr(torch_.cuda.memory, lacks)
-    assert DeviceLeak.begin(context, 0.0, torch_) is None
-    recording_one = Allocator()
-    recording_one._C._cuda_isHistoryEnabled = lambda: True
-    assert DeviceLeak.begin(context, 0.0, recording_one) is None
-    assert recording_one.recorded == []
-    asynchronous = Allocator()
-    asynchronous.cuda.get_allocator_backend = lambda: "cudaMallocAsync"  # it raises where it is told to record
-    assert DeviceLeak.begin(context, 0.0, asynchronous) is None
-    assert asynchronous.recorded == []
-
-
 def test_growth_that_is_told_starts_the_trace(flight_dir: Path) -> None:
     """The probes of a session share the suspicion."""
     for run in recording(flight_dir):
         manager = run.session._probe_manager
         assert manager is not None
         probes: dict[str, Any] = dict(manager._probes)
-        assert probes["memory"]._suspicion is probes["leak"]._suspicion is probes["device_memory"]._suspicion
+        assert probes["memory"]._suspicion is probes["leak"]._suspicion

@@ -104,22 +104,6 @@ def test_the_process_is_shown_as_psutil_sees_it(run: Recording) -> None:
     assert min(taken) - 0.05 <= values[catalog.MEMORY_HOST_UTILIZATION.name, "machine"] <= max(taken) + 0.05
 
 
-def test_workers_are_counted_with_what_they_hold(watched: Watched, start: Callable[..., subprocess.Popen[str]]) -> None:
-    """A child of 64 MiB is one child and at least so many bytes; without it, nothing is left of it."""
-    watched.probe.observe()
-    before = watched.value(catalog.PROCESS_CHILDREN)
-    child = start(sys.executable, "-c", WAITING, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    child.stdout.readline()
-    watched.probe.observe()
-    assert before is not None
-    assert watched.value(catalog.PROCESS_CHILDREN) == before + 1
-    assert (watched.value(catalog.MEMORY_HOST_CHILDREN_RSS) or 0.0) > 64 * MIB
-    child.communicate("\n")
-    watched.probe.observe()
-    assert watched.value(catalog.PROCESS_CHILDREN) == before
-
-
 def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
     """It takes milliseconds; and it goes when the level does."""
     context = watched.run.session.context
@@ -168,14 +152,6 @@ def test_shared_memory_that_is_nearly_full_is_an_event(
         (4 * MIB, used * MIB) for used in (0.0, 3.0, 3.75, 3.875, 3.5, 2.0, 3.75)
     ]
     assert [count for *_, count in told] == [0, 0, 1, 1, 1, 1, 2]
-
-
-def test_a_directory_that_is_no_mount_of_its_own_is_not_shared_memory(flight_dir: Path, tmp_path: Path) -> None:
-    """Its size is the disk's."""
-    for run in recording(flight_dir, disable_probes="memory"):
-        watched = Watched(run, str(tmp_path))
-        watched.probe.observe()
-        assert watched.value(catalog.MEMORY_SHARED_SIZE) is None
 
 
 def mlp_step() -> Callable[[], None]:

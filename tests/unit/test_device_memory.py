@@ -333,16 +333,6 @@ def test_a_snapshot_is_not_taken_where_it_would_take_long() -> None:
     assert module.traced == [False]
 
 
-def test_an_older_torch_which_lists_its_history_is_asked_early_only() -> None:
-    """There a snapshot has all that was ever allocated: after a few steps it is taken, after an hour not."""
-    module = OomCuda()
-    module.cuda.memory_snapshot = lambda: SNAPSHOT["segments"]
-    module.stats[0]["allocation"]["all"]["allocated"] = 100
-    assert segments_in_time(module) == SNAPSHOT["segments"]
-    module.stats[0]["allocation"]["all"]["allocated"] = MOST_BLOCKS
-    assert segments_in_time(module) is None
-
-
 def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter has them all."""
     watcher, now_s = observer(run, OomCuda()), [100.0]

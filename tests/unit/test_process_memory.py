@@ -125,13 +125,6 @@ def test_children_of_children_are_found() -> None:
     assert found[1] == pytest.approx(reference, rel=0.1)
 
 
-def test_the_proportional_set_is_within_the_resident_one(process: ProcessStats) -> None:
-    """Pages that others have, too, count by their share."""
-    share = process.proportional()
-    assert share is not None
-    assert 0 < share <= process.resident().all * 1.02
-
-
 def test_meminfo_is_read_in_bytes() -> None:
     """Available is what the kernel estimates; one that does not is an old one."""
     machine = parse_machine(MEMINFO)

@@ -65,7 +65,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         GpuProbe.name: GpuProbe,
         MemoryProbe.name: partial(MemoryProbe, suspicion=suspicion),
         CgroupProbe.name: CgroupProbe,
-        DeviceMemoryProbe.name: partial(DeviceMemoryProbe, suspicion=suspicion),
+        DeviceMemoryProbe.name: DeviceMemoryProbe,
         LeakProbe.name: partial(LeakProbe, suspicion),
         DistributedProbe.name: partial(DistributedProbe, replicas),
         CollectivesProbe.name: CollectivesProbe,

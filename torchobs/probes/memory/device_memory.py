@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
-from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict, Suspicion
+from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict
 from torchobs.support.error_guard import call
 from torchobs.support.tensor_parts import stored
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
@@ -200,9 +200,7 @@ class OomObserver:
         if not hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
             return  # a build without CUDA
         self._context, self._torch = context, torch
-        breaker = context.breaker(
-            "oom"
-        )  # a breaker of its own: an allocator without observers (cudaMallocAsync) still has statistics
+        breaker = context.breaker("oom")  # of its own: an allocator without observers (cudaMallocAsync) has statistics
         _Listening.to = breaker.guard(self.note)
         if not _Listening.attached:
             self._attach = breaker.guard(_attach)
@@ -247,21 +245,16 @@ def has_history(torch: Any) -> bool:
 def segments_in_time(torch: Any) -> Any:
     """Return the allocators' segments, or ``None`` if to list them would take longer than some 0.5 s.
 
-    A snapshot is of all devices. Unless it is told not to, which older versions of torch cannot be, it also lists the history
-    of all that was ever allocated and freed, which may take minutes.
+    A snapshot is of all devices. An older torch, which cannot leave out the history of all that was ever freed, is not asked.
     """
     stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in range(torch.cuda.device_count())]
-    listed = sum(_count(one, "allocation", "current") + _count(one, "inactive_split", "current") for one in stats)
+    listed = sum(_count(one, "allocation") + _count(one, "inactive_split") for one in stats)
     without = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
-    if not without:
-        listed += 2 * sum(_count(one, "allocation", "allocated") for one in stats)  # each is freed, too
-    if listed > MOST_BLOCKS:
-        return None
-    return torch.cuda.memory_snapshot(include_traces=False) if without else torch.cuda.memory_snapshot()
+    return torch.cuda.memory_snapshot(include_traces=False) if without and listed <= MOST_BLOCKS else None
 
 
-def _count(stats: Mapping[str, Any], what: str, which: str) -> int:
-    return int(stats.get(what, {}).get("all", {}).get(which) or 0)
+def _count(stats: Mapping[str, Any], what: str) -> int:
+    return int(stats.get(what, {}).get("all", {}).get("current") or 0)
 
 
 def held(context: ProbeContext, device: str) -> dict[str, Any]:
@@ -311,22 +304,14 @@ def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) 
     ``snapshot`` is from ``torch.cuda.memory._snapshot``; a block's location is its innermost Python frame outside torch's
     ``package``.
     """
-    sizes, blocks = blocks_by_location(snapshot, device, package)
-    return [f"{location} {size} B in {blocks[location]} blocks" for location, size in sizes.most_common(MAX_LOCATIONS)]
-
-
-def blocks_by_location(snapshot: Mapping[str, Any], device: int | None, package: str) -> tuple[Counter[str], Counter[str]]:
-    """Return bytes and number of the blocks in use, by code location; ``device``: its index, or ``None`` for all."""
     sizes, blocks = Counter[str](), Counter[str]()
     for segment in snapshot["segments"]:
-        if device is not None and segment.get("device", device) != device:
-            continue
-        for block in segment["blocks"]:
+        for block in segment["blocks"] if segment.get("device", device) == device else ():
             if block["state"] == "active_allocated":
                 location = _location(block.get("frames", ()), package)
                 sizes[location] += block["size"]
                 blocks[location] += 1
-    return sizes, blocks
+    return [f"{location} {size} B in {blocks[location]} blocks" for location, size in sizes.most_common(MAX_LOCATIONS)]
 
 
 def _location(frames: Iterable[Mapping[str, Any]], package: str) -> str:
@@ -367,13 +352,9 @@ class DeviceMemoryProbe:
     name = "device_memory"
 
     def __init__(
-        self,
-        read_devices: Callable[[], list[DeviceMemory]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        suspicion: Suspicion | None = None,
+        self, read_devices: Callable[[], list[DeviceMemory]] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``read_devices`` returns the devices in use, by default torch's. ``suspicion``: what the leak probe is told by."""
-        self._suspicion = suspicion
+        """``read_devices`` returns the devices in use, by default torch's."""
         self._read_devices, self._clock = read_devices, clock
         self._oom = OomObserver()
 
@@ -409,9 +390,7 @@ class DeviceMemoryProbe:
         self._show_growth()
 
     def _show_growth(self) -> None:
-        told = self._gauges.show([device.verdict() for device in self._devices.values()])
-        if told and self._suspicion is not None:
-            self._suspicion.device = True
+        self._gauges.show([device.verdict() for device in self._devices.values()])
 
     def _update(self) -> None:
         self._rounds, recorder, changed = 0, self._context.recorder, False

@@ -44,10 +44,9 @@ class Floor:
 
 @dataclass(slots=True)
 class Suspicion:
-    """Spaces in which a leak is suspected: set by the memory probes, read by the leak probe, all in the sampler thread."""
+    """Whether the host's memory leaks: set by the memory probe, read by the leak probe, both in the sampler thread."""
 
     host: bool = False
-    device: bool = False
 
 
 class GrowthVerdict(NamedTuple):

@@ -7,15 +7,10 @@ taken 8 MiB. Where the user runs ``tracemalloc``, nothing is traced or counted (
 
 Objects are counted in the training thread, at the beginning of a backward pass, so that nothing is kept alive that this thread
 is about to drop; tensors are asked one by one through weak references. For 300,000 objects it takes some 0.1 s.
-
-Of a CUDA device the allocator's history (``torch.cuda.memory._record_memory_history``, which is private and may be missing) is
-recorded between the growth detector's verdict and the second snapshot, with Python's stacks alone and for living blocks alone.
-Where the user records it, it is left alone.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import tracemalloc
 from collections import Counter
@@ -26,7 +21,6 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.files import artifacts
-from torchobs.probes.memory.device_memory import blocks_by_location, has_history
 from torchobs.probes.memory.process_memory import ProcessStats
 from torchobs.probes.memory.source_lines import innermost
 from torchobs.support.after_fork import renew_in_child
@@ -139,76 +133,6 @@ def _text(context: ProbeContext, attributes: dict[str, object], tables: dict[str
     return "".join(parts)
 
 
-MOST_BLOCKS = 50_000
-"""Blocks in use; a snapshot lists them all, with their stacks, in the sampler thread"""
-
-
-class DeviceLeak:
-    """One recording. For the sampler thread, which calls :meth:`proceed`."""
-
-    def __init__(self, context: ProbeContext, torch: Any, now: float) -> None:
-        self._context, self._torch, self._since = context, torch, now
-        self._first: tuple[Counter[str], Counter[str]] | None = None
-        self._on = True
-        self._step = context.recorder.step
-
-    @classmethod
-    def begin(cls, context: ProbeContext, now: float, torch: Any = None) -> DeviceLeak | None:
-        """Begin to record, where torch can and nobody else does."""
-        if torch is None:
-            import torch  # torch is optional until training begins
-        memory: Any = getattr(torch.cuda, "memory", None)
-        record = getattr(memory, "_record_memory_history", None)
-        if record is None or not hasattr(memory, "_snapshot") or not torch.cuda.is_initialized() or has_history(torch):
-            return None
-        backend = getattr(torch.cuda, "get_allocator_backend", lambda: "native")
-        if backend() != "native" or _blocks(torch) > MOST_BLOCKS:  # no other one records
-            return None
-        record("state", context="state", stacks="python")
-        return cls(context, torch, now)
-
-    def proceed(self, now: float) -> bool:
-        """Go on if it is time to; return True at the end."""
-        passed = now - self._since
-        if not self._on:
-            return True
-        if self._first is None:
-            if passed >= WARM_S:
-                self._first, self._since, self._step = self._read(), now, self._context.recorder.step
-            return False
-        if passed < TRACED_S:
-            return False
-        (sizes, counts), (later, numbers) = self._first, self._read()
-        self.close()
-        rows = [
-            f"{line} {numbers[line] - counts[line]} more, {more} B"
-            for line, more in (later - sizes).most_common(MOST_ROWS)
-            if line != "unknown"  # blocks from before the recording
-        ]
-        attributes: dict[str, object] = {
-            "space": "device", "ended": "complete", "seconds": round(passed, 1),
-            "steps": self._context.recorder.step - self._step, "grown": sum(later.values()) - sum(sizes.values()),
-        }  # fmt: skip
-        tell(self._context, attributes | ({"lines": rows[:MOST_TOLD]} if rows else {}), {"lines": rows})
-        return True
-
-    def close(self) -> None:
-        """Stop recording."""
-        if self._on:
-            self._on = False
-            self._torch.cuda.memory._record_memory_history(None)
-
-    def _read(self) -> tuple[Counter[str], Counter[str]]:
-        package = os.path.dirname(self._torch.__file__)
-        return blocks_by_location(self._torch.cuda.memory._snapshot(), None, package)
-
-
-def _blocks(torch: Any) -> int:
-    devices = range(torch.cuda.device_count())
-    stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in devices]
-    return sum(one.get("allocation", {}).get("all", {}).get("current", 0) for one in stats)
-
-
 FRAMES = 8
 """Frames kept of each allocation: an operator is called by the user's line through some four of torch's"""
 WARM_S, TRACED_S, LONGEST_S = 2.0, 10.0, 60.0
@@ -230,7 +154,6 @@ class LeakProbe:
         self._traces = RateLimiter(AGAIN_S)
         self._left = MOST_TRACES
         self._host: HostTrace | None = None
-        self._device: DeviceLeak | None = None
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -238,25 +161,20 @@ class LeakProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        for trace in (self._host, self._device):
-            if trace is not None:
-                trace.close()
-        self._host = self._device = None
+        if self._host is not None:
+            self._host.close()
+        self._host = None
 
     def sample(self) -> None:
         """Begin, go on with, or end a trace."""
-        suspicion, now = self._suspicion, self._clock()
+        suspicion = self._suspicion
         wanted = suspicion.host and self._host is None and self._left and not tracemalloc.is_tracing()
-        if wanted and self._traces.take(now, "host"):
+        if wanted and self._traces.take(self._clock()):
             self._left -= 1
             self._host = HostTrace(self._context, self._clock)
-        if suspicion.device and self._device is None and self._traces.take(now, "device"):
-            self._device = DeviceLeak.begin(self._context, now)
-        suspicion.host = suspicion.device = False
+        suspicion.host = False
         if self._host is not None and self._host.proceed():
             self._host = None
-        if self._device is not None and self._device.proceed(now):
-            self._device = None
 
 
 class HostTrace:

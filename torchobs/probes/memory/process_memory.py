@@ -1,6 +1,6 @@
 """Memory of the process, its children, the machine and its container: growth, and distance to the limits.
 
-For the sampler thread only. Figures are psutil's; on Linux three are read from ``/proc``: the machine's memory, which is read
+For the sampler thread only. Figures are psutil's; three are read from Linux's ``/proc``: the machine's memory, which is read
 ten times a second near a limit (20 µs, psutil 200), the children, for which psutil scans every process of the machine, and the
 proportional set size.
 
@@ -113,10 +113,7 @@ class ProcessStats:
         return Files(self._this.num_fds() - listing, None if limit == resource.RLIM_INFINITY else limit)
 
     def children(self) -> ChildProcesses | None:
-        """Return the descendants; ``None`` on a kernel that does not list them (CONFIG_PROC_CHILDREN)."""
-        if not self._linux:
-            descendants = self._this.children(recursive=True)
-            return ChildProcesses(len(descendants), sum(map(_rss_of, descendants)))
+        """Return the descendants; ``None`` where the kernel does not list them (macOS, without CONFIG_PROC_CHILDREN)."""
         pid = self._this.pid
         if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
             return None
@@ -162,13 +159,6 @@ def _children_of(pid: int) -> list[int]:
         return []  # it has ended
     listed = " ".join(read(f"/proc/{pid}/task/{thread}/children") for thread in threads)
     return [child for word in listed.split() if (child := number(word)) is not None]
-
-
-def _rss_of(child: psutil.Process) -> int:
-    try:
-        return int(child.memory_info().rss)
-    except psutil.Error:
-        return 0  # it has ended
 
 
 NEAR = 0.9
