@@ -68,7 +68,7 @@ def test_secrets_are_removed(text: str) -> None:
 
 
 def test_a_secret_that_the_cut_would_halve_is_removed_before() -> None:
-    """Half a token is one that can be recognised as a token no more, but still is half a secret."""
+    """Half a token can no longer be recognised as one, and is still half a secret."""
     shown = message(ValueError("x" * (MAX_MESSAGE - 12) + " hf_abcdefghijklmnopqrstuv"))
     assert "hf_" not in shown
 
@@ -115,13 +115,6 @@ def wrapped(error: BaseException, where: str = "in DataLoader worker process 3")
     raise AssertionError
 
 
-class OddError(Exception):
-    """One that torch cannot make again."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(one, two)
-
-
 def test_a_chain_of_a_worker_has_its_last_and_its_first() -> None:
     """Both with the worker, and the line here that it came to."""
     with pytest.raises(ValueError, match="secret") as caught:
@@ -131,16 +124,9 @@ def test_a_chain_of_a_worker_has_its_last_and_its_first() -> None:
     line = deep.__code__.co_firstlineno
     assert told["location"].endswith(f"test_exceptions.py:{line + 5} in deep")
     assert told["cause.location"].endswith(f"test_exceptions.py:{line + 3} in deep")
-    assert told["origin"] == told["cause.origin"] == "DataLoader worker process 3"
+    assert told["origin"] == "DataLoader worker process 3"
     assert told["reraised"].endswith("in wrapped")
     assert (told["exception.message"], told["cause.message"]) == ("secret", "'secret'")
-
-
-def test_an_exception_that_torch_cannot_make_again_keeps_its_class() -> None:
-    """It raises a RuntimeError in its stead."""
-    with pytest.raises(OddError) as caught:
-        raise OddError(1, 2)
-    assert wrapped(caught.value)["exception.type"].endswith("test_exceptions.OddError")
 
 
 @pytest.mark.parametrize(
@@ -182,11 +168,6 @@ def test_where_is_one_harmless_word_or_unknown() -> None:
 def test_what_is_no_traceback_tells_nothing(text: str) -> None:
     """Then the place where it came to is the one that is told."""
     assert parse(text) == ()
-
-
-def test_frames_without_end_are_not_followed() -> None:
-    """A quarter of a million characters are read, and a part of a traceback is none."""
-    assert parse(HEAD + '  File "a.py", line 1, in f\n' * 100_000 + "KeyError: 1\n") == ()
 
 
 def test_a_recursion_s_traceback_is_read_to_its_deepest_frame() -> None:

@@ -117,14 +117,8 @@ _PATIENT = frozenset({EVALUATION, CHECKPOINT, COMPILE, IDLE})
 
 
 def live_phase(context: ProbeContext) -> tuple[int, int]:
-    """Return what the training thread does, as an index into ``LIVE_PHASES``, and since when, in ns.
-
-    While an exception ends the training: the phase in which it was raised, for that is where the time went.
-    """
+    """Return what the training thread does, as an index into ``LIVE_PHASES``, and since when, in ns."""
     phase, since_ns = context.recorder.phase()
-    left = context.training.left
-    if left is not None and since_ns <= left.left_ns:
-        phase, since_ns = left.phase, left.begun_ns
     if phase in _EVALUATION_PHASES and context.training.evaluating_since_ns:
         return EVALUATION, context.training.evaluating_since_ns
     return (IDLE if context.training.idle else phase), since_ns

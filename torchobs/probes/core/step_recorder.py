@@ -393,10 +393,6 @@ class StepRecorder:
         pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
-    def phase_begun(self, phase: int) -> int:
-        """Return when the last such phase of the step in progress began, in ns; 0 if none is in the trace."""
-        return next((stamp >> 4 for stamp in reversed(self.trace) if PHASE_OF[stamp & 15] == phase), 0)
-
     def so_far(self) -> tuple[int, PhaseTimeline] | None:
         """Return the number of the last step written, and a snapshot of the timeline since its end. For the sampler thread.
 

@@ -136,25 +136,16 @@ class EpochStart(NamedTuple):
     step: int
 
 
-class LeftPhase(NamedTuple):
-    """A phase that an exception has left, on CLOCK_MONOTONIC: it holds until training goes on after ``left_ns``."""
-
-    phase: int
-    begun_ns: int
-    left_ns: int
-
-
 class TrainingState:
     """State of the training thread. The step probe owns it: others read, but for what is named here.
 
     ``thread`` is first set by the session, ``loop`` noted by ``torchobs.step`` as well, and ``idle`` and
     ``evaluating_since_ns`` belong to the phase probe, which finds them in the sampler thread. The epoch probe sets ``epoch``
-    and adds to ``epochs``, from which the run's spans take. The AMP probe sets ``autocast``, the exit probe ``left``.
+    and adds to ``epochs``, from which the run's spans take. The AMP probe sets ``autocast``.
     """
 
     __slots__ = (
-        "autocast", "backwards", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "left", "loop",
-        "thread",
+        "autocast", "backwards", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "loop", "thread",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -164,8 +155,6 @@ class TrainingState:
         """The data type of autocast in training, by type of device, as last seen"""
         self.backwards = 0
         """1 while a backward pass runs in it"""
-        self.left: LeftPhase | None = None
-        """The phase that an exception has left which may end the training"""
         self.in_closure = False
         """Whether an optimizer is evaluating its closure"""
         self.captures = Captures()

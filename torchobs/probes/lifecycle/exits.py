@@ -20,7 +20,6 @@ import sysconfig
 import threading
 import traceback
 from threading import RLock
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
@@ -28,8 +27,6 @@ from torchobs.config.identity import exit_status
 from torchobs.config.provenance import redacted_text
 from torchobs.detect import hangs
 from torchobs.flight.format.layout import Exit
-from torchobs.probes.core.timeline import BACKWARD, DATA, OPTIMIZER
-from torchobs.probes.core.training_state import LeftPhase
 from torchobs.probes.memory.device_memory import host_shortage
 from torchobs.probes.memory.source_lines import is_installed
 from torchobs.support import error_guard
@@ -39,7 +36,7 @@ from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
     from torchobs.probes.core.context import ProbeContext
 
@@ -105,58 +102,41 @@ class Raised(NamedTuple):
 
 
 class WorkerException(NamedTuple):
-    """Exception chain raised in another process or thread."""
+    """Exception chain raised in a worker process or thread."""
 
     origin: str
     """where it was raised: ``DataLoader worker process 0``"""
     chain: tuple[Raised, ...]
     """the root cause first"""
-    same: bool
-    """True if the local exception stands for the chain's last one, rather than only reporting it"""
 
 
 def worker_exception(error: BaseException) -> WorkerException | None:
-    """Return the remote exception that this one reports; ``None`` if it was raised here.
+    """Return the exception of a worker that this one stands for; ``None`` if it was raised here.
 
     Workers of torch's data loaders and replicas of DataParallel send an ``ExceptionWrapper``, from which the training thread
-    raises an exception of the same class; ``torch.multiprocessing.spawn`` raises a ``ProcessRaisedException``, and the pools of
-    ``multiprocessing`` and ``concurrent.futures`` chain a ``RemoteTraceback``. Each holds the output of
-    :func:`traceback.format_exception`: only the class, the message's first line and code locations are taken.
+    raises an exception of the same class. It holds the output of :func:`traceback.format_exception`: only the class, the
+    message's first line and code locations are taken.
     """
-    if type(error).__name__ in {"RemoteTraceback", "_RemoteTraceback"}:
-        return _from_text("a pool's process", getattr(error, "tb", ""), same=False)
-    frame = _last_frame(error.__traceback__)
-    if _is(frame, "reraise", "torch/_utils.py"):
-        return _from_wrapper(frame.f_locals.get("self")) if frame else None
-    if type(error).__name__ == "ProcessRaisedException" and error.args:
-        text, index = str(error.args[0])[:_MAX_LENGTH], getattr(error, "error_index", "")
-        return _from_text(f"spawned process {index}", text[max(0, text.find(_HEAD)) :], same=False)
-    return None
+    frame = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # noqa: B007  # the last is wanted
+        pass
+    if frame is None or frame.f_code.co_name != "reraise" or not frame.f_code.co_filename.endswith("torch/_utils.py"):
+        return None
+    wrapper = frame.f_locals.get("self")  # none in a cleared frame
+    where, text = _ORIGIN.fullmatch(str(getattr(wrapper, "where", ""))), getattr(wrapper, "exc_msg", "")
+    chain, kind = parse(text.strip("\n")) if isinstance(text, str) else (), getattr(wrapper, "exc_type", None)
+    if not chain:
+        return None
+    if isinstance(kind, type):
+        chain = (*chain[:-1], chain[-1]._replace(kind=f"{kind.__module__}.{kind.__qualname__}"))
+    return WorkerException(where[1] if where else "background", chain)
 
 
 def parse(text: str) -> tuple[Raised, ...]:
     """Return the exceptions of a traceback's text, the root cause first; empty if it is no complete traceback."""
-    if len(text) > _MAX_LENGTH:
-        text = text[:_MAX_LENGTH]
-    found = [_parse_one(part) for part in _NEXT.split(text)]
+    found = [_parse_one(part) for part in _NEXT.split(text[:_MAX_LENGTH])]
     whole = tuple(one for one in found if one is not None)
     return whole if len(whole) == len(found) else ()
-
-
-def _from_wrapper(wrapper: Any) -> WorkerException | None:
-    """Read torch's ``ExceptionWrapper``, the ``self`` of its method; a cleared frame has none."""
-    where = _ORIGIN.fullmatch(str(getattr(wrapper, "where", "")))
-    made = _from_text(where[1] if where else "background", getattr(wrapper, "exc_msg", ""), same=True)
-    kind = getattr(wrapper, "exc_type", None)
-    if made is None or not isinstance(kind, type):
-        return made
-    last = made.chain[-1]._replace(kind=f"{kind.__module__}.{kind.__qualname__}")
-    return made._replace(chain=(*made.chain[:-1], last))
-
-
-def _from_text(origin: str, text: object, *, same: bool) -> WorkerException | None:
-    chain = parse(text.strip('\n"')) if isinstance(text, str) else ()  # a pool's is in quotes, between newlines
-    return WorkerException(origin, chain, same) if chain else None
 
 
 def _parse_one(text: str) -> Raised | None:
@@ -181,24 +161,7 @@ def _qualified(kind: str) -> str:
     return f"builtins.{kind}" if hasattr(builtins, kind) else kind
 
 
-def _last_frame(trace: TracebackType | None) -> FrameType | None:
-    frame = None
-    for frame, _ in traceback.walk_tb(trace):  # noqa: B007  # the last is wanted
-        pass
-    return frame
-
-
-def _is(frame: FrameType | None, function: str, file: str) -> bool:
-    return frame is not None and frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file)
-
-
 _MAX_CHAIN = 100
-_PHASES = (
-    ("torch/utils/data/dataloader.py", "__next__", DATA), ("torch/utils/data/dataloader.py", "__iter__", DATA),
-    ("torch/autograd/graph.py", "_engine_run_backward", BACKWARD), ("torch/autograd/__init__.py", "backward", BACKWARD),
-    ("torch/optim/optimizer.py", "wrapper", OPTIMIZER),
-)  # fmt: skip
-"""Functions of torch that are a phase: file, name, phase"""
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
@@ -213,28 +176,15 @@ def describe(error: BaseException, *, messages: bool = True) -> dict[str, Any]:
 
     Of a collective's timeout the numbers in torch's message are taken. ``messages``: whether messages are kept.
     """
-    found = _described(error)
-    return {name: value for name, value in found.items() if messages or not name.endswith(".message")}
-
-
-def _described(error: BaseException) -> dict[str, Any]:
     first = root_cause(error)
-    attributes: dict[str, Any] = _located(error, "") | (_timeout(error) or _timeout(first))
+    found: dict[str, Any] = _located(error, "") | (_timeout(error) or _timeout(first))
     remote = worker_exception(first)
-    if remote is not None and (len(remote.chain) > 1 or not remote.same):
+    if remote is not None and len(remote.chain) > 1:
         root = remote.chain[0]
-        named = _named(root.kind, first_line(root.message), places(root.frames), "cause.")
-        return attributes | named | {"cause.origin": remote.origin}
-    return attributes if first is error else attributes | _located(first, "cause.")
-
-
-def phase_of(error: BaseException) -> int | None:
-    """Return the phase of a step that the exception, or the first of its chain, has left; ``None`` if it is not seen."""
-    found = None
-    for frame, _ in traceback.walk_tb(root_cause(error).__traceback__):
-        code = frame.f_code
-        found = next((phase for end, name, phase in _PHASES if code.co_name == name and code.co_filename.endswith(end)), found)
-    return found
+        found |= _named(root.kind, first_line(root.message), places(root.frames), "cause.")
+    elif first is not error:
+        found |= _located(first, "cause.")
+    return {name: value for name, value in found.items() if messages or not name.endswith(".message")}
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -269,11 +219,11 @@ def _timeout(error: BaseException) -> dict[str, Any]:
 
 def _located(error: BaseException, prefix: str) -> dict[str, str]:
     kind, remote, here = type(error), worker_exception(error), places(_frames(error.__traceback__))
-    if remote is None or not remote.same:
+    if remote is None:
         return _named(f"{kind.__module__}.{kind.__qualname__}", message(error), here, prefix)
     last, came = remote.chain[-1], here[1]
-    found = _named(last.kind, first_line(last.message), places(last.frames), prefix) | {f"{prefix}origin": remote.origin}
-    return found | ({f"{prefix}reraised": came} if came else {})
+    found = _named(last.kind, first_line(last.message), places(last.frames), prefix)
+    return found if prefix else found | {"origin": remote.origin} | ({"reraised": came} if came else {})
 
 
 def _named(kind: str, text: str, places: tuple[str, str], prefix: str) -> dict[str, str]:
@@ -311,7 +261,7 @@ INTERRUPTED = 130
 
 
 def _has_shell() -> bool:
-    """Return True under IPython: no exception of a cell comes to ``sys.excepthook``, which it puts back after each cell."""
+    """Return whether IPython runs: no exception of a cell comes to ``sys.excepthook``, which it puts back after each cell."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_shell is not None and get_shell() is not None
 
@@ -459,7 +409,6 @@ class ExitProbe:
             self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
         if id(error) != self._followed:
             self._followed = id(error)
-            self._note_phase(context, error)
             shortage = call(context.breaker("oom"), host_shortage, context, root_cause(error))
             if shortage is not None:
                 context.event(catalog.EVENT_OUT_OF_MEMORY, shortage)
@@ -470,13 +419,6 @@ class ExitProbe:
             cause, code = _cause(error), INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
             self._fatal = Ending(_by_signal(cause, code, Exit.EXCEPTION), code, cause)
             context.writer.exit(self._fatal.reason, code)
-
-    def _note_phase(self, context: ProbeContext, error: BaseException) -> None:
-        """Note in which phase the training thread was: as the exception leaves it, its hooks record its end."""
-        phase = phase_of(error) if threading.get_ident() == context.training.thread else None
-        begun_ns = context.recorder.phase_begun(phase) if phase is not None else 0
-        if phase is not None and begun_ns:
-            context.training.left = LeftPhase(phase, begun_ns, monotonic_ns())
 
     def note_sys_exit(self, status: object, handled: BaseException | None, caught: BaseException | None = None) -> None:
         """Note a call of ``sys.exit``; an exception that is being handled then is the reason, or a signal whose handler runs.
