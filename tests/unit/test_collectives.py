@@ -24,7 +24,6 @@ from torchobs.probes.lifecycle.collectives import (
     calls,
     decode,
     operation,
-    parse,
 )
 from torchobs.probes.lifecycle.distributed import DistributedProbe
 
@@ -77,22 +76,12 @@ def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
 
 def test_a_dump_of_nccl_is_understood() -> None:
     """There the state counts."""
-    dump = parse(NCCL)
+    dump = decode(json.dumps(NCCL).encode())
     assert dump.groups == {0: GroupStatus(3, 2)}
     assert [(one.kind, one.pending, one.size) for one in dump.operations] == [
         ("all_reduce", False, 48), ("all_gather", False, 48), ("recv", True, 12),
     ]  # fmt: skip
     assert dump.operations[0].duration_s == 0.25e-3
-
-
-def test_the_pickled_form_says_the_same() -> None:
-    """It has numbers, tuples and None where JSON has text, lists and 0."""
-    pickled = json.loads(GLOO)
-    for status in pickled["pg_status"].values():
-        status.update({name: int(value) for name, value in status.items()})
-    for entry in pickled["entries"]:
-        entry |= {"process_group": tuple(entry["process_group"]), "time_discovered_completed_ns": None}
-    assert parse(pickled) == decode(GLOO)
 
 
 def pickled(**given: Any) -> bytes:
@@ -125,23 +114,20 @@ def test_a_recorder_that_is_off_has_no_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dumped", "reason"),
+    "dumped",
     [
-        (b"", "no valid JSON"),
-        (GLOO[:-9], "no valid JSON"),
-        (b"\xff\xfe", "no valid JSON"),
-        (b"[]", "'None'"),
-        (b'{"version": "3.0", "pg_status": {}}', "'3.0'"),
-        (b'{"version": "1.5"}', "'1.5'"),
-        (b'{"version": "2.1"}', "not as torch writes"),
-        (b'{"version": "2.4", "pg_status": []}', "not as torch writes"),
-        (b'{"version": "2.4", "pg_status": {}, "entries": {"a": 1}}', "not as torch writes"),
-        (GLOO.replace(b'"pg_id"', b'"pg"'), "not as torch writes"),
+        b"",
+        GLOO[:-9],
+        b"[]",
+        b'{"version": "3.0", "pg_status": {}}',
+        b'{"version": "2.1"}',
+        b'{"version": "2.4", "pg_status": {}, "entries": {"a": 1}}',
+        GLOO.replace(b'"pg_id"', b'"pg"'),
     ],
 )
-def test_what_is_not_understood_is_refused_with_a_reason(dumped: bytes, reason: str) -> None:
+def test_what_is_not_understood_is_refused(dumped: bytes) -> None:
     """Other versions changed fields that are relied on."""
-    with pytest.raises(UnreadableError, match=reason):
+    with pytest.raises(UnreadableError, match="not as torch writes version 2"):
         decode(dumped)
 
 

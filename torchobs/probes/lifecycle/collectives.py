@@ -2,8 +2,8 @@
 
 The format of its dumps is that of ``FlightRecorder.hpp`` and ``FlightRecorderDetail.hpp`` in ``torch/csrc/distributed/c10d``: a
 new field raises its minor version, a changed one its major. 2.4 is torch 2.5's, the first with JSON; 2.10 is torch 2.13's. In
-JSON all values of ``pg_status`` are text and absent times 0; the pickled form has numbers and ``None``, and the lines that
-called. Both are read; of a pickled one plain values alone are taken.
+JSON all values of ``pg_status`` are text; the pickled form has the lines that called, too, of which plain values alone are
+taken.
 
 Backends fill it in differently. NCCL reports ``state`` and, with TORCH_NCCL_ENABLE_TIMING=1, durations. gloo leaves ``state``
 at "scheduled" for ever, sets ``retired`` once an operation has come back, and records neither send nor recv.
@@ -67,7 +67,7 @@ _PLAIN = frozenset({"broadcast", "reduce", "gather", "scatter", "barrier", "send
 
 
 class UnreadableError(ValueError):
-    """A dump of a version that is not understood, or that is not as that version has it; the message says which."""
+    """A dump that is not as the version that is understood has it."""
 
 
 class GroupStatus(NamedTuple):
@@ -125,17 +125,8 @@ class Dump(NamedTuple):
 def decode(dumped: bytes) -> Dump:
     """Return the contents of a dump in JSON. Raises :class:`UnreadableError`."""
     try:
-        content = json.loads(dumped)
-    except ValueError as problem:
-        reason = "is no valid JSON"
-        raise UnreadableError(reason) from problem
-    return parse(content)
-
-
-def parse(dump: Any) -> Dump:
-    """Return the contents of a dump as objects. Raises :class:`UnreadableError`."""
-    _check_version(dump)
-    try:
+        dump = json.loads(dumped)
+        _check_version(dump)
         groups = {int(key): _status(one) for key, one in dump["pg_status"].items()}
         return Dump(groups, tuple(map(_operation, dump.get("entries") or ())))
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
@@ -155,10 +146,8 @@ def calls(dumped: bytes, most: int) -> list[RecordedCall]:
 
 
 def _check_version(dump: Any) -> None:
-    version = dump.get("version") if isinstance(dump, dict) else None
-    if str(version).partition(".")[0] != str(MAJOR):
-        reason = f"has version {str(version)[:16]!r}, and {MAJOR} is understood"
-        raise UnreadableError(reason)
+    if str(dump["version"]).partition(".")[0] != str(MAJOR):
+        raise ValueError
 
 
 class _Plain(pickle.Unpickler):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import threading
 import traceback
 import weakref
 from functools import partial
@@ -46,7 +45,7 @@ class UnusedParameters:
 
     def add(self, model: Any) -> None:
         """Keep the names of a module that has just been made: what requires a gradient may be changed later on."""
-        self._names[model] = list(_names(model))
+        self._names[model] = [name for name, _ in _parameters(model)]
 
     def describe(self, error: BaseException) -> dict[str, Any]:
         """Return attributes of the exception's event; empty for another error, and where a name would be uncertain."""
@@ -57,7 +56,7 @@ class UnusedParameters:
         if found is None or model is None:
             return {}
         indices = [int(text) for text in found[1].split()]
-        names = self._names[model] if model in self._names else _names_now(model)
+        names = self._names.get(model, [])  # none of a model that was made before init()
         if not indices or max(indices) >= len(names):
             return {}
         named = [names[index][:_MAX_NAME] for index in indices[:_MAX_NAMED]]
@@ -72,24 +71,6 @@ def _raising(error: BaseException) -> Any:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.endswith(_FILE)]
     owners = [frame.f_locals.get("self") for frame in reversed(frames)]
     return next((owner for owner in owners if isinstance(owner, DistributedDataParallel)), None)
-
-
-def _names_now(model: Any) -> list[str]:
-    """Return the names of a module made before ``init()``, if the reducer has as many parameters of the same size.
-
-    Asking the reducer may wait for a backward pass, which the thread that raised does not run.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    data = model._get_ddp_logging_data()
-    parameters = [parameter for _, parameter in _parameters(model)]
-    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    same = (len(parameters), size) == (data.get("num_parameter_tensors"), data.get("total_parameter_size_bytes"))
-    return list(_names(model)) if same else []
-
-
-def _names(model: Any) -> Iterator[str]:
-    return (name for name, _ in _parameters(model))
 
 
 def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
