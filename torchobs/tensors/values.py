@@ -87,16 +87,6 @@ def is_finite(tensor: Any) -> bool:
     return whole or condition(tensor) is Condition.FINITE
 
 
-def may_overflow(tensor: Any) -> bool:
-    """Return True if the sum with another such tensor may be too large for the data type. It waits for a device."""
-    import torch  # torch is optional until training begins
-
-    values = plain(tensor)
-    if values is None or not values.numel():
-        return False
-    return max(abs(bound.item()) for bound in torch.aminmax(values)) > torch.finfo(values.dtype).max / 2
-
-
 def explains(given: Any, made: Any) -> bool:
     """Return True if the samples of ``made`` that are not finite are so in ``given``, too. It waits for a device.
 

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs.tensors.graph import OPAQUE, size_of
-from torchobs.tensors.values import Condition, condition, may_overflow
+from torchobs.tensors.values import Condition, condition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -196,13 +196,11 @@ class ForwardTrace:
                     waiting.append((each, certain and sure, self._kept_result(node, each, result)))
 
     def _has_constant(self, node: GraphNode) -> bool:
-        """Return True if a result that is not finite can only come from an operand without a gradient, which nobody kept.
+        """Return whether a result that is not finite comes from an operand without a gradient, which nobody kept.
 
-        A sum or a choice makes none of finite operands, but for a sum that overflows.
+        A sum or a choice makes none of finite operands.
         """
-        if node.builtin not in ADDITIVE | CHOOSING or all(producer is not None for producer, _ in node.inputs):
-            return False
-        return node.builtin in CHOOSING or not any(map(may_overflow, self.operands(node).values()))
+        return node.builtin in ADDITIVE | CHOOSING and any(producer is None for producer, _ in node.inputs)
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
         """Return the producer's result as the node has kept it, or else what came of it later."""

@@ -185,12 +185,12 @@ class Locator:
             begins = _first_line(module) if node.operator in OPAQUE else None
             return self._placed(own, users[0] if users else self._caller_line(own) or begins)
         before, after = self._around(node)
-        for candidates in self._candidates(before, after):
-            for apart in (1, 0):  # lines between those of the two neighbours, then theirs
-                for path in candidates:
-                    line = self._matching(path, words, before, after, apart)
-                    if line is not None:
-                        return self._placed(path, line if line.is_users else self._caller_line(path))
+        candidates = self._candidates(before, after)
+        for apart in (1, 0):  # lines between those of the two neighbours, then theirs
+            for path in candidates:
+                line = self._matching(path, words, before, after, apart)
+                if line is not None:
+                    return self._placed(path, line if line.is_users else self._caller_line(path))
         line = self._in_frames(words)
         if line is not None or after is None or before is None:
             return Place("", "", "" if line is None else str(line))
@@ -212,12 +212,8 @@ class Locator:
                 break
         return before, after
 
-    def _candidates(self, before: str | None, after: str | None) -> tuple[list[str], list[str]]:
-        """Return the modules that may have called an operator between these two, innermost first, and those that hardly have.
-
-        The latter are used before ``before`` already, and perhaps again: what prepares a batch has no parameters, and may be
-        an attribute that was set last.
-        """
+    def _candidates(self, before: str | None, after: str | None) -> list[str]:
+        """Return the modules that may have called an operator between these two, innermost first."""
         modules = self._names.modules
         paths = list(modules)
         shared = common([before, after]) if before is not None and after is not None else ""
@@ -225,20 +221,10 @@ class Locator:
         end = paths.index(after) if after in modules else len(paths)
         owners = set(self._own.values())
         within = [path for path in paths[start : max(end, start)] if not any(_inside(one, path) for one in owners)]
-        earlier = [path for path in reversed(within) if self._is_used_before(path, before)]
-        likely = [path for path in reversed(within) if path not in earlier]
+        likely = within[::-1]
         for side in (after, before):
             likely += (path for path in chain_of(side) if side is not None and path != shared and _inside(path, shared))
-        return [*likely, *chain_of(shared)], earlier
-
-    def _is_used_before(self, path: str, other: str | None) -> bool:
-        """Return True if the module around both mentions ``path`` in its ``forward`` before it first mentions ``other``."""
-        if other is None:
-            return False
-        outer = common([path, other])
-        called = _child_lines(self._names.modules.get(outer))
-        first, then = called.get(_child(outer, path), []), called.get(_child(outer, other), [])
-        return first[:1] < then[:1] and bool(first)
+        return [*likely, *chain_of(shared)]
 
     def _matching(self, path: str, words: Sequence[str], before: str | None, after: str | None, apart: int) -> Line | None:
         """Return the line of the module's ``forward`` with the operator, between the calls of the two neighbours.

@@ -6,14 +6,12 @@ A float16 is at most 65504, and a gradient may be larger though the loss itself 
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
-from torchobs.probes.nonfinite.forward import Birth, first_birth, given_size, is_mean_of_nothing
+from torchobs.probes.nonfinite.forward import Birth, first_birth, is_mean_of_nothing
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.result import Result
@@ -45,19 +43,17 @@ OTHER_RANKS = "on this rank or another: gradients are averaged"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
 _MOST_ITEMS = 64
-_OF_SAMPLES = re.compile(r"\w+\[(\d+)\]\[")
-"""A variable that is a list of dictionaries, one for each sample, as detectors take their targets"""
 SHARE_OF_STEP = 2
 """From so many parameters on they are what a step made of its gradients, not one bad weight"""
 MASKED_ROW = (
     "every value of a row that it was given was masked (negative infinity), and of such a row it makes NaN; "
     "is a sequence of the batch padding alone?"
 )
+OVER_NOTHING = "it is over nothing, since the batch, or what was selected of it, is empty, and the mean over none is NaN"
 NAME = "{name}"
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 _MEAN = 1
 """``reduction`` of a loss"""
-_SELECTING = frozenset({"index", "masked_select", "index_select", "gather", "slice", "narrow", "take", "select"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +200,14 @@ class GraphTracer:
             return self._within(node, place)
         kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
         made = self._made(kind, node, place, inputs, "")
-        return made if kind == "unknown" else self._explained(made, cause_of(node))
+        return made if kind == "unknown" else self._explained(made, node)
 
-    def _explained(self, made: NonfiniteOrigin, cause: Cause | None) -> NonfiniteOrigin:
+    def _explained(self, made: NonfiniteOrigin, node: GraphNode) -> NonfiniteOrigin:
         """Return the origin with the reason why the operator made such values, and the variable that explains it."""
-        if cause is None:
-            return made
-        memory = memory_of(cause.tensor)
-        name = next((path for path, item in self._variables_held() if memory and memory_of(item) == memory), "")
-        words = cause.words.replace(NAME, f" ({name})" if name else "")
-        return replace(made, note=words, parameter=name, elements=cause.elements or made.elements)
+        words, name = cause_of(node), ""
+        if NAME in words and (memory := memory_of(node.kept.get("target"))):
+            name = next((path for path, item in self._variables_held() if memory_of(item) == memory), "")
+        return replace(made, note=words.replace(NAME, f" ({name})" if name else ""), parameter=name)
 
     def _user_of(self, node: GraphNode) -> GraphNode:
         """Return the operator that a view or cast of a parameter is made for."""
@@ -305,8 +299,6 @@ class GraphTracer:
             return None
         elements = bad_elements(whole)
         sample = elements[0][0] if elements and elements[0] else None
-        if one := _OF_SAMPLES.match(name):
-            sample = int(one[1])
         return NonfiniteOrigin(
             "input", operator, place.module, place.kind, place.line, name, inputs, elements, sample, self._step, ""
         )
@@ -395,66 +387,28 @@ def _kept_of(optimizer: Any, parameter: Any) -> list[Any]:
     return [value for value in values if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
 
 
-class Cause(NamedTuple):
-    """Why an operator made NaN. ``tensor``: what was given to it that explains this; ``elements``: where it shows."""
-
-    words: str
-    """with :data:`NAME` where the variable's name belongs"""
-    tensor: Any = None
-    elements: tuple[tuple[int, ...], ...] = ()
-
-
-def cause_of(node: GraphNode) -> Cause | None:
-    """Return why an operator made NaN of its operands; ``None`` if that is not seen."""
-    if node.builtin.startswith("nll_loss"):
-        return _ignored_targets(node)
+def cause_of(node: GraphNode) -> str:
+    """Return why an operator made NaN of finite operands; empty if that is not seen. :data:`NAME` is the variable's place."""
+    if node.builtin.startswith("nll_loss") and (words := _ignored_targets(node)):
+        return words
     if node.builtin in _SOFTMAX:
-        return _masked_row(node)
-    return _over_nothing(node) if is_mean_of_nothing(node) else None
+        return MASKED_ROW if _has_masked_row(node) else ""
+    return OVER_NOTHING if is_mean_of_nothing(node) else ""
 
 
-def _ignored_targets(node: GraphNode) -> Cause | None:
-    target, weight, total = (node.kept.get(name) for name in ("target", "weight", "total_weight"))
-    settings = node.settings()
-    if target is None or settings.get("reduction") != _MEAN or (total is not None and bool((total != 0).any())):
-        return None
-    count, ignored = target.numel(), settings.get("ignore_index")
-    if not count:
-        return _over_nothing(node)
-    counted = target[target != ignored]
-    if not counted.numel():
-        words = f"all {count:,} targets of the batch{NAME} are ignored (ignore_index={ignored}), and the mean over none is NaN"
-        return Cause(words, target)
-    if weight is not None and not bool((weight[counted] != 0).any()):
-        words = f"the class weights of all {counted.numel():,} targets of the batch{NAME} are 0, and 0 / 0 is NaN"
-        return Cause(words, target)
-    return None
+def _ignored_targets(node: GraphNode) -> str:
+    target, settings = node.kept.get("target"), node.settings()
+    if target is None or not target.numel() or settings.get("reduction") != _MEAN:
+        return ""
+    ignored = settings.get("ignore_index")
+    if bool((target != ignored).any()):
+        return ""
+    return (
+        f"all {target.numel():,} targets of the batch{NAME} are ignored (ignore_index={ignored}), and the mean over none is NaN"
+    )
 
 
-def _over_nothing(node: GraphNode) -> Cause:
-    """Return the cause of a mean, or of a loss with one, that had no element: by a selection, or from the start."""
-    while True:
-        empty = (place for place in range(len(node.inputs)) if prod(given_size(node, place)) == 0)
-        place = next(empty, None)
-        producer = node.inputs[place][0] if place is not None else None
-        if producer is None:
-            break
-        node = producer
-    selection = f"the selection ({node.operator}) before it left no element"
-    why = selection if node.builtin in _SELECTING else "the batch is empty"
-    return Cause(f"it is over nothing, since {why}, and the mean over none is NaN")
-
-
-def _masked_row(node: GraphNode) -> Cause | None:
-    """Return the cause if a whole row of a softmax is NaN: its operand was not, by the search that came here."""
-    import torch  # torch is optional until training begins
-
+def _has_masked_row(node: GraphNode) -> bool:
+    """Return whether a whole row of a softmax is NaN: its operand was not, by the search that came here."""
     result = node.kept.get("result")
-    if result is None or not result.dim():
-        return None
-    dim = node.settings().get("dim", -1)
-    rows = torch.nonzero(result.isnan().all(dim))[:3].tolist()
-    if not rows:
-        return None
-    dim %= result.dim()
-    return Cause(MASKED_ROW, None, tuple((*row[:dim], 0, *row[dim:]) for row in rows))
+    return result is not None and bool(result.dim()) and bool(result.isnan().all(node.settings().get("dim", -1)).any())

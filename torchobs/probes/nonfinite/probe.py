@@ -94,8 +94,6 @@ class NonfiniteProbe:
         self._watch: BackwardWatch | None = None
         self._raising: NonfiniteRaiser | None = None
         self._told: list[str] = []
-        self._open = ("", 0)
-        """What was last seen that is not finite (a kind of anomaly), and in which step"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -112,7 +110,6 @@ class NonfiniteProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._breaker.guard(self._warn_of_open_step)()
         self._breaker.guard(self._release)()
         if self._raising is not None:
             self._raising.remove()
@@ -129,18 +126,11 @@ class NonfiniteProbe:
         while self._told:
             _log.info("%s", self._told.pop(0))  # no warning: standard error is the script's own
 
-    def _warn_of_open_step(self) -> None:
-        """Log a value that is not finite in a step that does not end; of one that has, the fold has its record."""
-        what, step = self._open
-        if what and step > self._context.recorder.ended:
-            self._context.warn_limited(f"anomaly {what}", f"{what.replace('_', ' ')} in step {step}", own="loss" in what)
-
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
         """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they do not run any more."""
         step = self._context.recorder.in_progress
-        self._open = "nonfinite_loss", step
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
         self._found = self._found if follows else None
@@ -192,7 +182,6 @@ class NonfiniteProbe:
         step = self._context.recorder.in_progress
         if step == self._lost_step or skips_by_itself(optimizer):
             return
-        self._open = "nonfinite_gradient", step
         follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -235,8 +224,6 @@ class NonfiniteProbe:
         NaN may end in its next forward pass, before a measurement has seen them. The values are still there: in variables of
         the functions that are left, and in what the optimizers hold.
         """
-        if isinstance(error, _REFUSALS):
-            self._open = "", 0  # the script's own words stand in the log already
         if not isinstance(error, KeyboardInterrupt):
             self._last_gradients(logged=not isinstance(error, _REFUSALS))
         step, frames = self._context.recorder.in_progress, _frames_of(error)
